@@ -1,0 +1,101 @@
+"""The errors of kvd, by whose fault they are.
+
+Three classes, so that a caller can decide without reading prose:
+
+- `BadRequest`: whoever sent this broke a rule. Sending it again will fail again.
+- `Unavailable`: nobody broke a rule; something is full, gone or late. Trying again later may work.
+- `InternalError`: kvd itself is at fault. Please report it.
+
+An error crosses the wire as its `ErrorCode` and its text; `error_from_code` makes the same class of it again.
+Codes are only ever appended: their names are part of the protocol.
+"""
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, in one word that is stable across versions."""
+
+    # BadRequest
+    BAD_MESSAGE = "bad_message"
+    BAD_VERSION = "bad_version"
+    TOO_LARGE = "too_large"
+    WRONG_STATE = "wrong_state"
+    NOT_ATTACHED = "not_attached"
+    NOT_PERMITTED = "not_permitted"
+    BAD_SPEC = "bad_spec"
+    BAD_POOL = "bad_pool"
+    BAD_BLOCKS = "bad_blocks"
+    BLOCKS_BUSY = "blocks_busy"
+    DUPLICATE_REQUEST = "duplicate_request"
+    UNKNOWN_REQUEST = "unknown_request"
+    BAD_TICKET = "bad_ticket"
+    INCOMPATIBLE = "incompatible"
+    BAD_CONFIG = "bad_config"
+    # Unavailable
+    OVERLOADED = "overloaded"
+    SHUTTING_DOWN = "shutting_down"
+    DEADLINE = "deadline"
+    OFFER_GONE = "offer_gone"
+    LEASE_BROKEN = "lease_broken"
+    PEER_LOST = "peer_lost"
+    TRANSPORT = "transport"
+    POOL_BUSY = "pool_busy"
+    DAEMON_LOST = "daemon_lost"
+    CANCELLED = "cancelled"
+    NO_DEVICE = "no_device"
+    # InternalError
+    INTERNAL = "internal"
+
+
+class KvdError(Exception):
+    """Base of all errors of kvd: `code` for programs, the text for people."""
+
+    codes: ClassVar[frozenset[ErrorCode]] = frozenset()
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+        self.text = text
+
+
+class BadRequest(KvdError):
+    """The sender's fault (not `Unavailable`: the same message will be refused again)."""
+
+
+class Unavailable(KvdError):
+    """Nobody's fault just now: full, late, gone or shutting down (not `BadRequest`: trying later may work)."""
+
+    codes = frozenset(
+        {
+            ErrorCode.OVERLOADED,
+            ErrorCode.SHUTTING_DOWN,
+            ErrorCode.DEADLINE,
+            ErrorCode.OFFER_GONE,
+            ErrorCode.LEASE_BROKEN,
+            ErrorCode.PEER_LOST,
+            ErrorCode.TRANSPORT,
+            ErrorCode.POOL_BUSY,
+            ErrorCode.DAEMON_LOST,
+            ErrorCode.CANCELLED,
+            ErrorCode.NO_DEVICE,
+        }
+    )
+
+
+class InternalError(KvdError):
+    """kvd's own fault: an invariant did not hold."""
+
+    codes = frozenset({ErrorCode.INTERNAL})
+
+
+def error_from_code(code: str, text: str) -> KvdError:
+    """The error that `code` and `text` on a wire stand for; a code from a newer version is a `BadRequest`."""
+    if code not in ErrorCode.__members__.values():
+        return BadRequest(ErrorCode.BAD_MESSAGE, f"{text} (code {code!r}, unknown to this version)")
+    known = ErrorCode(code)
+    for kind in (Unavailable, InternalError):
+        if known in kind.codes:
+            return kind(known, text)
+    return BadRequest(known, text)

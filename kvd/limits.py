@@ -1,0 +1,78 @@
+"""Every bound of kvd in one place: its unit, and why it is what it is.
+
+A bound that an operator may want to turn is a default of `kvd.config`; the rest are constants because peers rely on them.
+"""
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# --- messages -------------------------------------------------------------------------------------------------------
+MAX_MESSAGE_BYTES: Final = 16 * MIB
+"""One frame on any socket. A ticket of 1,000,000 block ids is 4 MiB; four times that is nobody's honest message."""
+
+MAX_NAME_BYTES: Final = 128
+"""Worker, pool and daemon names: they become labels, log fields and file names."""
+
+MAX_REQUEST_ID_BYTES: Final = 256
+"""Request ids come from engines (vLLM: `cmpl-<uuid>-<n>` with prefixes of routers); longer ones are a mistake."""
+
+MAX_ERROR_TEXT: Final = 2000
+"""Characters of an error's text on a wire; longer text is cut."""
+
+MAX_SPEC_BYTES: Final = 4 * MIB
+"""An encoded `CacheSpec`: 1,000 layers with every dimension spelled out stay below 1 MiB."""
+
+MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
+"""Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
+
+MAX_GROUPS: Final = 256
+"""KV-cache groups of one worker; vLLM's largest hybrids have below ten."""
+
+MAX_RANKS: Final = 1024
+"""Producer ranks in one ticket."""
+
+MAX_DESCRIPTORS: Final = 1 << 24
+"""Descriptors of one planned transfer: 400 MB of arrays; beyond that the layouts are wrong for each other."""
+
+# --- queues ---------------------------------------------------------------------------------------------------------
+MAILBOX_MESSAGES: Final = 65_536
+"""Messages waiting in one actor. Every sender is bounded below this, so an overflow is a bug and stops the daemon."""
+
+MAX_REQUESTS_PER_WORKER: Final = 4096
+"""Offers and pulls of one worker that have no outcome yet; more are refused as overloaded."""
+
+MAX_UNACKNOWLEDGED: Final = 65_536
+"""Notifications kept for one worker until it acknowledges them; when full its new requests are refused."""
+
+MAX_CLAIMS_WAITING: Final = 4096
+"""Claims of all peers that wait for an offer that has not come yet."""
+
+MAX_WORKERS: Final = 256
+"""Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
+
+MAX_PEERS: Final = 4096
+"""Daemons that one daemon talks to."""
+
+NOTIFICATIONS_PER_BATCH: Final = 256
+"""Notifications in one message to a worker."""
+
+# --- transport ------------------------------------------------------------------------------------------------------
+SLICE_BYTES: Final = 4 * MIB
+"""One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one."""
+
+SLICE_DESCRIPTORS: Final = 512
+"""Descriptors in one post: scattered small blocks cost about 5 us each, so this bounds a post's time as bytes do not."""
+
+MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
+"""Posted and not terminal, over all transfers: keeps a network pipe full without filling the transport's queues."""
+
+OLDEST_TURN: Final = 4
+"""Every fourth slice goes to the oldest transfer, so that a stream of short ones cannot starve a long one."""
+
+# --- times, in seconds ----------------------------------------------------------------------------------------------
+MIN_PULL_TIMEOUT: Final = 0.001
+MAX_PULL_TIMEOUT: Final = 3600.0
+MAX_LEASE_TTL: Final = 3600.0
