@@ -1,0 +1,44 @@
+"""What the daemon asks of memory: pools that it owns and can lend to another process."""
+
+from typing import Protocol
+
+
+class Memory(Protocol):
+    """One mapped pool."""
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte in this process."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the worker asked for; the mapping may be longer (whole pages)."""
+
+    @property
+    def backing(self) -> str:
+        """What it is made of: `hugetlb`, `thp` or `plain`."""
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor that a worker maps; stays this object's."""
+
+    def close(self) -> None:
+        """Unmaps and closes. The bytes live on while another process has them mapped."""
+
+
+class MemoryProvider(Protocol):
+    """Makes pools."""
+
+    def allocate(self, name: str, size: int) -> Memory:
+        """A new pool of `size` bytes, zeroed and faulted in.
+
+        Raises:
+            Unavailable: `OVERLOADED`, there is not that much memory.
+        """
+
+    def adopt(self, descriptor: int, size: int) -> Memory:
+        """The pool behind `descriptor`, which a worker kept from a daemon before this one; takes the descriptor over.
+
+        Raises:
+            BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us).
+        """

@@ -1,0 +1,115 @@
+"""What actors ask of the sockets, and what the sockets tell them.
+
+Actors see bytes and names of connections, never a socket; the simulator implements the same ports in memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A process connected to the session socket; the kernel says who it is (SO_PEERCRED)."""
+
+    connection: int
+    pid: int
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFrame:
+    """One frame on a session, with the descriptors that came along. Whoever handles it closes them."""
+
+    connection: int
+    frame: bytes
+    descriptors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The process at the other end closed the session or is gone."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFrame:
+    """One ZMQ frame of a worker; `session` is its routing id, which `Attached` gave it."""
+
+    session: bytes
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAsked:
+    """One frame of a daemon that connected to us; `sender` is its routing id, for the answer."""
+
+    sender: bytes
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswered:
+    """One frame of a daemon that we connected to."""
+
+    link: int
+    frame: bytes
+
+
+WorkerEvent = SessionOpened | SessionFrame | SessionClosed | WorkerFrame
+PeerEvent = PeerAsked | PeerAnswered
+
+
+class WorkerPort(Protocol):
+    """The two local sockets: sessions (Unix stream) and requests (ZMQ over ipc)."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where a worker connects its ZMQ socket."""
+
+    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
+        """Binds and listens; `on_event` is called on the loop."""
+
+    def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Sends a frame, and duplicates of `descriptors`, on a session; a closed one is ignored."""
+
+    def close_session(self, connection: int) -> None:
+        """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
+
+    def send(self, session: bytes, frame: bytes) -> bool:
+        """Sends a frame to a worker; False where its queue is full or it is not connected."""
+
+    def close(self) -> None:
+        """Closes the sockets and removes their files."""
+
+
+class PeerPort(Protocol):
+    """The socket that peers connect to, and one socket for each peer that we connect to."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach us."""
+
+    def start(self, on_event: Callable[[PeerEvent], None]) -> None:
+        """Binds; `on_event` is called on the loop."""
+
+    def connect(self, address: str) -> int:
+        """Opens a link to a daemon; connects in the background and again after a loss.
+
+        Raises:
+            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands.
+        """
+
+    def ask(self, link: int, frame: bytes) -> bool:
+        """Sends a frame on a link; False where its queue is full."""
+
+    def answer(self, sender: bytes, frame: bytes) -> bool:
+        """Sends a frame to a daemon that connected to us; False where its queue is full or it is gone."""
+
+    def disconnect(self, link: int) -> None:
+        """Closes a link and drops what waits on it."""
+
+    def close(self) -> None:
+        """Closes everything."""

@@ -1,0 +1,50 @@
+"""Bytes to messages and back. Garbage is decoded to a message or raises `BadRequest`; there is no third way."""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol import peer, worker
+from kvd.protocol.types import Message
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """A message as one frame."""
+    return _encoder.encode(message)
+
+
+class Decoder(Generic[T]):
+    """Decodes the frames that one kind of sender may send."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+    def decode(self, frame: bytes | memoryview) -> T:
+        """The message in `frame`.
+
+        Raises:
+            BadRequest: `TOO_LARGE` above the bound on a frame, `BAD_MESSAGE` for anything that is no message.
+        """
+        if len(frame) > limits.MAX_MESSAGE_BYTES:
+            raise BadRequest(
+                ErrorCode.TOO_LARGE, f"message of {len(frame)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}"
+            )
+        try:
+            message: T = self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
+        return message
+
+
+worker_requests: Decoder[worker.Request] = Decoder(worker.Request)
+worker_replies: Decoder[worker.Reply] = Decoder(worker.Reply)
+session_requests: Decoder[worker.SessionRequest] = Decoder(worker.SessionRequest)
+session_replies: Decoder[worker.SessionReply] = Decoder(worker.SessionReply)
+peer_requests: Decoder[peer.PeerRequest] = Decoder(peer.PeerRequest)
+peer_replies: Decoder[peer.PeerReply] = Decoder(peer.PeerReply)

@@ -1,0 +1,136 @@
+"""Messages between two daemons: the consumer's asks, the producer's answers.
+
+The consumer's daemon connects; answers travel back over the same connection. Every ask may be sent twice (after a
+lost answer) and is answered the same both times. `claim` is a number of the consumer's own, never used twice within
+one incarnation.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvd import limits
+from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text
+
+# --- consumer to producer -------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Who is asking. Answered by `Welcome`, or by `Refuse` with claim 0 where the versions differ."""
+
+    daemon: Name
+    incarnation: Count
+    version: int = VERSION
+
+
+class Claim(Message, frozen=True, tag="claim"):
+    """Asks to read an offer. Waits at the producer where the offer has not come yet; else `Grant` or `Refuse`.
+
+    `readers` is how many ranks of the consuming engine will read this offer and `reader` is which of them asks: the
+    lease is released when all have finished. `digest` is the CRC-32 of the offered spans as the ticket gave them.
+    The claim lapses `ttl` seconds after it or its last `Renew` arrived.
+    """
+
+    claim: Count
+    pool: Name
+    offer: RequestId
+    incarnation: Count
+    """The producer's incarnation that the ticket names; 0 where the ticket does not say."""
+    digest: Count
+    reader: Count
+    readers: Annotated[int, Meta(ge=1, le=limits.MAX_RANKS)]
+    ttl: Seconds
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """These claims are still wanted. Answered only where one is not held any more, by `Broken`."""
+
+    claims: Annotated[tuple[Count, ...], Meta(max_length=65536)]
+
+
+class Fence(Message, frozen=True, tag="fence"):
+    """The last byte has landed: was the lease held, under this generation, until now? `Held` (and released) or `Broken`."""
+
+    claim: Count
+    generation: Count
+
+
+class Release(Message, frozen=True, tag="release"):
+    """The claim is not wanted any more. Where `finished`, this reader will not come again; else it might."""
+
+    claim: Count
+    finished: bool
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Are you there, and are you still the same?"""
+
+    number: Count
+
+
+PeerRequest = Hello | Claim | Renew | Fence | Release | Ping
+
+# --- producer to consumer -------------------------------------------------------------------------------------------
+
+
+class PoolInfo(Message, frozen=True):
+    """A pool as a peer needs it: where it starts in the producer's address space, how long it is, how it is laid out."""
+
+    pool: Name
+    epoch: Count
+    """Changes whenever the pool is another one than before: new memory, new layout or a new registration."""
+    base: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    """Address in the daemon, unsigned 64-bit little-endian."""
+    size: Count
+    spec: Annotated[bytes, Meta(max_length=limits.MAX_SPEC_BYTES)]
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Who answers, the transport's metadata and the pools it registered."""
+
+    daemon: Name
+    incarnation: Count
+    agent: Annotated[str, Meta(max_length=2 * limits.MAX_NAME_BYTES)]
+    metadata: bytes
+    pools: tuple[PoolInfo, ...]
+    version: int = VERSION
+
+
+class Grant(Message, frozen=True, tag="grant"):
+    """The claim holds the lease of this generation; the blocks lie in the pool of this epoch."""
+
+    claim: Count
+    generation: Count
+    epoch: Count
+
+
+class Refuse(Message, frozen=True, tag="refuse"):
+    """The claim (or, with claim 0, the hello) is refused."""
+
+    claim: Count
+    code: Code
+    text: Text
+
+
+class Held(Message, frozen=True, tag="held"):
+    """The lease was held without a break until the fence arrived; this reader has finished."""
+
+    claim: Count
+
+
+class Broken(Message, frozen=True, tag="broken"):
+    """The claim is not held any more: what was read under it must not be used."""
+
+    claim: Count
+    code: Code
+    text: Text
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    """Answers `Ping`; another incarnation than before means that every claim is gone."""
+
+    number: Count
+    incarnation: Count
+
+
+PeerReply = Welcome | Grant | Refuse | Held | Broken | Pong

@@ -1,0 +1,105 @@
+"""Tickets: the JSON-safe description of an offer that travels with the request through the router.
+
+A ticket is `kvd1.` and the URL-safe base64 of a msgpack array. One ticket names every rank of the producing engine;
+`join` makes it of the tickets of single ranks. Whoever holds a ticket may claim what it names: it is opaque to
+routers and to workers, and a daemon treats it as untrusted input.
+"""
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol.types import Address, Count, Message, Name, RequestId, Spans
+
+_PREFIX = "kvd1."
+
+
+class TicketRank(Message, frozen=True):
+    """One rank of the producing engine: the daemon that holds its pool, and its offer there."""
+
+    daemon: Name
+    address: Address
+    incarnation: Count
+    pool: Name
+    offer: RequestId
+    blocks: Annotated[int, Meta(ge=0, lt=limits.MAX_RANKS)]
+    """Which entry of the ticket's `blocks` this rank offered (mostly the ranks of an engine share one)."""
+
+
+class Ticket(Message, frozen=True):
+    """`tokens` is the length of the sequence; `blocks` the different lists of spans that the ranks offered."""
+
+    tokens: Count
+    ranks: Annotated[tuple[TicketRank, ...], Meta(min_length=1, max_length=limits.MAX_RANKS)]
+    blocks: Annotated[tuple[Spans, ...], Meta(min_length=1, max_length=limits.MAX_RANKS)]
+
+    def spans(self, rank: TicketRank) -> Spans:
+        """The blocks that `rank` offered."""
+        return self.blocks[rank.blocks]
+
+    def encode(self) -> str:
+        """The ticket as text."""
+        return _PREFIX + base64.urlsafe_b64encode(_encoder.encode(self)).decode().rstrip("=")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def decode(text: str) -> Ticket:
+    """Reads a ticket.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, the text is of another version or no ticket at all.
+    """
+    if not text.startswith(_PREFIX):
+        raise BadRequest(
+            ErrorCode.BAD_TICKET,
+            f"a ticket of this version starts with {_PREFIX!r}, this one with {text[:12]!r}; "
+            "pass on what the offer returned, unchanged",
+        )
+    try:
+        padded = text[len(_PREFIX) :] + "=" * (-(len(text) - len(_PREFIX)) % 4)
+        ticket = _decoder.decode(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
+    for rank in ticket.ranks:
+        if rank.blocks >= len(ticket.blocks):
+            raise BadRequest(
+                ErrorCode.BAD_TICKET,
+                f"rank {rank.pool!r} names block list {rank.blocks}, the ticket has {len(ticket.blocks)}",
+            )
+    return ticket
+
+
+def join(texts: Iterable[str]) -> str:
+    """One ticket of the tickets of an engine's ranks, in the order of the ranks.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, one cannot be read or they differ in their number of tokens.
+    """
+    tickets = [decode(text) for text in texts]
+    tokens = {ticket.tokens for ticket in tickets}
+    if len(tokens) != 1:
+        raise BadRequest(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
+    blocks: list[Spans] = []
+    ranks: list[TicketRank] = []
+    for ticket in tickets:
+        for rank in ticket.ranks:
+            spans = ticket.spans(rank)
+            if spans not in blocks:
+                blocks.append(spans)
+            ranks.append(msgspec.structs.replace(rank, blocks=blocks.index(spans)))
+    return Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks)).encode()
+
+
+def digest(tokens: int, spans: Spans) -> int:
+    """CRC-32 of an offer's content: a claim carries it, so that ticket and offer cannot speak of different blocks."""
+    return zlib.crc32(_encoder.encode((tokens, spans)))

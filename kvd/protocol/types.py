@@ -1,0 +1,36 @@
+"""The types that messages are made of: bounded, so that a decoder refuses what a handler would have to check."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvd import limits
+
+VERSION = 1
+"""Version of the protocol, said in the first message on each socket. A peer that says another is refused."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES, pattern=r"^[A-Za-z0-9._:@/-]+$")]
+RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_BYTES)]
+Address = Annotated[str, Meta(min_length=1, max_length=512)]
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Code = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=2 * limits.MAX_ERROR_TEXT)]
+BlockIds = Annotated[bytes, Meta(max_length=4 * limits.MAX_BLOCKS_PER_REQUEST)]
+"""Block ids as little-endian unsigned 32-bit integers, 4 bytes each (512 ids: 0.7 us to code, 19 as a list)."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A message: a msgpack array whose first element is its tag. Fields are only ever appended, with a default."""
+
+
+class Span(Message, frozen=True):
+    """Consecutive blocks of one KV-cache group: `ids[i]` holds position `first + i` of the sequence, in blocks."""
+
+    group: Annotated[int, Meta(ge=0, lt=limits.MAX_GROUPS)]
+    first: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    ids: BlockIds
+
+
+Spans = Annotated[tuple[Span, ...], Meta(max_length=limits.MAX_GROUPS)]

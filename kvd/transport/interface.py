@@ -1,0 +1,129 @@
+"""What the daemon asks of a transport, and what it is told: commands in, events out, nothing shared.
+
+The interface is message-shaped so that an implementation may run on a thread of its own (NIXL does) or in a process of
+its own. Commands never block and never raise for what a peer did. `kvd.transport.contract` holds the tests that every
+implementation passes.
+
+The rules:
+
+1. Every `read` ends in exactly one `Landed` or `ReadFailed`, and not before nothing can write to its destination any
+   more. There is no time limit here: a read that hangs stays open, and its blocks with it.
+2. `abort` makes a read end early where it can: parts not yet handed to the network are dropped. It still ends by rule 1.
+3. `add_peer` of a name that is known already takes the new metadata in; `remove_peer` waits for the open reads of that
+   peer, and an `add_peer` that arrives before then keeps the peer.
+4. Short reads overtake long ones, and no read starves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvd.plan import Descriptors
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Memory is registered: `metadata` is what peers need to reach everything that this agent has registered now."""
+
+    pool: int
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Deregistered:
+    """Memory is registered no more, and may be unmapped."""
+
+    pool: int
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterFailed:
+    """Memory could not be registered."""
+
+    pool: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAdded:
+    """Reads from `agent` may start; `path` says how the bytes will travel where the transport knows (else empty)."""
+
+    agent: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The metadata of `agent` was of no use, or the connection to it broke: it is not known any more."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Every byte of the read is in place. `seconds` is the time from its first post to its last byte."""
+
+    read: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """The read ended without all its bytes, and nothing writes to its destination any more."""
+
+    read: int
+    reason: str
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransportDied:
+    """The transport cannot go on (its thread raised): the daemon must stop."""
+
+    reason: str
+
+
+Event = (
+    Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | TransportDied
+)
+
+
+class Transport(Protocol):
+    """One agent: it registers local memory and reads remote memory into it."""
+
+    @property
+    def agent(self) -> str:
+        """The name under which peers add this agent."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, as of the last `Registered`; untrusted input on the other side."""
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Starts; `on_event` is called on the daemon's loop, in the order of the events."""
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets `agent` once its reads have ended. No answer."""
+
+    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+
+    def abort(self, read: int) -> None:
+        """Asks for an early end of a read; unknown and ended reads are ignored."""
+
+    def expect_readers(self, expected: bool) -> None:
+        """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+
+    def stop(self) -> None:
+        """Ends everything in order, waiting for it. Reads that are open get no event any more."""
