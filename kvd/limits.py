@@ -50,6 +50,9 @@ MAX_UNACKNOWLEDGED: Final = 65_536
 MAX_CLAIMS_WAITING: Final = 4096
 """Claims of all peers that wait for an offer that has not come yet."""
 
+MAX_CLAIMS_PER_OFFER: Final = 2 * MAX_RANKS
+"""Claims that hold one offer: every rank of a consumer, and of another one that a router tried too."""
+
 MAX_WORKERS: Final = 256
 """Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
 

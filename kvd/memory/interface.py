@@ -42,3 +42,6 @@ class MemoryProvider(Protocol):
         Raises:
             BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us).
         """
+
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that a worker sent along and nobody needs."""

@@ -78,6 +78,9 @@ class WorkerPort(Protocol):
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
 
+    def discard(self, descriptors: tuple[int, ...]) -> None:
+        """Closes descriptors that came along with a frame that nobody wants."""
+
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False where its queue is full or it is not connected."""
 
