@@ -131,15 +131,15 @@ class _Cut:
                 [self.destination.layers.index(layer) for layer in layers],
             )
         )
+        src = np.array([self.source.offset + sum(ours[0] for ours, _ in pairs)], dtype=np.int64)
+        dst = np.array([self.destination.offset + sum(theirs[0] for _, theirs in pairs)], dtype=np.int64)
         length = self._absorb(pairs)
         count = reduce(lambda product, pair: product * len(pair[0]), pairs, 1)
         if count > MAX_DESCRIPTORS:
             text = f"{self.source.component}: a block would take {count} descriptors, the limit is {MAX_DESCRIPTORS}"
             raise BadRequest(ErrorCode.INCOMPATIBLE, text)
-        src = np.array([self.source.offset], dtype=np.int64)
-        dst = np.array([self.destination.offset], dtype=np.int64)
         for ours, theirs in pairs:
-            src, dst = np.add.outer(src, ours).ravel(), np.add.outer(dst, theirs).ravel()
+            src, dst = np.add.outer(src, ours - ours[0]).ravel(), np.add.outer(dst, theirs - theirs[0]).ravel()
         return src, dst, np.full(len(src), length, dtype=np.int64)
 
     def _offsets(
