@@ -29,7 +29,9 @@ class Metrics:
         self.reads_failed = counter("kvd_reads_failed_total", "Reads that the transport ended without all bytes.")
         self.pulls_active = gauge("kvd_pulls_active", "Pulls without an outcome.")
         self.quarantined = gauge("kvd_pulls_quarantined", "Ended pulls whose blocks may still be written to.")
-        self.offers = counter("kvd_offers_total", "Offers that ended, by reason (read, expired, withdrawn, shutdown).", "reason")
+        self.offers = counter(
+            "kvd_offers_total", "Offers that ended, by reason (read, expired, withdrawn, shutdown).", "reason"
+        )
         self.leases_active = gauge("kvd_leases_active", "Offers whose blocks are promised.")
         self.claims = counter("kvd_claims_total", "Claims of peers, by answer (granted, refused).", "answer")
         self.claims_active = gauge("kvd_claims_active", "Claims of peers that are held.")
@@ -40,6 +42,8 @@ class Metrics:
         self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by what they are made of.", "backing")
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")
         self.unacknowledged = gauge("kvd_notifications_unacknowledged", "Notifications kept until acknowledged.")
-        self.refused = counter("kvd_requests_refused_total", "Requests refused, by socket and error code.", "socket", "code")
+        self.refused = counter(
+            "kvd_requests_refused_total", "Requests refused, by socket and error code.", "socket", "code"
+        )
         self.actor_failures = counter("kvd_actor_failures_total", "Messages that an actor could not handle.", "actor")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")

@@ -72,6 +72,7 @@ class Actor:
 
         Raises:
             InternalError: the mailbox is full.
+
         """
         if len(self._mailbox) >= limits.MAILBOX_MESSAGES:
             raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")

@@ -26,6 +26,7 @@ class BusyBlocks:
         Raises:
             Unavailable: `BLOCKS_BUSY`, one is being written to by a pull that has not ended, or is in quarantine.
             BadRequest: `BAD_BLOCKS`, one is named twice.
+
         """
         taken: list[tuple[NDArray[np.bool_], NDArray[np.uint32]]] = []
         try:

@@ -144,7 +144,9 @@ class CompletionActor(Actor):
     @handles(Report)
     def report(self, message: Report) -> None:
         """Notifications that are kept, by worker."""
-        content = {worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()}
+        content = {
+            worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()
+        }
         self._house.gateway.tell(Reported(message.token, self.name, content))
 
 

@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Expiry(Generic[K]):
-    """Calls `expired(key)` once the deadline of `key` has passed. A deadline can be moved; an unset one never passes."""
+    """Calls `expired(key)` once the deadline of `key` has passed. It can be moved, and unset."""
 
     def __init__(self, loop: Loop, expired: Callable[[K], None]) -> None:
         self._loop = loop

@@ -5,7 +5,6 @@ Every frame of a worker is decoded and checked here, so that no other actor sees
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import singledispatchmethod
 
 import msgspec
 import numpy as np
@@ -258,39 +257,31 @@ class GatewayActor(Actor):
         except KvdError as error:
             self._refuse(event.session, call, error)
 
-    @singledispatchmethod
     def _route(self, request: Request, session: _Session) -> None:
-        raise BadRequest(ErrorCode.BAD_MESSAGE, f"no request: {type(request).__name__}")
+        match request:
+            case Pull():
+                self._pull(request, session)
+            case Offer():
+                self._check_open(session)
+                self._check_spans(request.spans, session.pool.spec)
+                self._house.leases.tell(OfferBlocks(session.pool, request))
+            case Acknowledge():
+                self._house.completion.tell(Acknowledged(session.pool.worker, request.sequence))
+            case Cancel():
+                self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
+            case StatusRequest():
+                self._last_token += 1
+                self._statuses[self._last_token] = _PendingStatus(session.pool.worker, request.call, {})
+                for section in _SECTIONS:
+                    getattr(self._house, section).tell(Report(self._last_token))
 
-    @_route.register
-    def _(self, request: Offer, session: _Session) -> None:
-        self._check_open(session)
-        self._check_spans(request.spans, session.pool.spec)
-        self._house.leases.tell(OfferBlocks(session.pool, request))
-
-    @_route.register
-    def _(self, request: Pull, session: _Session) -> None:
+    def _pull(self, request: Pull, session: _Session) -> None:
         self._check_open(session)
         if not limits.MIN_PULL_TIMEOUT <= request.timeout <= limits.MAX_PULL_TIMEOUT:
             text = f"timeout is {request.timeout} s; it may be {limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
         self._check_spans(request.spans, session.pool.spec)
         self._house.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
-
-    @_route.register
-    def _(self, request: Cancel, session: _Session) -> None:
-        self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
-
-    @_route.register
-    def _(self, request: Acknowledge, session: _Session) -> None:
-        self._house.completion.tell(Acknowledged(session.pool.worker, request.sequence))
-
-    @_route.register
-    def _(self, request: StatusRequest, session: _Session) -> None:
-        self._last_token += 1
-        self._statuses[self._last_token] = _PendingStatus(session.pool.worker, request.call, {})
-        for section in _SECTIONS:
-            getattr(self._house, section).tell(Report(self._last_token))
 
     def _check_open(self, session: _Session) -> None:
         if self._closing is not None:
@@ -308,7 +299,9 @@ class GatewayActor(Actor):
         seen: set[int] = set()
         for span in spans:
             if span.group >= len(spec.groups) or span.group in seen:
-                text = f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
+                text = (
+                    f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
+                )
                 raise BadRequest(ErrorCode.BAD_BLOCKS, text)
             seen.add(span.group)
             if len(span.ids) % 4:

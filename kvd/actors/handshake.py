@@ -1,4 +1,4 @@
-"""The handshake: the only actor that talks to other daemons. It finds out who they are and whether they are still there.
+"""The handshake: the only actor that talks to other daemons. It learns who they are and whether they live.
 
 For the peers that we connect to (we pull from them) it runs `kvd.state.peer`: hello, metadata into the transport, then
 a ping every heartbeat. For the peers that connect to us (they pull from us) it answers hello and ping itself and

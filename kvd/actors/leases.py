@@ -6,7 +6,6 @@ same both times; what has ended is remembered for a while, so that a late ask ge
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
 from typing import NamedTuple
 
 from kvd import limits
@@ -191,15 +190,19 @@ class LeasesActor(Actor):
     @handles(PeerAsks)
     def peer_asks(self, message: PeerAsks) -> None:
         """One ask of a consumer's daemon."""
-        self._answer(message.request, message.sender)
+        sender = message.sender
+        match message.request:
+            case Claim() as claim:
+                self._claimed(ClaimKey(sender, claim.claim), claim)
+            case Fence() as fence:
+                self._fence(ClaimKey(sender, fence.claim), fence.generation)
+            case Renew() as renewal:
+                self._renew(sender, renewal.claims)
+            case Release() as release:
+                self._stop_waiting(ClaimKey(sender, release.claim))
+                self._drop_claim(ClaimKey(sender, release.claim), finished=release.finished)
 
-    @singledispatchmethod
-    def _answer(self, request: object, sender: bytes) -> None:
-        raise TypeError(f"no ask of a peer: {request!r} from {sender!r}")
-
-    @_answer.register
-    def _(self, request: Claim, sender: bytes) -> None:
-        key = ClaimKey(sender, request.claim)
+    def _claimed(self, key: ClaimKey, request: Claim) -> None:
         held = self._held.get(key)
         if held is not None:
             self._claims_due.set(key, self.loop.time() + request.ttl)
@@ -277,10 +280,9 @@ class LeasesActor(Actor):
                 del self._waiting_for[request.pool, request.offer]
         return request
 
-    @_answer.register
-    def _(self, request: Renew, sender: bytes) -> None:
+    def _renew(self, sender: bytes, claims: tuple[int, ...]) -> None:
         now = self.loop.time()
-        for number in request.claims:
+        for number in claims:
             key = ClaimKey(sender, number)
             lease = self._held.get(key)
             if lease is not None:
@@ -295,26 +297,18 @@ class LeasesActor(Actor):
         error = self._broken.get(key, unknown)
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
-    @_answer.register
-    def _(self, request: Fence, sender: bytes) -> None:
-        key = ClaimKey(sender, request.claim)
+    def _fence(self, key: ClaimKey, generation: int) -> None:
         lease = self._held.get(key)
-        if lease is not None and lease.generation == request.generation:
-            self._fenced[key] = request.generation
+        if lease is not None and lease.generation == generation:
+            self._fenced[key] = generation
             self._bury(key)
             self._drop_claim(key, finished=True)
-        held = self._fenced.get(key) == request.generation
+        held = self._fenced.get(key) == generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
         if held:
-            self._reply(sender, Held(request.claim))
+            self._reply(key.sender, Held(key.claim))
         else:
             self._say_broken(key)
-
-    @_answer.register
-    def _(self, request: Release, sender: bytes) -> None:
-        key = ClaimKey(sender, request.claim)
-        self._stop_waiting(key)
-        self._drop_claim(key, finished=request.finished)
 
     @handles(_ClaimExpired)
     def claim_expired(self, message: _ClaimExpired) -> None:

@@ -133,7 +133,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class AttachPool:
-    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; whoever handles it closes it."""
+    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it."""
 
     connection: int
     worker: str

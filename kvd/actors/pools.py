@@ -83,7 +83,7 @@ class _Overdue:
 
 
 class PoolsActor(Actor):
-    """See the module's text. A failure stops the daemon: a pool with a wrong state is memory that somebody writes to."""
+    """See the module's text. A failure stops the daemon: a pool in a wrong state is memory that somebody writes to."""
 
     name = "pools"
 

@@ -32,6 +32,7 @@ def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView
 
     Raises:
         Unavailable: `OFFER_GONE`, a producer's daemon has no such pool.
+
     """
     sources = []
     for rank in ranks:
@@ -49,6 +50,7 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
 
     Raises:
         BadRequest: `INCOMPATIBLE`, bytes of one side mean nothing to the other; names the field and both values.
+
     """
     pools = [views[rank.address].pools[rank.pool] for rank in ranks]
     for peer_pool in pools:
@@ -73,6 +75,7 @@ def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: in
 
     Raises:
         BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or an id is not one of the producer's.
+
     """
     if source.planner is None or not any(len(span.ids) for span in wanted):
         return None

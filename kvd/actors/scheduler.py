@@ -256,9 +256,13 @@ class SchedulerActor(Actor):
         view = self._views.get(rank.address)
         if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
             return False
-        sources = self._sources(pull)
-        transfer.source = next((source for source in sources if source.rank == transfer.source.rank), transfer.source)
         transfer.planned = False
+        try:
+            sources = {source.rank: source for source in self._sources(pull)}
+        except KvdError as error:
+            self._end(pull, error)
+        else:
+            transfer.source = sources.get(transfer.source.rank, transfer.source)
         return True
 
     @handles(_Prepare)
@@ -269,7 +273,7 @@ class SchedulerActor(Actor):
             self._plan(transfer)
 
     def _plan(self, transfer: _Transfer) -> None:
-        if transfer.planned:
+        if transfer.planned or transfer.pull.outcome:
             return
         transfer.planned = True
         pull = transfer.pull
@@ -440,7 +444,9 @@ class SchedulerActor(Actor):
         self._quarantined += change
         self._house.metrics.quarantined.set(self._quarantined)
         bound = self._house.settings.max_quarantined
-        over = f"{self._quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
+        over = (
+            f"{self._quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
+        )
         self._house.condition("quarantine", over if self._quarantined > bound else None)
 
     @handles(_Deadline)

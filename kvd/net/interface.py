@@ -103,6 +103,7 @@ class PeerPort(Protocol):
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands.
+
         """
 
     def ask(self, link: int, frame: bytes) -> bool:

@@ -48,6 +48,7 @@ class Table(Generic[S, E, F]):
 
         Raises:
             InternalError: the table has no answer: whoever sent the event has lost count.
+
         """
         step = self.steps.get((state, event))
         if step is not None:
