@@ -29,3 +29,8 @@ class House:
     leases: Actor = field(init=False)
     scheduler: Actor = field(init=False)
     completion: Actor = field(init=False)
+
+    @property
+    def actors(self) -> tuple[Actor, ...]:
+        """All six, in the order in which requests pass them."""
+        return (self.gateway, self.pools, self.handshake, self.leases, self.scheduler, self.completion)

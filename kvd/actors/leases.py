@@ -107,6 +107,7 @@ class LeasesActor(Actor):
         # No two runs of a daemon share a generation: incarnations lie further apart than a run has leases.
         self._last_generation = house.settings.incarnation
         self._active = 0
+        self._expecting = False
         self._quiescing: dict[int, Pool] = {}
         self._draining = False
         self._offers_due: Expiry[OfferKey] = Expiry(house.loop, lambda key: self.tell(_OfferExpired(key)))
@@ -382,7 +383,9 @@ class LeasesActor(Actor):
 
     def _count_claims(self) -> None:
         self._house.metrics.claims_active.set(len(self._held))
-        self._expect_readers(bool(self._held))
+        if bool(self._held) is not self._expecting:
+            self._expecting = bool(self._held)
+            self._expect_readers(self._expecting)
 
     def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken) -> None:
         self._house.handshake.tell(AnswerPeer(sender, message))

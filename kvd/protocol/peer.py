@@ -49,7 +49,7 @@ class Renew(Message, frozen=True, tag="renew"):
 
 
 class Fence(Message, frozen=True, tag="fence"):
-    """The last byte has landed: was the lease held, under this generation, until now? `Held` (and let go) or `Broken`."""
+    """The last byte has landed: was the lease held under this generation until now? `Held` (and let go) or `Broken`."""
 
     claim: Count
     generation: Count
