@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from kvd.actors.settings import Settings
@@ -38,8 +39,7 @@ class Config(BaseSettings):
     )
     device: str = Field("cpu", description="Where pools lie: `cpu` (host memory) or `cuda:N`.")
     memory: Literal["auto", "hugetlb", "thp", "plain"] = Field(
-        "auto",
-        description="What host pools are made of; `auto` takes the first of hugetlb, thp, plain that can be had.",
+        "auto", description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
@@ -73,8 +73,8 @@ class Config(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags arrive as init settings; the file they or the environment name comes last."""
         path = init_settings().get("config") or env_settings().get("config")
@@ -110,8 +110,10 @@ def load(flags: dict[str, str]) -> Config:
     try:
         return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}, not {item['input']!r}"
-            for item in error.errors()
-        ]
-        raise BadRequest(ErrorCode.BAD_CONFIG, "; ".join(lines)) from error
+        text = "; ".join(_explain(item) for item in error.errors())
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+
+
+def _explain(item: ErrorDetails) -> str:
+    field = ".".join(map(str, item["loc"])) or "config"
+    return f"{field}: {item['msg']}, not {item['input']!r}"

@@ -125,7 +125,7 @@ class Daemon:
     async def _flush(self) -> None:
         """Lets the actors handle what they have been told."""
         deadline = time.monotonic() + _FLUSH_SECONDS
-        while any(actor.waiting for actor in self.house.actors) and time.monotonic() < deadline:
+        while any(actor.waiting for actor in self.house.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async def _keep_pulse(self) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor: reports and counts what an actor could not handle, and stops the daemon where its state may be wrong."""
+"""The supervisor: reports and counts what an actor could not handle, and stops the daemon where that may matter."""
 
 from collections.abc import Callable
 
