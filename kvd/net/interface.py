@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvd.errors import BadRequest
+
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
@@ -29,9 +31,13 @@ class SessionFrame:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The process at the other end closed the session or is gone."""
+    """The process at the other end closed the session or is gone.
+
+    Where `error` is set we hung up on it (and told it why): what it sent was no frame.
+    """
 
     connection: int
+    error: BadRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
