@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
+from kvd.memory.memfd import Backing
 
 
 class Config(BaseSettings):
@@ -38,8 +39,8 @@ class Config(BaseSettings):
         "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
     )
     device: str = Field("cpu", description="Where pools lie: `cpu` (host memory) or `cuda:N`.")
-    memory: Literal["auto", "hugetlb", "thp", "plain"] = Field(
-        "auto", description="What host pools are made of; `auto` takes the first of the others that can be had."
+    memory: Backing = Field(
+        Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")

@@ -62,7 +62,7 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         self._transport = NixlTransport(identity, loop)
-        self._worker_sockets = WorkerSockets(config.socket, mode=int(config.socket_mode, 8))
+        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(config.listen, identity.encode(), config.advertise)
         self.house = House(
             loop=loop,

@@ -75,6 +75,10 @@ class MemfdProvider:
     def __init__(self, backing: Backing = Backing.AUTO) -> None:
         self._backing = backing
 
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that a worker sent along and nobody needs."""
+        os.close(descriptor)
+
     def allocate(self, name: str, size: int) -> MemfdPool:
         """A new pool of `size` bytes, zeroed, faulted in and sealed.
 

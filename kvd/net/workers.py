@@ -110,6 +110,11 @@ class WorkerSockets:
             self._closing.add(session)
             session.finish(self._closing.discard)
 
+    def discard(self, descriptors: tuple[int, ...]) -> None:
+        """Closes descriptors that came along with a frame that nobody wants."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False where its queue is full or it is not connected."""
         return self._router is not None and self._router.send([session, frame])
