@@ -1,6 +1,7 @@
 """The layouts of the field, each an order of dimensions, and the components that fill them.
 
-The names of vLLM's six layouts spell L(ayer) B(lock) H(ead) N(tokens) C(K and V packed), outermost first.
+The names of vLLM's six layouts spell L(ayer) B(lock) H(ead) N(tokens) C(K and V packed), outermost first. Where K and V
+lie apart in a block of all layers, K stands for that dimension.
 """
 
 import itertools
@@ -21,6 +22,8 @@ LHBNC: Final = "layer head block token kv byte"
 BLHNC: Final = "block layer head token kv byte"
 BLNHC: Final = "block layer token head kv byte"
 BHLNC: Final = "block head layer token kv byte"
+BLKHN: Final = "block layer kv head token byte"
+BLKNH: Final = "block layer kv token head byte"
 
 LAYOUTS: Final = {
     "flash-hnd": FLASH_HND,
@@ -30,8 +33,10 @@ LAYOUTS: Final = {
     "packed-hnd": LBHNC,
     "packed-nhd": LBNHC,
     "heads-outside-blocks": LHBNC,
-    "cross-layer-hnd": BLHNC,
-    "cross-layer-nhd": BLNHC,
+    "cross-layer-hnd": BLKHN,
+    "cross-layer-nhd": BLKNH,
+    "cross-layer-packed-hnd": BLHNC,
+    "cross-layer-packed-nhd": BLNHC,
     "cross-layer-heads-outside": BHLNC,
 }
 """Every layout by the name that `kvd plan` and the demo know it by."""
