@@ -8,6 +8,7 @@ so every layout of the field is data: the order of the dimensions, and their siz
 layout from another.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -86,20 +87,20 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return product
 
 
-def strided(order: str, sizes: Mapping[str, int], *, block_bytes: int = 0) -> tuple[Axis, ...]:
+def strided(order: str, sizes: Mapping[str, int], *, page: int = 0) -> tuple[Axis, ...]:
     """The axes of a row-major array whose dimensions are `order`, outermost first ("layer block token head byte").
 
-    `sizes` maps a dimension to its size; dimensions of `order` that it lacks are left out. Blocks are padded to
-    `block_bytes` where that is more than what lies inside the `block` dimension, as engines do to give groups of
-    different kinds pages of one size.
+    `sizes` maps a dimension to its size; dimensions of `order` that it lacks are left out. A block of one layer is
+    padded to `page` bytes, as engines do to give groups of different kinds pages of one size.
     """
+    dims = [dim for dim in order.split() if dim in sizes]
+    innermost = max((place for place, dim in enumerate(dims) if dim in {"layer", "block"}), default=-1)
+    pieces = math.prod(sizes[dim] for dim in dims[: innermost + 1] if dim not in {"layer", "block"})
     axes: list[Axis] = []
     stride = 1
-    for dim in reversed(order.split()):
-        if dim not in sizes:
-            continue
-        if dim == "block":
-            stride = max(stride, block_bytes)
-        axes.append(Axis(cast(Dim, dim), sizes[dim], stride))
-        stride *= sizes[dim]
+    for place in reversed(range(len(dims))):
+        if place == innermost:
+            stride = max(stride, page // pieces)
+        axes.append(Axis(cast(Dim, dims[place]), sizes[dims[place]], stride))
+        stride *= sizes[dims[place]]
     return tuple(reversed(axes))
