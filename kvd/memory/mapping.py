@@ -39,6 +39,7 @@ class Mapping:
 
     Raises:
         OSError: the file cannot be mapped; `ENOMEM` also where hugetlb pages cannot be reserved.
+
     """
 
     def __init__(self, descriptor: int, length: int) -> None:
@@ -59,6 +60,7 @@ class Mapping:
 
         Raises:
             OSError: there is not that much memory.
+
         """
         self._advise(0, self.length, _MADV_POPULATE_WRITE)
 
@@ -70,6 +72,7 @@ class Mapping:
 
         Raises:
             OSError: not every page could become part of a huge one.
+
         """
         self._advise(0, self.length, mmap.MADV_HUGEPAGE)
         for offset in range(0, self.length, HUGE_PAGE):

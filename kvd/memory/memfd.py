@@ -85,6 +85,7 @@ class MemfdProvider:
         Raises:
             BadRequest: `BAD_SPEC`, the size is not positive.
             Unavailable: `OVERLOADED`, there is not that much memory, or not of the kind that the configuration demands.
+
         """
         if size <= 0:
             raise BadRequest(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
@@ -114,6 +115,7 @@ class MemfdProvider:
         Raises:
             BadRequest: `BAD_POOL`, it is no memfd that is sealed like a pool, writable and of that size.
             Unavailable: `OVERLOADED`, it cannot be faulted in.
+
         """
         try:
             _check(descriptor, size)

@@ -13,6 +13,7 @@ def provider_for(device: str, backing: Backing = Backing.AUTO) -> MemoryProvider
     Raises:
         BadRequest: `BAD_CONFIG`, there is no such kind of device.
         Unavailable: `NO_DEVICE`, this version has no provider for it.
+
     """
     if device == "cpu":
         return MemfdProvider(backing)

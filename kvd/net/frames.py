@@ -29,6 +29,7 @@ def pack(content: bytes) -> bytes:
 
     Raises:
         BadRequest: `TOO_LARGE`, above the bound on a message.
+
     """
     if len(content) > limits.MAX_MESSAGE_BYTES:
         raise BadRequest(ErrorCode.TOO_LARGE, f"frame of {len(content)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}")
@@ -49,6 +50,7 @@ class FrameSplitter:
             BadRequest: `TOO_LARGE`, a length above the bound (random bytes mostly are one); `BAD_MESSAGE`, more
                 descriptors than a frame may have. Nothing on this stream can be trusted any more; every descriptor
                 that was not handed out is closed.
+
         """
         arrived = tuple(descriptors)
         frames: list[Frame] = []

@@ -12,6 +12,7 @@ class PathLock:
 
     Raises:
         BadRequest: `BAD_CONFIG`, another process holds it, or something that is no socket lies at `path`.
+
     """
 
     def __init__(self, path: str) -> None:

@@ -51,6 +51,7 @@ class PeerSockets:
 
         Raises:
             BadRequest: `BAD_CONFIG`, the address cannot be bound (in use, not ours).
+
         """
         socket = self._context.socket(zmq.ROUTER)
         apply(socket, Kind.PEER_ROUTER)
@@ -76,6 +77,7 @@ class PeerSockets:
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`.
+
         """
         on_event = self._on_event
         if on_event is None:

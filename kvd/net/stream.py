@@ -38,6 +38,7 @@ class FrameStream:
         Raises:
             BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
             OSError: the connection is gone.
+
         """
         data = pack(content)
         self._outgoing.append((memoryview(data), tuple(os.dup(descriptor) for descriptor in descriptors)))
@@ -49,6 +50,7 @@ class FrameStream:
 
         Raises:
             OSError: the connection is gone.
+
         """
         while self._outgoing:
             data, descriptors = self._outgoing[0]
@@ -68,6 +70,7 @@ class FrameStream:
 
         Raises:
             BadRequest: what arrived is no frame (`FrameSplitter.feed`); the stream is of no use any more.
+
         """
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)

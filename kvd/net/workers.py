@@ -44,6 +44,7 @@ class WorkerSockets:
 
     Raises:
         BadRequest: `BAD_CONFIG`, the path is too long for a socket.
+
     """
 
     def __init__(self, path: str, mode: int = 0o600) -> None:
@@ -72,6 +73,7 @@ class WorkerSockets:
 
         Raises:
             BadRequest: `BAD_CONFIG`, another daemon serves the path, or nothing can be bound there.
+
         """
         self._on_event = on_event
         self._lock = PathLock(self._path)
@@ -98,6 +100,7 @@ class WorkerSockets:
 
         Raises:
             BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
+
         """
         session = self._sessions.get(connection)
         if session is not None:
