@@ -2,10 +2,11 @@
 
 from typing import Final
 
+from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
 from kvd.errors import BadRequest, ErrorCode
-from kvd.layout import CacheSpec, Full, Group, Shard
-from kvd.layout.presets import LAYOUTS, attention
+from kvd.layout import CacheSpec, Full, Group, Shard, View, strided
+from kvd.layout.presets import LAYOUTS
 
 ELEMENT_BYTES: Final = 4
 """The model is float32, and so is its cache."""
@@ -27,14 +28,32 @@ def cache_spec(
             ErrorCode.BAD_SPEC, f"tp_size = {tp_size}: the model's {model.query_heads} query heads cannot be cut by it"
         )
     shard = Shard(stages=((0, model.layers),), tp_rank=tp_rank, tp_size=tp_size)
-    view = attention(
+    axes = strided(
         LAYOUTS[layout],
-        shard,
-        range(model.layers),
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        heads=model.kv_heads,
-        head_bytes=model.head_dim * ELEMENT_BYTES,
+        {
+            "layer": model.layers,
+            "block": num_blocks,
+            "kv": 2,
+            "head": len(shard.heads(model.kv_heads)),
+            "token": block_tokens,
+            "byte": model.head_dim * ELEMENT_BYTES,
+        },
     )
+    view = View(component="kv", offset=0, axes=axes, layers=tuple(range(model.layers)), heads=model.kv_heads)
     group = Group(window=Full(), block_tokens=block_tokens, num_blocks=num_blocks, views=(view,))
     return CacheSpec(dtype="float32", pool_bytes=view.end, groups=(group,), shard=shard)
+
+
+def engine_specs(model: ModelConfig, config: EngineConfig) -> list[CacheSpec]:
+    """The pools of all ranks of an engine."""
+    return [
+        cache_spec(
+            model,
+            config.layout,
+            tp_rank=rank,
+            tp_size=config.tp_size,
+            block_tokens=config.block_tokens,
+            num_blocks=config.num_blocks,
+        )
+        for rank in range(config.tp_size)
+    ]

@@ -14,7 +14,8 @@ from .sides import make_side
     ("flash-nhd", ((((1 * 2 + 1) * 10 + 2) * 16 + 4) * 8 + 3) * 256),
     ("flashinfer-hnd", ((((1 * 10 + 2) * 2 + 1) * 8 + 3) * 16 + 4) * 256),
     ("packed-hnd", ((((1 * 10 + 2) * 8 + 3) * 16 + 4) * 2 + 1) * 256),
-    ("cross-layer-hnd", ((((2 * 3 + 1) * 8 + 3) * 16 + 4) * 2 + 1) * 256),
+    ("cross-layer-hnd", ((((2 * 3 + 1) * 2 + 1) * 8 + 3) * 16 + 4) * 256),
+    ("cross-layer-packed-hnd", ((((2 * 3 + 1) * 8 + 3) * 16 + 4) * 2 + 1) * 256),
 ])  # fmt: skip
 def test_a_value_lies_where_the_name_of_the_layout_says(model, layout, address):
     spec = cache_spec(model.config, layout, tp_rank=0, tp_size=1, block_tokens=16, num_blocks=10)
