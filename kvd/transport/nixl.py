@@ -44,6 +44,7 @@ def open_agent(name: str) -> Any:
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
+
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -16,7 +16,7 @@ from kvd.engines.demo.messages import (
     ToDecode,
     ToPrefill,
 )
-from kvd.engines.demo.processes import ProcessEndedError
+from kvd.processes import ProcessEndedError
 from kvd.engines.demo.router import CONCURRENT, Request, RequestFailedError, Router
 
 
