@@ -64,9 +64,15 @@ class Stage:
         before_pull()
         self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
 
+    def wait_attached(self, worker):
+        for _ in until(40, f"{worker.name} is attached again"):
+            with contextlib.suppress(RemoteError):
+                return worker.call("status")
+        raise AssertionError("unreachable")
+
     def wait_for(self, state):
         for _ in until(10, f"a transfer is {state}"):
-            scheduler = self.observer.call("status")["scheduler"]
+            scheduler = self.wait_attached(self.observer)["scheduler"]
             if state == "connecting" and scheduler["connecting"]:
                 return True
             if state in scheduler["transfers"]:
@@ -79,7 +85,8 @@ class Stage:
         """Starts a pull and has it wait at `step`; pauses of the producer's daemon go onto `held`."""
         if step == "connecting":
             self.consumer.restart()  # it forgets whom it knew
-            self.recover()
+            for worker in (self.decode, self.observer):
+                self.wait_attached(worker)
         if step in {"connecting", "claiming"}:
             self.start_pull(before_pull=lambda: held.enter_context(self.producer.paused()))
             assert self.wait_for(step)
