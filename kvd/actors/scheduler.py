@@ -47,6 +47,9 @@ from kvd.transport.interface import Landed, ReadFailed, Transport
 PullKey = tuple[str, str]
 """(worker, request)."""
 
+_LOOKS = 3
+"""How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way."""
+
 
 @dataclass(slots=True)
 class _Transfer:
@@ -80,6 +83,8 @@ class _Pull:
     transfers: list[_Transfer] = field(default_factory=list)
     outcome: str = ""
     quarantined: bool = False
+    looks: int = 0
+    """How often the peers' pools were looked through."""
 
     def asks(self, address: str) -> bool:
         """Whether one of its producer ranks is there."""
@@ -152,9 +157,13 @@ class SchedulerActor(Actor):
             view = self._views.get(rank.address)
             if view is not None and rank.incarnation <= view.incarnation:
                 record.awaited.discard(rank.address)
-        if not record.awaited:
+        if record.awaited:
+            self._need(record)
+        else:
             self._route(record)
-        for address in sorted(record.awaited):
+
+    def _need(self, pull: _Pull) -> None:
+        for address in sorted(pull.awaited):
             self._house.handshake.tell(NeedPeer(address, stale=address in self._views))
 
     def _check(self, key: PullKey, pool: Pool) -> None:
@@ -170,6 +179,13 @@ class SchedulerActor(Actor):
 
     def _route(self, pull: _Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
+        if pull.looks < _LOOKS:
+            # A pool may be younger than what its daemon told us when we met.
+            pull.awaited = {rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools}
+            pull.looks += 1
+        if pull.awaited:
+            self._need(pull)
+            return
         try:
             sources = self._sources(pull)
         except KvdError as error:
