@@ -85,6 +85,8 @@ class _Pull:
     quarantined: bool = False
     looks: int = 0
     """How often the peers' pools were looked through."""
+    views: dict[str, PeerView] = field(default_factory=dict)
+    """The producers as they were when the pull was routed: one that has done its part may be gone since."""
 
     def asks(self, address: str) -> bool:
         """Whether one of its producer ranks is there."""
@@ -186,6 +188,7 @@ class SchedulerActor(Actor):
         if pull.awaited:
             self._need(pull)
             return
+        pull.views = {rank.address: self._views[rank.address] for rank in pull.ticket.ranks}
         try:
             sources = self._sources(pull)
         except KvdError as error:
@@ -202,9 +205,9 @@ class SchedulerActor(Actor):
             self._contributed(pull)
 
     def _sources(self, pull: _Pull) -> tuple[Source, ...]:
-        key = route_key(pull.pool, pull.ticket.ranks, self._views)
+        key = route_key(pull.pool, pull.ticket.ranks, pull.views)
         if key not in self._routes:
-            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, self._views)
+            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
         return self._routes[key]
 
     @handles(PeerUp)
@@ -279,6 +282,7 @@ class SchedulerActor(Actor):
         if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
             return False
         transfer.planned = False
+        pull.views[rank.address] = view
         try:
             sources = {source.rank: source for source in self._sources(pull)}
         except KvdError as error:
