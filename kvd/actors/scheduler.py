@@ -323,13 +323,19 @@ class SchedulerActor(Actor):
 
     @handles(_RenewAll)
     def renew(self, _message: _RenewAll) -> None:
-        """Renews every claim that is still needed, drains included: the producer must not free what is being read."""
+        """Renews every claim that is held, drains included: the producer must not free what is being read.
+
+        One that is not granted yet is asked for again instead: a renewal that overtakes it would be answered `Broken`.
+        """
         by_address: dict[str, list[int]] = {}
         for transfer in self._transfers.values():
-            by_address.setdefault(transfer.address, []).append(transfer.number)
+            if transfer.state is not State.CLAIMING:
+                by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
-            self._house.handshake.tell(AskPeer(address, Renew(tuple(numbers))))
-        self._renewing = bool(by_address)
+            for start in range(0, len(numbers), limits.MAX_RENEWALS):
+                batch = tuple(numbers[start : start + limits.MAX_RENEWALS])
+                self._house.handshake.tell(AskPeer(address, Renew(batch)))
+        self._renewing = bool(self._transfers)
         if self._renewing:
             self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
 
