@@ -203,6 +203,13 @@ class AskPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPeer:
+    """No pull needs this peer: whoever needs it later says `NeedPeer` first."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerPeer:
     """Send `message` to a peer that asked us; lost where it is gone."""
 
@@ -274,6 +281,13 @@ class PeerDown:
     address: str
     reason: str
     restarted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdle:
+    """Nothing was asked of this peer for long; answered by `ForgetPeer` unless a pull will need it."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)

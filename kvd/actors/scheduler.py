@@ -16,10 +16,12 @@ from kvd.actors.messages import (
     AskPeer,
     CancelRequest,
     Drain,
+    ForgetPeer,
     NeedPeer,
     Notify,
     PeerAnswers,
     PeerDown,
+    PeerIdle,
     PeerUp,
     PeerView,
     Pool,
@@ -183,7 +185,9 @@ class SchedulerActor(Actor):
         """All producers are known: one transfer for each that this pull has to do with."""
         if pull.looks < _LOOKS:
             # A pool may be younger than what its daemon told us when we met.
-            pull.awaited = {rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools}
+            pull.awaited = {
+                rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools
+            }
             pull.looks += 1
         if pull.awaited:
             self._need(pull)
@@ -226,12 +230,7 @@ class SchedulerActor(Actor):
     @handles(PeerDown)
     def peer_down(self, message: PeerDown) -> None:
         """What was asked of this peer is lost. Pulls that have asked nothing yet wait on where it will be back."""
-        self._views.pop(message.address, None)
-        self._routes = {
-            key: sources
-            for key, sources in self._routes.items()
-            if all(address != message.address for address, *_ in key[1])
-        }
+        self._forget(message.address)
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
         for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
             if message.restarted:
@@ -241,6 +240,19 @@ class SchedulerActor(Actor):
         for transfer in list(self._transfers.values()):
             if transfer.address == message.address:
                 self._step(transfer, Event.REFUSED, error)
+
+    @handles(PeerIdle)
+    def peer_idle(self, message: PeerIdle) -> None:
+        """A pull may still be waiting for other peers before it asks this one."""
+        if not any(pull.asks(message.address) for pull in self._pulls.values()):
+            self._forget(message.address)
+            self._house.handshake.tell(ForgetPeer(message.address))
+
+    def _forget(self, address: str) -> None:
+        self._views.pop(address, None)
+        self._routes = {
+            key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
+        }
 
     # --- what the producer says -------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Event(StrEnum):
     RESTARTED = "restarted"
     """it answers under another incarnation"""
     CLOSE = "close"
-    """nobody needs it any more, or the daemon stops"""
+    """nobody needs it any more"""
 
 
 class Effect(StrEnum):
@@ -70,22 +70,22 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
         (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
-        (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.LOSE, _F.HANG_UP)),
+        (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
         (_S.LOADING, _E.LOADED): Step(_S.READY, (_F.ANNOUNCE,)),
         (_S.LOADING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE,)),
         (_S.LOADING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.LOADING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.READY, _E.REFRESH): Step(_S.REFRESHING, (_F.GREET,)),
         (_S.READY, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
         (_S.READY, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.READY, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.REFRESHING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
         (_S.REFRESHING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
         (_S.REFRESHING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.REFRESHING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
     },
     ignored={
         _S.GREETING: frozenset({_E.LOADED, _E.UNREACHABLE, _E.REFRESH}),
