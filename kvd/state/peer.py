@@ -3,7 +3,7 @@
 The rules, which the table below makes precise:
 
 - Nothing is asked of a peer before it has said who it is (`Welcome`) and the transport can reach its memory.
-- Silence for three heartbeats, another incarnation, or the transport losing it, all mean the same: what was asked of
+- Silence for three heartbeats (or a refused handshake), another incarnation, or the transport losing it, all mean the same: what was asked of
   it is lost, its agent is forgotten, and the handshake starts again by itself.
 - A peer whose pools have changed is asked for them again, while reads from it go on.
 """
@@ -68,7 +68,8 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.CLOSED}),
     steps={
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
+        # Not greeted at once: a peer that refuses us would be asked again as fast as it answers. The next heartbeat does.
+        (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE,)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
         (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
         (_S.LOADING, _E.LOADED): Step(_S.READY, (_F.ANNOUNCE,)),
