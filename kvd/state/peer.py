@@ -3,8 +3,8 @@
 The rules, which the table below makes precise:
 
 - Nothing is asked of a peer before it has said who it is (`Welcome`) and the transport can reach its memory.
-- Silence for three heartbeats (or a refused handshake), another incarnation, or the transport losing it, all mean the same: what was asked of
-  it is lost, its agent is forgotten, and the handshake starts again by itself.
+- Silence for three heartbeats (or a refused handshake), another incarnation, or the transport losing it, all mean the
+  same: what was asked of it is lost, its agent is forgotten, and the handshake starts again by itself.
 - A peer whose pools have changed is asked for them again, while reads from it go on.
 """
 
