@@ -195,7 +195,7 @@ class HandshakeActor(Actor):
 
     @handles(_Beat)
     def beat(self, _message: _Beat) -> None:
-        """Pings everybody, asks again who has not said welcome, gives up on the silent, asks whether the idle may go."""
+        """Pings everybody, asks again who has not said welcome, gives up on the silent, offers to forget the idle."""
         settings, now = self._house.settings, self.loop.time()
         for peer in list(self._peers.values()):
             if now - peer.asked > settings.peer_idle:

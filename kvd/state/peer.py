@@ -68,7 +68,7 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.CLOSED}),
     steps={
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        # Not greeted at once: a peer that refuses us would be asked again as fast as it answers. The next heartbeat does.
+        # Not greeted at once, but by the next heartbeat: one that refuses us would be asked as fast as it answers.
         (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE,)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
         (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
