@@ -219,6 +219,7 @@ class PoolsActor(Actor):
         if record is None:
             return
         if record.successor is not None and record.successor.connection == message.connection:
+            self._close_descriptor(record.successor)
             record.successor = None
         if record.detaching == message.connection:
             record.detaching = None
