@@ -444,11 +444,10 @@ class SchedulerActor(Actor):
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
             self._check_free(pull)
 
-    def _end(self, pull: _Pull, error: KvdError) -> None:
+    def _end(self, pull: _Pull, error: KvdError, *, cancelled: bool = False) -> None:
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
-        cancelled = error.code is ErrorCode.CANCELLED
         self._conclude(pull, "cancelled" if cancelled else "failed")
         for transfer in pull.transfers:
             self._step(transfer, Event.STOP)
@@ -509,7 +508,7 @@ class SchedulerActor(Actor):
         if pull is None:
             self._house.leases.tell(message)
         else:
-            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
+            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"), cancelled=True)
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
@@ -533,7 +532,7 @@ class SchedulerActor(Actor):
         self._quiescing.add(message.pool)
         gone = Unavailable(ErrorCode.CANCELLED, "the worker is gone")
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
-            self._end(pull, gone)
+            self._end(pull, gone, cancelled=True)
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: int) -> None:
