@@ -50,6 +50,8 @@ class Schedule:
             if rng.random() < likely:
                 setattr(knobs, knob, rng.random() ** 2 * most)
 
+        self.world.queues_fill = knobs.queue_full > 0.0
+
     def plan(self) -> None:
         """Puts everything on the clock."""
         rng = self.world.rng

@@ -262,7 +262,7 @@ class Worker:
         if pulling.outcomes > 1:
             self.world.violate(Promise.ENDS_ONCE, f"{self.name}: the pull {item.request} has a second outcome, {item}")
         late = self.world.loop.now - pulling.deadline
-        if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.knobs.queue_full:
+        if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.queues_fill:
             self.world.violate(
                 Promise.ENDS_ONCE, f"{self.name}: the outcome of {item.request} comes {late:.3f} s late: {item}"
             )
