@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.actors import gateway, leases, pools, routes, scheduler
+from kvd.actors import gateway, leases, pools, scheduler
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.completion import CompletionActor, _Log
 from kvd.actors.expiry import Expiry
@@ -22,14 +22,16 @@ class Mutation:
     name: str
     breaks: Promise
     apply: Callable
+    first: int = 0
+    """Where to begin: the seed that found it when this was written, where that is far from 0."""
 
 
 MUTATIONS: list[Mutation] = []
 
 
-def mutation(breaks):
+def mutation(breaks, first=0):
     def register(apply):
-        MUTATIONS.append(Mutation(apply.__name__, breaks, apply))
+        MUTATIONS.append(Mutation(apply.__name__, breaks, apply, first))
         return apply
 
     return register
@@ -77,7 +79,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=37)
 def the_fence_always_holds(monkeypatch):
     original = leases.LeasesActor._fence
 
@@ -90,7 +92,7 @@ def the_fence_always_holds(monkeypatch):
     monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=129)
 def nobody_asks_for_the_fence(monkeypatch):
     table = transfer_machine.TABLE
     done = Step(
@@ -111,7 +113,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=187)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -197,7 +199,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 # --- 5: only blocks of the own pool -----------------------------------------------------------------------------------
 
 
-@mutation(Promise.OWN_POOL)
+@mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(gateway, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
@@ -207,7 +209,7 @@ def block_ids_are_not_checked(monkeypatch):
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
 
 
-@mutation(Promise.BAD_INPUT)
+@mutation(Promise.BAD_INPUT, first=102)
 def the_digest_of_a_ticket_is_not_checked(monkeypatch):
     original = leases.LeasesActor._claim_lease
 
@@ -226,7 +228,7 @@ def refusals_are_not_sent(monkeypatch):
 # --- 7: a death costs only what it must -------------------------------------------------------------------------------
 
 
-@mutation(Promise.QUARANTINE)
+@mutation(Promise.QUARANTINE, first=35)
 def successors_do_not_wait(monkeypatch):
     original = PoolsActor.attach
 
@@ -243,12 +245,12 @@ def successors_do_not_wait(monkeypatch):
             handler(monkeypatch, PoolsActor, kind, attach)
 
 
-@mutation(Promise.SURVIVES)
+@mutation(Promise.SURVIVES, first=107)
 def claims_are_not_renewed(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, scheduler._RenewAll, lambda self, message: None)
 
 
-@mutation(Promise.SURVIVES)
+@mutation(Promise.SURVIVES, first=46)
 def lost_asks_are_not_sent_again(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, scheduler._AskAgain, lambda self, message: None)
 
