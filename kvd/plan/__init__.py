@@ -1,0 +1,20 @@
+"""From two layouts and lists of blocks to descriptors: compatibility, routing and planning. Pure; needs numpy."""
+
+from kvd.plan.arrays import Descriptors, Ids, check_ids
+from kvd.plan.compat import check_compatible
+from kvd.plan.planner import Planner
+from kvd.plan.route import Part, Route, Share, route
+from kvd.plan.units import Span
+
+__all__ = [
+    "Descriptors",
+    "Ids",
+    "Part",
+    "Planner",
+    "Route",
+    "Share",
+    "Span",
+    "check_compatible",
+    "check_ids",
+    "route",
+]

@@ -1,0 +1,54 @@
+"""Shards: which global heads and layers a rank of an engine holds.
+
+Ranks are numbered pipeline stage by stage, as engines do: rank = pp_rank * tp_size + tp_rank.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's place in its engine. `stages` gives the layers (first, stop) of every pipeline stage.
+
+    One rank's shard says where all others stand, so that each side can work out who will read from whom.
+    """
+
+    stages: tuple[tuple[int, int], ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in its engine."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the engine has."""
+        return len(self.stages) * self.tp_size
+
+    @property
+    def layers(self) -> range:
+        """Global indexes of the layers of this rank's pipeline stage."""
+        return range(*self.stages[self.pp_rank])
+
+    def every_rank(self) -> Iterator["Shard"]:
+        """The shards of all ranks of the engine, by rank."""
+        for pp_rank in range(len(self.stages)):
+            for tp_rank in range(self.tp_size):
+                yield Shard(stages=self.stages, tp_rank=tp_rank, tp_size=self.tp_size, pp_rank=pp_rank)
+
+    def heads(self, total: int) -> range:
+        """The global heads that this rank holds, of `total`.
+
+        With more ranks than heads each head is held by tp_size / total neighbouring ranks (its replicas).
+        """
+        first = self.tp_rank * total // self.tp_size
+        return range(first, first + max(1, total // self.tp_size))
+
+    def replica(self, total: int) -> tuple[int, int]:
+        """Which replica of its head this rank is, and how many there are: (0, 1) unless ranks outnumber heads."""
+        replicas = max(1, self.tp_size // total)
+        return self.tp_rank % replicas, replicas

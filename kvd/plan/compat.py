@@ -1,0 +1,76 @@
+"""Compatibility: whether blocks of one layout mean anything in another, decided once a peer from the two specs."""
+
+import math
+from typing import NoReturn
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import CacheSpec, Dim, Group, State, View
+
+_EXTENTS: dict[Dim, str] = {
+    "byte": "bytes of a head (head size)",
+    "kv": "kv",
+    "tap": "taps",
+    "channel": "channels",
+}
+
+
+def check_compatible(source: CacheSpec, destination: CacheSpec) -> None:
+    """Refuse a pair of specs between which no plan can be made.
+
+    The two may be any ranks of their engines: layers that only one of them holds are not compared.
+
+    Raises:
+        BadRequest: INCOMPATIBLE, naming the field and both sides' values.
+
+    """
+    _same("layers of the model", source.shard.stages[-1][1], destination.shard.stages[-1][1])
+    _same("number of groups", len(source.groups), len(destination.groups))
+    for index, (ours, theirs) in enumerate(zip(source.groups, destination.groups, strict=True)):
+        _check_groups(f"groups[{index}]", ours, theirs, source, destination)
+
+
+def _refuse(field: str, source: object, destination: object) -> NoReturn:
+    raise BadRequest(ErrorCode.INCOMPATIBLE, f"{field}: source has {source}, destination has {destination}")
+
+
+def _same(field: str, source: object, destination: object) -> None:
+    if source != destination:
+        _refuse(field, source, destination)
+
+
+def _check_groups(field: str, ours: Group, theirs: Group, source: CacheSpec, destination: CacheSpec) -> None:
+    _same(f"{field}.window", ours.window, theirs.window)
+    if not isinstance(ours.window, State):
+        small, large = sorted((ours.block_tokens, theirs.block_tokens))
+        if large % small:
+            _refuse(f"{field}.block_tokens (one must divide the other)", ours.block_tokens, theirs.block_tokens)
+    common = set(source.shard.layers) & set(destination.shard.layers)
+    held, wanted = _layers_by_component(ours, common), _layers_by_component(theirs, common)
+    _same(f"{field}.components", sorted(held), sorted(wanted))
+    for component, layers in held.items():
+        _same(f"{field}.{component}.layers", layers, wanted[component])
+    for view in ours.views:
+        for other in theirs.views:
+            if view.component == other.component and common.intersection(view.layers).intersection(other.layers):
+                _same(f"{field}.{view.component}.dtype", view.dtype or source.dtype, other.dtype or destination.dtype)
+                _check_views(f"{field}.{view.component}", view, other, min(ours.block_tokens, theirs.block_tokens))
+
+
+def _layers_by_component(group: Group, common: set[int]) -> dict[str, list[int]]:
+    layers: dict[str, list[int]] = {}
+    for view in group.views:
+        shared = common.intersection(view.layers)
+        if shared:
+            layers[view.component] = sorted((*layers.get(view.component, ()), *shared))
+    return layers
+
+
+def _check_views(field: str, ours: View, theirs: View, small: int) -> None:
+    for dim, name in _EXTENTS.items():
+        _same(f"{field}: {name}", ours.size(dim), theirs.size(dim))
+    _same(f"{field}.heads", ours.heads, theirs.heads)
+    for view in (ours, theirs):
+        kernel_block = [axis.size for axis in view.axes if axis.dim == "token"][-1:]
+        if kernel_block and math.gcd(kernel_block[0], small) not in {small, kernel_block[0]}:
+            sizes = [[axis.size for axis in side.axes if axis.dim == "token"] for side in (ours, theirs)]
+            _refuse(f"{field}: tokens of a kernel block (one must divide the smaller block)", *sizes)

@@ -1,0 +1,131 @@
+"""The planner: two specs once, then block ids to descriptors, request by request."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import CacheSpec
+from kvd.limits import MAX_DESCRIPTORS
+from kvd.plan.arrays import Descriptors, Ints, ascending, join
+from kvd.plan.route import Share
+from kvd.plan.template import Runs, Template, make_templates
+from kvd.plan.units import Pairing, Span, Units
+
+
+class Planner:
+    """Plans copies from one source rank's pool to one destination rank's.
+
+    Made once a peer; `source` and `destination` must be compatible (`check_compatible`), `share` is the destination's
+    (`route`). The descriptors are the fewest that move each byte once: no two are adjacent on both sides.
+    """
+
+    def __init__(self, source: CacheSpec, destination: CacheSpec, share: Share) -> None:
+        pairs = list(zip(source.groups, destination.groups, strict=True))
+        self._pairings = [Pairing(f"groups[{index}]", *groups) for index, groups in enumerate(pairs)]
+        self._templates: list[tuple[Template, list[int]]] = []
+        known: dict[tuple[object, ...], list[int]] = {}
+        for group in range(len(pairs)):
+            for template in make_templates(source, destination, share.parts, group):
+                members = known.setdefault(template.key, [])
+                if not members:
+                    self._templates.append((template, members))
+                members.append(group)
+
+    def plan(self, spans: Sequence[Span], tokens: int | None = None) -> Descriptors:
+        """The descriptors that fill every destination block named, one span a group in the groups' order.
+
+        With `tokens`, the length of the sequence, it is also checked that all that is needed of the blocks asked for
+        is offered. A state group whose block sizes differ needs it.
+
+        Raises:
+            BadRequest: BAD_BLOCKS if a position is asked for and not offered, or the spans are not one a group;
+                TOO_LARGE beyond MAX_DESCRIPTORS. Ids are taken as checked (`check_ids`).
+
+        """
+        if len(spans) != len(self._pairings):
+            text = f"{len(spans)} spans for {len(self._pairings)} groups"
+            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+        units = [pairing.units(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
+        plan = _Plan()
+        for template, groups in self._templates:
+            plan.add(template, [units[group] for group in groups])
+        return plan.descriptors()
+
+
+class _Plan:
+    """Descriptors in the making: arrays, and whether some of them may still be adjacent to each other."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Ints, Ints, Ints]] = []
+        self._extents: list[tuple[int, int, int, int]] = []
+        self._count = 0
+        self._joinable = False
+
+    def add(self, template: Template, units: Sequence[Units]) -> None:
+        """All runs of all `units`."""
+        src, dst = _addresses(template, units)
+        if not len(src):
+            return
+        if len(src) > 1:
+            src, dst = _sorted(template, src, dst)
+        extent = template.extent(src, dst)
+        self._joinable |= any(_touch(extent, other) for other in self._extents)
+        self._joinable |= bool(src[-1] - src[0] >= template.src_wrap and np.ptp(dst) >= template.dst_wrap)
+        self._extents.append(extent)
+        for run in template.runs:
+            self._add_run(run, src, dst)
+
+    def _add_run(self, run: Runs, src: Ints, dst: Ints) -> None:
+        """One run of every unit, of which neighbours on both sides become one."""
+        length: Ints | int = run.length
+        if len(src) > 1:
+            apart = (src[1:] - src[:-1] != length) | (dst[1:] - dst[:-1] != length)
+            starts = np.concatenate([_FIRST, np.flatnonzero(apart) + 1])
+            if len(starts) < len(src):
+                length = length * np.diff(np.concatenate([starts, [len(src)]]))
+                src, dst = src[starts], dst[starts]
+        self._count += len(src) * len(run.src)
+        if self._count > MAX_DESCRIPTORS:
+            text = f"a plan of at least {self._count} descriptors, the limit is {MAX_DESCRIPTORS}"
+            raise BadRequest(ErrorCode.TOO_LARGE, text)
+        lengths = np.empty((len(run.src), len(src)), dtype=np.int64)
+        lengths[:] = length
+        self._pieces.append((np.add.outer(run.src, src).ravel(), np.add.outer(run.dst, dst).ravel(), lengths.ravel()))
+
+    def descriptors(self) -> Descriptors:
+        """All that was added, with the last neighbours joined."""
+        if not self._pieces:
+            nothing = np.empty(0, dtype=np.uint64)
+            return Descriptors(nothing, nothing, nothing)
+        src, dst, length = self._pieces[0]
+        if len(self._pieces) > 1:
+            src, dst, length = (np.concatenate(arrays) for arrays in zip(*self._pieces, strict=True))
+        if self._joinable:
+            src, dst, length = join(src, dst, length)
+        return Descriptors(src.view(np.uint64), dst.view(np.uint64), length.view(np.uint64))
+
+
+_FIRST = np.zeros(1, dtype=np.int64)
+
+
+def _addresses(template: Template, units: Sequence[Units]) -> tuple[Ints, Ints]:
+    """Addresses of all units on both sides, int64 [U] each."""
+    src = [template.source.addresses(unit.source_ids, unit.source_phase) for unit in units]
+    dst = [template.destination.addresses(unit.destination_ids, unit.destination_phase) for unit in units]
+    if len(units) == 1:
+        return src[0], dst[0]
+    return np.concatenate(src), np.concatenate(dst)
+
+
+def _sorted(template: Template, src: Ints, dst: Ints) -> tuple[Ints, Ints]:
+    if np.all(src[1:] >= src[:-1]):
+        return src, dst
+    order = ascending(src, template.source.step)
+    return src[order], dst[order]
+
+
+def _touch(extent: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
+    """Whether the two share or adjoin bytes on both sides: only then can runs of one be joined to runs of the other."""
+    src = extent[0] <= other[1] and other[0] <= extent[1]
+    return src and extent[2] <= other[3] and other[2] <= extent[3]

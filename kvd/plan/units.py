@@ -1,0 +1,128 @@
+"""Units: which blocks of the source go to which blocks of the destination, by position in the sequence.
+
+A unit is one block of the smaller block size. Whole units move: of a last, partly filled block the unfilled slots
+of its last unit move too, and they are never read.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import Group, State
+from kvd.plan.arrays import Ids, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One group's part of a transfer: blocks at consecutive positions of the sequence, on either side.
+
+    `source_ids` (uint32 [S]) are the blocks offered from position `source_first`; `destination_ids` (uint32 [D]) are
+    those to fill from position `destination_first`. Positions count blocks of their own side's size.
+    """
+
+    source_first: int
+    source_ids: Ids
+    destination_first: int
+    destination_ids: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Pairs of units, int64 [U]: block ids and, where a block is several units, the unit's number in its block."""
+
+    source_ids: Ints
+    source_phase: Ints | None
+    destination_ids: Ints
+    destination_phase: Ints | None
+
+
+_NONE = Units(np.empty(0, np.int64), None, np.empty(0, np.int64), None)
+
+
+class Pairing:
+    """Pairs the units of one group's spans."""
+
+    def __init__(self, name: str, source: Group, destination: Group) -> None:
+        self._name = name
+        self._source, self._destination = source, destination
+        self._is_state = isinstance(source.window, State)
+        unit = min(source.block_tokens, destination.block_tokens)
+        self._source_units = 1 if self._is_state else source.block_tokens // unit
+        self._destination_units = 1 if self._is_state else destination.block_tokens // unit
+
+    def units(self, span: Span, tokens: int | None) -> Units:
+        """The units that `span` names on both sides.
+
+        Raises:
+            BadRequest: BAD_BLOCKS, if a position asked for is not offered.
+
+        """
+        if not len(span.destination_ids):
+            return _NONE
+        if self._is_state and self._source.block_tokens != self._destination.block_tokens:
+            span = self._last_state(span, tokens)
+        source_units, destination_units = self._source_units, self._destination_units
+        source_first, destination_first = span.source_first, span.destination_first
+        source_stop = source_first + len(span.source_ids)
+        destination_stop = destination_first + len(span.destination_ids)
+        low = max(source_first * source_units, destination_first * destination_units)
+        high = min(source_stop * source_units, destination_stop * destination_units)
+        if (
+            low >= high
+            or low // destination_units != destination_first
+            or -(-high // destination_units) != destination_stop
+            or (tokens is not None and not self._covers(span, tokens))
+        ):
+            self._refuse(span)
+        if source_units == destination_units:
+            source_ids = span.source_ids[low - source_first : high - source_first]
+            destination_ids = span.destination_ids[low - destination_first : high - destination_first]
+            return Units(source_ids.astype(np.int64), None, destination_ids.astype(np.int64), None)
+        positions = np.arange(low, high)
+        return Units(
+            *_unit_of_block(positions, source_units, source_first, span.source_ids),
+            *_unit_of_block(positions, destination_units, destination_first, span.destination_ids),
+        )
+
+    def _covers(self, span: Span, tokens: int) -> bool:
+        """Whether what is offered holds all needed tokens of what is asked for."""
+        if self._is_state:
+            return True
+        size, offered = self._destination.block_tokens, self._source.block_tokens
+        first = max(self._source.window.first_token(tokens), span.destination_first * size)
+        stop = min(tokens, (span.destination_first + len(span.destination_ids)) * size)
+        stop_offered = (span.source_first + len(span.source_ids)) * offered
+        return first >= stop or (span.source_first * offered <= first and stop <= stop_offered)
+
+    def _last_state(self, span: Span, tokens: int | None) -> Span:
+        """The one block on each side that holds the state after `tokens`, where block sizes differ."""
+        if tokens is None:
+            text = f"{self._name}: states of different block_tokens are found by the number of tokens, which is missing"
+            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+        source_at = self._source.needed(tokens).start - span.source_first
+        destination_at = self._destination.needed(tokens).start - span.destination_first
+        if not (0 <= source_at < len(span.source_ids) and 0 <= destination_at < len(span.destination_ids)):
+            self._refuse(span)
+        return Span(
+            0,
+            span.source_ids[source_at : source_at + 1],
+            0,
+            span.destination_ids[destination_at : destination_at + 1],
+        )
+
+    def _refuse(self, span: Span) -> None:
+        first, stop = span.destination_first, span.destination_first + len(span.destination_ids)
+        offered = range(span.source_first, span.source_first + len(span.source_ids))
+        raise BadRequest(
+            ErrorCode.BAD_BLOCKS,
+            f"{self._name}: positions {first} to {stop} of {self._destination.block_tokens} tokens are asked for, "
+            f"{offered.start} to {offered.stop} of {self._source.block_tokens} tokens are offered",
+        )
+
+
+def _unit_of_block(positions: Ints, units: int, first: int, ids: Ids) -> tuple[Ints, Ints | None]:
+    if units == 1:
+        return ids[positions - first].astype(np.int64), None
+    blocks, phase = np.divmod(positions, units)
+    return ids[blocks - first].astype(np.int64), phase
