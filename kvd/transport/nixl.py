@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.engine import Engine
@@ -38,6 +39,20 @@ ENVIRONMENT = {
 """What NIXL and UCX read once, when they are loaded; a value that the operator set stays."""
 
 
+def open_agent(name: str) -> Any:
+    """A NIXL agent with the UCX backend and without a progress thread: whoever holds it makes the progress.
+
+    Raises:
+        ImportError: nixl is not installed (it comes with the extra `daemon`).
+
+    """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    import nixl  # noqa: PLC0415 - workers and tests import this package without it
+
+    return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+
 class NixlTransport:
     """`kvd.transport.interface.Transport` over NIXL. `agent` must be unique to this incarnation of the daemon.
 
@@ -47,15 +62,9 @@ class NixlTransport:
     """
 
     def __init__(self, agent: str, loop: asyncio.AbstractEventLoop) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        import nixl  # noqa: PLC0415 - workers and tests import this package without it
-
-        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        handle = nixl.nixl_agent(agent, config)
-        failures = tuple(
-            kind for name, kind in vars(nixl._bindings).items() if name.startswith("nixl") and name.endswith("Error")
-        )
+        handle = open_agent(agent)
+        bindings = vars(sys.modules["nixl"]._bindings)
+        failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
         self._loop = loop
         self._metadata: bytes = handle.get_agent_metadata()
@@ -129,7 +138,8 @@ class NixlTransport:
 
     def _run(self, outbox: Outbox) -> None:
         try:
-            self._engine.run(outbox.put)
+            self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
+            outbox.flush()
             raise

@@ -1,0 +1,97 @@
+"""What a run of the demo showed, for people and for programs."""
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.table import Table
+
+from kvd.engines.demo.router import Request
+from kvd.engines.demo.traffic import Amount
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, or all of them. `seconds` is the time in which KV was being pulled."""
+
+    request: str
+    prompt_tokens: int
+    bytes: int
+    descriptors: int
+    seconds: float
+    tokens_equal: bool
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes over `seconds`, in 10^9 a second."""
+        return self.bytes / self.seconds / 1e9
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A row a request, and `total`: there, time in which several requests were pulled counts once."""
+
+    requests: list[Row]
+    total: Row
+
+
+def make_report(requests: Sequence[Request], amounts: Sequence[Amount], expected: Sequence[list[int]]) -> Report:
+    """The report on `requests`, each with what it moved and the tokens it should have got."""
+    rows = [
+        Row(
+            request=request.name,
+            prompt_tokens=len(request.prompt),
+            bytes=amount.bytes,
+            descriptors=amount.descriptors,
+            seconds=request.pull_ended - request.pull_started,
+            tokens_equal=request.tokens == tokens,
+        )
+        for request, amount, tokens in zip(requests, amounts, expected, strict=True)
+    ]
+    total = Row(
+        request="all",
+        prompt_tokens=sum(row.prompt_tokens for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        descriptors=sum(row.descriptors for row in rows),
+        seconds=_covered([(request.pull_started, request.pull_ended) for request in requests]),
+        tokens_equal=all(row.tokens_equal for row in rows),
+    )
+    return Report(requests=rows, total=total)
+
+
+def as_table(report: Report) -> Table:
+    """The report as people read it."""
+    table = Table(title="KV pulled by the decode engine", title_justify="left")
+    table.add_column("request")
+    for column in ("prompt tokens", "MB", "descriptors", "pull ms", "GB/s"):
+        table.add_column(column, justify="right")
+    table.add_column("tokens")
+    for row in [*report.requests, report.total]:
+        if row is report.total:
+            table.add_section()
+        table.add_row(
+            row.request,
+            str(row.prompt_tokens),
+            f"{row.bytes / 1e6:.2f}",
+            str(row.descriptors),
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.gigabytes_per_second:.2f}",
+            "[green]equal[/]" if row.tokens_equal else "[bold red]DIFFERENT[/]",
+        )
+    return table
+
+
+def as_json(report: Report) -> str:
+    """The report as programs read it."""
+
+    def fields(row: Row) -> dict[str, object]:
+        return {**msgspec.structs.asdict(row), "gigabytes_per_second": row.gigabytes_per_second}
+
+    document = {"requests": [fields(row) for row in report.requests], "total": fields(report.total)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of `intervals`."""
+    covered, reach = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        covered += max(0.0, stop - max(start, reach))
+        reach = max(reach, stop)
+    return covered

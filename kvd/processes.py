@@ -1,0 +1,128 @@
+"""Processes that kvd starts: with a log each, ended on every path, and never outliving who started them."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+STOP_SECONDS: Final = 5.0
+"""How long processes may take to end after SIGTERM, before they are killed."""
+
+LOG_LINES: Final = 20
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessEndedError(Exception):
+    """A process ended before it was told to; the text has the end of its log."""
+
+
+class Child:
+    """One process. `piped` gives it pipes to talk over; its standard error, and without pipes its output, is logged."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, *, piped: bool) -> None:
+        self.name = name
+        self._log = log
+        pipe = subprocess.PIPE if piped else None
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(  # noqa: S603  # the command is ours
+                command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or sink,
+                stderr=sink,
+                start_new_session=True,  # an interrupt from the terminal reaches the parent alone, which then ends this
+                preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
+            )
+        self.pid = self._process.pid
+        self.exit = os.pidfd_open(self.pid)
+        """Becomes readable when the process ends."""
+
+    @property
+    def source(self) -> int:
+        """Descriptor of what the process writes."""
+        assert self._process.stdout is not None  # noqa: S101
+        return self._process.stdout.fileno()
+
+    def write(self, data: bytes) -> None:
+        """Writes to the process.
+
+        Raises:
+            ProcessEndedError: It is gone.
+
+        """
+        assert self._process.stdin is not None  # noqa: S101
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self.ended() from None
+
+    def ended(self) -> ProcessEndedError:
+        """The error that says how the process ended, which it has, and what it logged last."""
+        status = self._process.wait()
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return ProcessEndedError("\n".join([f"{self.name} ended with {how}; the end of its log:", *lines]))
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the process ended within `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL; returns when the process is gone."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            if not self.wait(STOP_SECONDS):
+                self._process.kill()
+                self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        os.close(self.exit)
+
+
+class Processes:
+    """Several processes, ended in the reverse order of their start when the `with` block is left."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._children: list[Child] = []
+
+    def start(self, name: str, module: str, *arguments: str, piped: bool = False) -> Child:
+        """Runs a module with this interpreter."""
+        command = [sys.executable, "-m", module, *arguments]
+        child = Child(name, command, self._logs / f"{name}.log", piped=piped)
+        self._children.append(child)
+        return child
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._children:
+            self._children.pop().stop()
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What a new process runs first, so that it is killed when `parent` dies, however it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return prepare
