@@ -27,7 +27,6 @@ class ErrorCode(StrEnum):
     BAD_SPEC = "bad_spec"
     BAD_POOL = "bad_pool"
     BAD_BLOCKS = "bad_blocks"
-    BLOCKS_BUSY = "blocks_busy"
     DUPLICATE_REQUEST = "duplicate_request"
     UNKNOWN_REQUEST = "unknown_request"
     BAD_TICKET = "bad_ticket"
@@ -42,6 +41,7 @@ class ErrorCode(StrEnum):
     PEER_LOST = "peer_lost"
     TRANSPORT = "transport"
     POOL_BUSY = "pool_busy"
+    BLOCKS_BUSY = "blocks_busy"
     DAEMON_LOST = "daemon_lost"
     CANCELLED = "cancelled"
     NO_DEVICE = "no_device"
@@ -77,6 +77,7 @@ class Unavailable(KvdError):
             ErrorCode.PEER_LOST,
             ErrorCode.TRANSPORT,
             ErrorCode.POOL_BUSY,
+            ErrorCode.BLOCKS_BUSY,
             ErrorCode.DAEMON_LOST,
             ErrorCode.CANCELLED,
             ErrorCode.NO_DEVICE,

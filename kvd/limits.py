@@ -1,6 +1,6 @@
 """Every bound of kvd in one place: its unit, and why it is what it is.
 
-A bound that an operator may want to turn is a default of `kvd.config`; the rest are constants because peers rely on them.
+A bound that an operator may want to turn is a default of `kvd.config`; the rest are constants: peers rely on them.
 """
 
 from typing import Final
@@ -50,6 +50,9 @@ MAX_UNACKNOWLEDGED: Final = 65_536
 MAX_CLAIMS_WAITING: Final = 4096
 """Claims of all peers that wait for an offer that has not come yet."""
 
+MAX_CLAIMS_PER_OFFER: Final = 2 * MAX_RANKS
+"""Claims that hold one offer: every rank of a consumer, and of another one that a router tried too."""
+
 MAX_WORKERS: Final = 256
 """Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
 
@@ -64,7 +67,7 @@ SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one."""
 
 SLICE_DESCRIPTORS: Final = 512
-"""Descriptors in one post: scattered small blocks cost about 5 us each, so this bounds a post's time as bytes do not."""
+"""Descriptors in one post: scattered small blocks cost about 5 us each, so bytes alone do not bound a post's time."""
 
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted and not terminal, over all transfers: keeps a network pipe full without filling the transport's queues."""

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
-from kvd.engines.demo.processes import Child, ProcessEndedError, Processes
 from kvd.engines.demo.report import Report, as_json, as_table, make_report
 from kvd.engines.demo.router import Request, RequestFailedError, Router
 from kvd.engines.demo.spec import engine_specs
@@ -23,6 +22,7 @@ from kvd.engines.demo.traffic import Traffic
 from kvd.engines.demo.workload import SingleEngine, make_prompts, pool_tokens
 from kvd.errors import BadRequest
 from kvd.layout.presets import LAYOUTS
+from kvd.processes import Child, ProcessEndedError, Processes
 
 TOKENS_DIFFER = 1
 COULD_NOT_RUN = 2
@@ -121,7 +121,7 @@ def _serve(configs: list[EngineConfig], folder: Path, requests: list[Request], c
 
 def _start_daemon(processes: Processes, config: EngineConfig) -> Child:
     name = f"{config.name}-daemon"
-    flags = ["--name", name, "--socket", config.socket, "--peer-address", "tcp://127.0.0.1:0"]
+    flags = ["--name", name, "--socket", config.socket, "--log-format", "json"]
     return processes.start(name, "kvd.cli.main", "serve", *flags)
 
 

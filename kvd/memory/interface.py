@@ -34,6 +34,7 @@ class MemoryProvider(Protocol):
 
         Raises:
             Unavailable: `OVERLOADED`, there is not that much memory.
+
         """
 
     def adopt(self, descriptor: int, size: int) -> Memory:
@@ -41,4 +42,8 @@ class MemoryProvider(Protocol):
 
         Raises:
             BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us).
+
         """
+
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that a worker sent along and nobody needs."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvd.errors import BadRequest
+
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
@@ -29,9 +31,13 @@ class SessionFrame:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The process at the other end closed the session or is gone."""
+    """The process at the other end closed the session or is gone.
+
+    Where `error` is set we hung up on it (and told it why): what it sent was no frame.
+    """
 
     connection: int
+    error: BadRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,9 @@ class WorkerPort(Protocol):
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
 
+    def discard(self, descriptors: tuple[int, ...]) -> None:
+        """Closes descriptors that came along with a frame that nobody wants."""
+
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False where its queue is full or it is not connected."""
 
@@ -100,6 +109,7 @@ class PeerPort(Protocol):
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands.
+
         """
 
     def ask(self, link: int, frame: bytes) -> bool:

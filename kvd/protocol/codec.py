@@ -30,6 +30,7 @@ class Decoder(Generic[T]):
 
         Raises:
             BadRequest: `TOO_LARGE` above the bound on a frame, `BAD_MESSAGE` for anything that is no message.
+
         """
         if len(frame) > limits.MAX_MESSAGE_BYTES:
             raise BadRequest(

@@ -49,7 +49,7 @@ class Renew(Message, frozen=True, tag="renew"):
 
 
 class Fence(Message, frozen=True, tag="fence"):
-    """The last byte has landed: was the lease held, under this generation, until now? `Held` (and released) or `Broken`."""
+    """The last byte has landed: was the lease held under this generation until now? `Held` (and let go) or `Broken`."""
 
     claim: Count
     generation: Count
@@ -74,7 +74,7 @@ PeerRequest = Hello | Claim | Renew | Fence | Release | Ping
 
 
 class PoolInfo(Message, frozen=True):
-    """A pool as a peer needs it: where it starts in the producer's address space, how long it is, how it is laid out."""
+    """A pool as a peer needs it: where it starts in the producer's address space, its length, its layout."""
 
     pool: Name
     epoch: Count

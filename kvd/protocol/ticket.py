@@ -58,6 +58,7 @@ def decode(text: str) -> Ticket:
 
     Raises:
         BadRequest: `BAD_TICKET`, the text is of another version or no ticket at all.
+
     """
     if not text.startswith(_PREFIX):
         raise BadRequest(
@@ -84,6 +85,7 @@ def join(texts: Iterable[str]) -> str:
 
     Raises:
         BadRequest: `BAD_TICKET`, one cannot be read or they differ in their number of tokens.
+
     """
     tickets = [decode(text) for text in texts]
     tokens = {ticket.tokens for ticket in tickets}

@@ -130,7 +130,7 @@ Request = Offer | Pull | Cancel | Acknowledge | StatusRequest
 
 
 class Offered(Message, frozen=True, tag="offered"):
-    """The offer stands. `ticket` is for the consumer's `Pull`, JSON-safe, one rank; `kvd.protocol.ticket` joins them."""
+    """The offer stands. `ticket` is for the consumer's `Pull`: text, of one rank (`kvd.protocol.ticket.join`)."""
 
     call: Count
     ticket: str

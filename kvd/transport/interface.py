@@ -8,17 +8,21 @@ The rules:
 
 1. Every `read` ends in exactly one `Landed` or `ReadFailed`, and not before nothing can write to its destination any
    more. There is no time limit here: a read that hangs stays open, and its blocks with it.
-2. `abort` makes a read end early where it can: parts not yet handed to the network are dropped. It still ends by rule 1.
+2. `abort` makes a read end early where it can: parts not yet handed to the network are dropped. It still ends by rule
+   1, as `Landed` where nothing was left to drop.
 3. `add_peer` of a name that is known already takes the new metadata in; `remove_peer` waits for the open reads of that
    peer, and an `add_peer` that arrives before then keeps the peer.
 4. Short reads overtake long ones, and no read starves.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvd.plan import Descriptors
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,7 @@ class TransportDied:
     reason: str
 
 
-Event = (
-    Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | TransportDied
-)
+Event = Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | TransportDied
 
 
 class Transport(Protocol):

@@ -20,7 +20,7 @@ from kvd.engines.demo.messages import (
     Released,
     Stop,
 )
-from kvd.engines.demo.processes import Child
+from kvd.processes import Child
 
 CONCURRENT: Final = 8
 """Requests under way at a time: few enough that what is queued fits a pipe, so that no write to an engine blocks."""

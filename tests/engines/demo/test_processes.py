@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvd.engines.demo import processes as module
-from kvd.engines.demo.processes import ProcessEndedError, Processes
+from kvd.processes import ProcessEndedError, Processes
 
 TALKER = """
 import os, signal, sys
@@ -77,7 +77,7 @@ def test_writing_to_a_process_that_ended_says_how_it_ended(tmp_path, talker):
 
 def test_processes_do_not_outlive_a_demo_that_is_killed(tmp_path, talker):
     program = (
-        "import sys; from pathlib import Path; from kvd.engines.demo.processes import Processes\n"
+        "import sys; from pathlib import Path; from kvd.processes import Processes\n"
         "child = Processes(Path(sys.argv[1])).start('orphan', sys.argv[2], piped=True)\n"
         "import os; os.read(child.source, 16); print(child.pid, flush=True); import signal; signal.pause()\n"
     )

@@ -1,4 +1,4 @@
-"""The processes of a demo: started with a log each, ended on every path, and never outliving who started them."""
+"""Processes that kvd starts: with a log each, ended on every path, and never outliving who started them."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessEndedError(Exception):
-    """A process of the demo ended before it was told to; the text has the end of its log."""
+    """A process ended before it was told to; the text has the end of its log."""
 
 
 class Child:
@@ -36,7 +36,7 @@ class Child:
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or sink,
                 stderr=sink,
-                start_new_session=True,  # an interrupt from the terminal reaches the demo alone, which then ends this
+                start_new_session=True,  # an interrupt from the terminal reaches the parent alone, which then ends this
                 preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
             )
         self.pid = self._process.pid
@@ -93,7 +93,7 @@ class Child:
 
 
 class Processes:
-    """All processes of a demo, ended in the reverse order of their start when the `with` block is left."""
+    """Several processes, ended in the reverse order of their start when the `with` block is left."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs

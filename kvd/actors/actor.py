@@ -1,0 +1,99 @@
+"""A mailbox actor: it owns its state, is told messages, and tells others. It never waits for an answer.
+
+An actor is a class whose methods marked `@handles(Kind)` take one message each, plain functions that return quickly.
+Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock; since mailboxes are
+bounded and every outside sender is bounded below that, an overflow is a bug of ours and is treated as a failure.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from kvd import limits
+from kvd.actors.loop import Loop, Timer
+from kvd.errors import ErrorCode, InternalError
+
+A = TypeVar("A")
+Handler = Callable[[Any, Any], None]
+
+
+class OnFailure(Enum):
+    """What the supervisor does when a handler raises."""
+
+    RESUME = "resume"
+    """Count it, report it and go on with the next message: for actors whose state one message cannot have spoilt."""
+    STOP = "stop"
+    """Stop the daemon: the state may be wrong, and a daemon's death costs only its requests in flight."""
+
+
+class Supervisor(Protocol):
+    """Whoever is told that a handler raised."""
+
+    def failed(self, actor: "Actor", message: object, error: Exception) -> None:
+        """Reports `error` and acts by `actor.on_failure`."""
+
+
+def handles(kind: type) -> Callable[[A], A]:
+    """Marks the method that takes messages of `kind`."""
+
+    def mark(method: A) -> A:
+        method.__handles__ = kind  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class Actor:
+    """Base of all actors; see the module's text."""
+
+    name: ClassVar[str]
+    on_failure: ClassVar[OnFailure] = OnFailure.STOP
+    _handlers: ClassVar[dict[type, Handler]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        methods = (method for klass in reversed(cls.__mro__) for method in vars(klass).values())
+        cls._handlers = {method.__handles__: method for method in methods if hasattr(method, "__handles__")}
+
+    def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
+        self.loop = loop
+        self._supervisor = supervisor
+        self._mailbox: deque[object] = deque()
+        self._awake = False
+
+    @property
+    def waiting(self) -> int:
+        """Messages in the mailbox."""
+        return len(self._mailbox)
+
+    def tell(self, message: object) -> None:
+        """Puts `message` into the mailbox; it is handled after the current callback of the loop.
+
+        Raises:
+            InternalError: the mailbox is full.
+
+        """
+        if len(self._mailbox) >= limits.MAILBOX_MESSAGES:
+            raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
+        self._mailbox.append(message)
+        if not self._awake:
+            self._awake = True
+            self.loop.call_soon(self._drain)
+
+    def tell_later(self, delay: float, message: object) -> Timer:
+        """Tells itself `message` in `delay` seconds."""
+        return self.loop.call_later(delay, self.tell, message)
+
+    def _drain(self) -> None:
+        """Handles what is in the mailbox now; what arrives meanwhile waits for its turn among the other callbacks."""
+        for _ in range(len(self._mailbox)):
+            message = self._mailbox.popleft()
+            try:
+                self._handlers[type(message)](self, message)
+            except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
+                self._supervisor.failed(self, message, error)
+        if self._mailbox:
+            self.loop.call_soon(self._drain)
+        else:
+            self._awake = False

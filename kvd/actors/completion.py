@@ -1,0 +1,157 @@
+"""Completion: keeps every notification until its worker has acknowledged it, and sends them in batches."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvd import limits
+from kvd.actors.actor import Actor, handles
+from kvd.actors.house import House
+from kvd.actors.messages import (
+    Acknowledged,
+    Answer,
+    Backlog,
+    Forget,
+    Notify,
+    Report,
+    Reported,
+    SessionDown,
+    SessionUp,
+    Undelivered,
+)
+from kvd.protocol.worker import Notification, Notifications
+
+_RESEND_AFTER = 0.05
+"""Seconds after which a batch that a worker's full queue did not take is sent again."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """The notifications of one worker. `first` is the sequence number of the oldest that is kept."""
+
+    instance: bytes
+    first: int = 1
+    items: deque[Notification] = field(default_factory=deque)
+    sent: int = 0
+    """How many of `items` were sent in this session."""
+    connected: bool = False
+    flushing: bool = False
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Flush:
+    worker: str
+
+
+class CompletionActor(Actor):
+    """See the module's text. A failure stops the daemon: a lost notification is a request without an end."""
+
+    name = "completion"
+
+    def __init__(self, house: House) -> None:
+        super().__init__(house.loop, house.supervisor)
+        self._house = house
+        self._logs: dict[str, _Log] = {}
+
+    @handles(Notify)
+    def notify(self, message: Notify) -> None:
+        """Keeps a notification; it goes out with all others of this turn of the loop."""
+        log = self._logs.get(message.worker)
+        if log is None:
+            return  # the worker has detached: nobody waits for it
+        log.items.append(message.item)
+        self._house.metrics.notifications.inc()
+        self._house.metrics.unacknowledged.inc()
+        self._set_full(message.worker, log)
+        self._flush_soon(message.worker, log)
+
+    def _set_full(self, worker: str, log: _Log) -> None:
+        full = len(log.items) >= limits.MAX_UNACKNOWLEDGED
+        if full != log.full:
+            log.full = full
+            self._house.gateway.tell(Backlog(worker, full))
+
+    def _flush_soon(self, worker: str, log: _Log) -> None:
+        if log.connected and not log.flushing:
+            log.flushing = True
+            self.tell(_Flush(worker))
+
+    @handles(_Flush)
+    def flush(self, message: _Flush) -> None:
+        """Sends what has not been sent in this session."""
+        log = self._logs.get(message.worker)
+        if log is None:
+            return
+        log.flushing = False
+        if not log.connected:
+            return
+        for batch in _batches(log):
+            self._house.gateway.tell(Answer(message.worker, batch))
+        log.sent = len(log.items)
+
+    @handles(Undelivered)
+    def undelivered(self, message: Undelivered) -> None:
+        """The worker does not read: everything that is not acknowledged is sent again later (it drops what it has)."""
+        log = self._logs.get(message.worker)
+        if log is not None and not log.flushing:
+            log.sent = 0
+            log.flushing = True
+            self.tell_later(_RESEND_AFTER, _Flush(message.worker))
+
+    @handles(SessionUp)
+    def session_up(self, message: SessionUp) -> None:
+        """A worker is there, again or for the first time: it gets what it has not acknowledged."""
+        log = self._logs.get(message.worker)
+        if log is None or log.instance != message.instance:
+            self.forget(Forget(message.worker))
+            log = self._logs[message.worker] = _Log(message.instance)
+        log.connected, log.sent = True, 0
+        if log.full:
+            self._house.gateway.tell(Backlog(message.worker, full=True))
+        if log.items:
+            self._flush_soon(message.worker, log)
+
+    @handles(SessionDown)
+    def session_down(self, message: SessionDown) -> None:
+        """A worker is gone, perhaps for a moment: its log is kept."""
+        log = self._logs.get(message.worker)
+        if log is not None:
+            log.connected = False
+
+    @handles(Acknowledged)
+    def acknowledged(self, message: Acknowledged) -> None:
+        """Drops what the worker has."""
+        log = self._logs.get(message.worker)
+        if log is None:
+            return
+        count = min(message.sequence - log.first + 1, log.sent)
+        for _ in range(count):
+            log.items.popleft()
+            log.first += 1
+            log.sent -= 1
+            self._house.metrics.unacknowledged.dec()
+        self._set_full(message.worker, log)
+
+    @handles(Forget)
+    def forget(self, message: Forget) -> None:
+        """The worker will not come back for its notifications."""
+        log = self._logs.pop(message.worker, None)
+        if log is not None:
+            self._house.metrics.unacknowledged.dec(len(log.items))
+
+    @handles(Report)
+    def report(self, message: Report) -> None:
+        """Notifications that are kept, by worker."""
+        content = {
+            worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()
+        }
+        self._house.gateway.tell(Reported(message.token, self.name, content))
+
+
+def _batches(log: _Log) -> Iterator[Notifications]:
+    items = list(islice(log.items, log.sent, None))
+    for start in range(0, len(items), limits.NOTIFICATIONS_PER_BATCH):
+        batch = items[start : start + limits.NOTIFICATIONS_PER_BATCH]
+        yield Notifications(log.first + log.sent + start, tuple(batch))

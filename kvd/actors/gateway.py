@@ -1,0 +1,371 @@
+"""The gateway: the only actor that workers talk to. It reads and checks what they send, and sends what others say.
+
+Every frame of a worker is decoded and checked here, so that no other actor sees an unchecked block id.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvd import limits
+from kvd.actors.actor import Actor, OnFailure, handles
+from kvd.actors.house import House
+from kvd.actors.messages import (
+    Acknowledged,
+    Answer,
+    AttachPool,
+    AttachRefused,
+    Backlog,
+    CancelRequest,
+    DetachPool,
+    Drain,
+    Forget,
+    OfferBlocks,
+    Pool,
+    PoolLent,
+    PoolReturned,
+    Refusal,
+    Report,
+    Reported,
+    SessionDown,
+    SessionUp,
+    StartPull,
+    Stop,
+    Undelivered,
+    WorkerGone,
+)
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.layout import CacheSpec
+from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
+from kvd.plan import check_ids
+from kvd.protocol import codec, ticket
+from kvd.protocol.types import VERSION, Message, Span
+from kvd.protocol.worker import (
+    Acknowledge,
+    Attach,
+    Attached,
+    Cancel,
+    Detach,
+    Detached,
+    Error,
+    Notifications,
+    Offer,
+    Pull,
+    Refused,
+    Request,
+    Status,
+    StatusRequest,
+)
+
+_SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One process on the session socket."""
+
+    pid: int
+    uid: int
+    worker: str = ""
+    """Set from its attach on."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """One worker that has its pool."""
+
+    id: bytes
+    connection: int
+    pool: Pool
+    backlogged: bool = False
+
+
+@dataclass(slots=True)
+class _PendingStatus:
+    worker: str
+    call: int
+    sections: dict[str, object]
+
+
+class GatewayActor(Actor):
+    """See the module's text. A failure concerns one message of one worker: it is reported, and the others go on."""
+
+    name = "gateway"
+    on_failure = OnFailure.RESUME
+
+    def __init__(
+        self,
+        house: House,
+        port: WorkerPort,
+        *,
+        peer_address: Callable[[], str],
+        draw_session: Callable[[], bytes],
+        describe: Callable[[], dict[str, object]],
+    ) -> None:
+        super().__init__(house.loop, house.supervisor)
+        self._house = house
+        self._port = port
+        self._peer_address = peer_address
+        self._draw_session = draw_session
+        self._describe = describe
+        self._connections: dict[int, _Connection] = {}
+        self._by_worker: dict[str, _Session] = {}
+        self._by_id: dict[bytes, _Session] = {}
+        self._statuses: dict[int, _PendingStatus] = {}
+        self._last_token = 0
+        self._closing: Unavailable | None = None
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    @handles(SessionOpened)
+    def opened(self, event: SessionOpened) -> None:
+        """Somebody connected; who, the kernel says."""
+        if len(self._connections) >= limits.MAX_WORKERS:
+            full = Unavailable(ErrorCode.OVERLOADED, f"{limits.MAX_WORKERS} workers are connected, which is the bound")
+            self._refuse_session(event.connection, full)
+            self._port.close_session(event.connection)
+            return
+        self._connections[event.connection] = _Connection(event.pid, event.uid)
+
+    @handles(SessionFrame)
+    def session_frame(self, event: SessionFrame) -> None:
+        """An attach or a detach, or garbage, which ends the session."""
+        connection = self._connections.get(event.connection)
+        if connection is None:
+            self._port.discard(event.descriptors)
+            return
+        try:
+            request = codec.session_requests.decode(event.frame)
+            if isinstance(request, Attach):
+                self._attach(event, connection, request)
+            else:
+                self._port.discard(event.descriptors)
+                self._detach(event.connection, connection, request)
+        except KvdError as error:
+            self._port.discard(event.descriptors)
+            self._refuse_session(event.connection, error)
+
+    def _attach(self, event: SessionFrame, connection: _Connection, request: Attach) -> None:
+        if request.version != VERSION:
+            text = f"the daemon speaks version {VERSION} of the protocol, the worker {request.version}; use one release"
+            raise BadRequest(ErrorCode.BAD_VERSION, text)
+        if self._closing is not None:
+            raise self._closing
+        if connection.worker:
+            raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
+        if len(event.descriptors) > 1:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"{len(event.descriptors)} descriptors came along; at most one may")
+        spec = CacheSpec.decode(request.spec)
+        connection.worker = request.worker
+        self._house.pools.tell(
+            AttachPool(
+                connection=event.connection,
+                worker=request.worker,
+                instance=request.instance,
+                uid=connection.uid,
+                spec=spec,
+                raw_spec=request.spec,
+                descriptor=event.descriptors[0] if event.descriptors else -1,
+            )
+        )
+
+    def _detach(self, number: int, connection: _Connection, _request: Detach) -> None:
+        session = self._by_worker.get(connection.worker)
+        if session is None or session.connection != number:
+            raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
+        self._end_session(session)
+        self._house.completion.tell(Forget(connection.worker))
+        self._house.pools.tell(DetachPool(number, connection.worker))
+
+    @handles(PoolLent)
+    def pool_lent(self, message: PoolLent) -> None:
+        """The pool is ready: the worker gets it, its session, and what it has not acknowledged."""
+        if message.connection not in self._connections:
+            self._house.pools.tell(WorkerGone(message.pool.worker, message.connection))
+            return
+        session = _Session(self._draw_session(), message.connection, message.pool)
+        self._by_worker[message.pool.worker] = session
+        self._by_id[session.id] = session
+        self._house.metrics.workers.set(len(self._by_worker))
+        settings = self._house.settings
+        attached = Attached(
+            session=session.id,
+            endpoint=self._port.endpoint,
+            daemon=settings.daemon,
+            incarnation=settings.incarnation,
+            address=self._peer_address(),
+            pool_bytes=message.pool.size,
+            backing=message.backing,
+            kept=message.kept,
+        )
+        self._port.send_session(message.connection, codec.encode(attached), (message.descriptor,))
+        self._house.completion.tell(SessionUp(message.pool.worker, message.instance))
+
+    @handles(PoolReturned)
+    def pool_returned(self, message: PoolReturned) -> None:
+        """A detach is complete."""
+        connection = self._connections.get(message.connection)
+        if connection is not None:
+            connection.worker = ""
+            self._port.send_session(message.connection, codec.encode(Detached()))
+
+    @handles(AttachRefused)
+    def attach_refused(self, message: AttachRefused) -> None:
+        """An attach or detach cannot be served."""
+        connection = self._connections.get(message.connection)
+        if connection is not None:
+            connection.worker = ""
+            self._refuse_session(message.connection, message.error)
+
+    @handles(SessionClosed)
+    def closed(self, event: SessionClosed) -> None:
+        """A process is gone. Its pool and its transfers are not."""
+        connection = self._connections.pop(event.connection, None)
+        if connection is None or not connection.worker:
+            return
+        session = self._by_worker.get(connection.worker)
+        if session is not None and session.connection == event.connection:
+            self._end_session(session)
+        self._house.pools.tell(WorkerGone(connection.worker, event.connection))
+
+    def _end_session(self, session: _Session) -> None:
+        del self._by_worker[session.pool.worker]
+        del self._by_id[session.id]
+        self._house.metrics.workers.set(len(self._by_worker))
+        self._house.completion.tell(SessionDown(session.pool.worker))
+
+    def _refuse_session(self, connection: int, error: KvdError) -> None:
+        self._house.metrics.refused.labels("session", error.code).inc()
+        refused = Refused(error.code, error.text[: limits.MAX_ERROR_TEXT])
+        self._port.send_session(connection, codec.encode(refused))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @handles(WorkerFrame)
+    def worker_frame(self, event: WorkerFrame) -> None:
+        """One request of a worker, checked and passed on to whom it concerns."""
+        session = self._by_id.get(event.session)
+        call = 0
+        try:
+            if session is None:
+                raise BadRequest(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
+            request = codec.worker_requests.decode(event.frame)
+            call = getattr(request, "call", 0)
+            self._route(request, session)
+        except KvdError as error:
+            self._refuse(event.session, call, error)
+
+    def _route(self, request: Request, session: _Session) -> None:
+        match request:
+            case Pull():
+                self._pull(request, session)
+            case Offer():
+                self._check_open(session)
+                self._check_spans(request.spans, session.pool.spec)
+                self._house.leases.tell(OfferBlocks(session.pool, request))
+            case Acknowledge():
+                self._house.completion.tell(Acknowledged(session.pool.worker, request.sequence))
+            case Cancel():
+                self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
+            case StatusRequest():
+                self._last_token += 1
+                self._statuses[self._last_token] = _PendingStatus(session.pool.worker, request.call, {})
+                for section in _SECTIONS:
+                    getattr(self._house, section).tell(Report(self._last_token))
+
+    def _pull(self, request: Pull, session: _Session) -> None:
+        self._check_open(session)
+        if not limits.MIN_PULL_TIMEOUT <= request.timeout <= limits.MAX_PULL_TIMEOUT:
+            text = f"timeout is {request.timeout} s; it may be {limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        self._check_spans(request.spans, session.pool.spec)
+        self._house.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
+
+    def _check_open(self, session: _Session) -> None:
+        if self._closing is not None:
+            raise self._closing
+        if session.backlogged:
+            text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+
+    def _check_spans(self, spans: tuple[Span, ...], spec: CacheSpec) -> None:
+        """Promise 5: a worker can name only blocks of its own pool, and each of them once."""
+        total = sum(len(span.ids) for span in spans) // 4
+        if total > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"{total} blocks in one request; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise BadRequest(ErrorCode.TOO_LARGE, text)
+        seen: set[int] = set()
+        for span in spans:
+            if span.group >= len(spec.groups) or span.group in seen:
+                text = (
+                    f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
+                )
+                raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            seen.add(span.group)
+            if len(span.ids) % 4:
+                text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
+                raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            check_ids(spec.groups[span.group], np.frombuffer(span.ids, dtype="<u4"))
+
+    def _refuse(self, session: bytes, call: int, error: KvdError) -> None:
+        self._house.metrics.refused.labels("worker", error.code).inc()
+        sent = self._port.send(session, codec.encode(Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT])))
+        known = self._by_id.get(session)
+        if not sent and known is not None:  # it would wait for this answer for ever: let it attach again and ask again
+            self._port.close_session(known.connection)
+            self.closed(SessionClosed(known.connection))
+
+    # --- what others say to workers ---------------------------------------------------------------------------------
+
+    @handles(Refusal)
+    def refusal(self, message: Refusal) -> None:
+        """Another actor refuses a request."""
+        session = self._by_worker.get(message.worker)
+        if session is not None:
+            self._refuse(session.id, message.call, message.error)
+
+    @handles(Answer)
+    def answer(self, message: Answer) -> None:
+        """Sends; a batch of notifications that does not fit is sent again later."""
+        session = self._by_worker.get(message.worker)
+        if session is None:
+            return
+        sent = self._port.send(session.id, codec.encode(message.message))
+        if not sent and isinstance(message.message, Notifications):
+            self._house.completion.tell(Undelivered(message.worker))
+
+    @handles(Backlog)
+    def backlog(self, message: Backlog) -> None:
+        """Stops or resumes new requests of one worker."""
+        session = self._by_worker.get(message.worker)
+        if session is not None:
+            session.backlogged = message.full
+
+    @handles(Reported)
+    def reported(self, message: Reported) -> None:
+        """One section of a status; the last one completes it."""
+        pending = self._statuses.get(message.token)
+        if pending is None:
+            return
+        pending.sections[message.section] = message.content
+        if len(pending.sections) == len(_SECTIONS):
+            del self._statuses[message.token]
+            document = {**self._describe(), "workers": sorted(self._by_worker), **pending.sections}
+            status: Message = Status(pending.call, msgspec.json.encode(document))
+            self.answer(Answer(pending.worker, status))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @handles(Drain)
+    def drain(self, _message: Drain) -> None:
+        """Nothing new from here on; what was accepted still gets its outcome."""
+        self._closing = Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; send new requests elsewhere")
+
+    @handles(Stop)
+    def stop(self, _message: Stop) -> None:
+        """Hangs up on every worker, after what was sent to it."""
+        for connection in self._connections:
+            self._port.close_session(connection)
+        self._connections.clear()

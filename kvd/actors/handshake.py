@@ -1,0 +1,326 @@
+"""The handshake: the only actor that talks to other daemons. It learns who they are and whether they live.
+
+For the peers that we connect to (we pull from them) it runs `kvd.state.peer`: hello, metadata into the transport, then
+a ping every heartbeat. For the peers that connect to us (they pull from us) it answers hello and ping itself and
+passes the rest to the leases.
+"""
+
+from dataclasses import dataclass, field
+
+from kvd import limits
+from kvd.actors.actor import Actor, OnFailure, handles
+from kvd.actors.house import House
+from kvd.actors.messages import (
+    AnswerPeer,
+    AskPeer,
+    NeedPeer,
+    PeerAnswers,
+    PeerAsks,
+    PeerDown,
+    PeerPool,
+    PeerUp,
+    PeerView,
+    Pool,
+    PoolDown,
+    PoolUp,
+    Report,
+    Reported,
+)
+from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.layout import CacheSpec
+from kvd.net.interface import PeerAnswered, PeerAsked, PeerPort
+from kvd.protocol import codec
+from kvd.protocol.peer import (
+    Broken,
+    Claim,
+    Fence,
+    Grant,
+    Held,
+    Hello,
+    Ping,
+    Pong,
+    PoolInfo,
+    Refuse,
+    Release,
+    Renew,
+    Welcome,
+)
+from kvd.protocol.types import VERSION, Message
+from kvd.state import peer as machine
+from kvd.state.peer import Effect, Event, State
+from kvd.transport.interface import PeerAdded, PeerFailed, Transport
+
+_MISSED = 3
+"""Heartbeats without an answer after which a peer is lost."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: str
+    link: int
+    state: State = machine.TABLE.initial
+    welcome: Welcome | None = None
+    pools: dict[str, PeerPool] = field(default_factory=dict)
+    path: str = ""
+    heard: float = 0.0
+    asked: float = 0.0
+    """When it was last needed."""
+    loss: str = ""
+    pings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """A heartbeat."""
+
+
+class HandshakeActor(Actor):
+    """See the module's text. A failure concerns one message of one peer: it is reported, and the others go on."""
+
+    name = "handshake"
+    on_failure = OnFailure.RESUME
+
+    def __init__(self, house: House, port: PeerPort, transport: Transport) -> None:
+        super().__init__(house.loop, house.supervisor)
+        self._house = house
+        self._port = port
+        self._transport = transport
+        self._metadata = transport.metadata
+        self._pools: dict[str, Pool] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._by_link: dict[int, _Peer] = {}
+        self._beating = False
+
+    # --- peers that we connect to -----------------------------------------------------------------------------------
+
+    @handles(NeedPeer)
+    def need(self, message: NeedPeer) -> None:
+        """Makes a peer ready, or says at once that it is."""
+        peer = self._peers.get(message.address)
+        if peer is None:
+            try:
+                peer = self._open(message.address)
+            except BadRequest as error:
+                self._house.scheduler.tell(PeerDown(message.address, error.text))
+                return
+        peer.asked = self.loop.time()
+        if message.stale:
+            self._step(peer, Event.REFRESH)
+        elif peer.state in (State.READY, State.REFRESHING):
+            self._announce(peer)
+
+    def _open(self, address: str) -> _Peer:
+        if len(self._peers) >= limits.MAX_PEERS:
+            raise BadRequest(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
+        peer = _Peer(address, self._port.connect(address), heard=self.loop.time())
+        self._peers[address] = peer
+        self._by_link[peer.link] = peer
+        self._greet(peer)
+        self._house.metrics.peers.labels(peer.state).inc()
+        if not self._beating:
+            self._beating = True
+            self.tell_later(self._house.settings.heartbeat, _Beat())
+        return peer
+
+    def _greet(self, peer: _Peer) -> None:
+        settings = self._house.settings
+        self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))
+
+    @handles(AskPeer)
+    def ask(self, message: AskPeer) -> None:
+        """Passes an ask of the scheduler on."""
+        peer = self._peers.get(message.address)
+        if peer is not None and peer.state is not State.CLOSED:
+            peer.asked = self.loop.time()
+            self._port.ask(peer.link, codec.encode(message.message))
+
+    @handles(PeerAnswered)
+    def answered(self, event: PeerAnswered) -> None:
+        """One answer of a peer; garbage is counted and dropped."""
+        peer = self._by_link.get(event.link)
+        if peer is None:
+            return
+        try:
+            reply = codec.peer_replies.decode(event.frame)
+        except KvdError as error:
+            self._house.metrics.refused.labels("peer", error.code).inc()
+            return
+        peer.heard = self.loop.time()
+        if isinstance(reply, Grant | Held | Broken):
+            self._house.scheduler.tell(PeerAnswers(peer.address, reply))
+        elif isinstance(reply, Pong):
+            if peer.welcome is not None and reply.incarnation != peer.welcome.incarnation:
+                self._lose(peer, Event.RESTARTED, "it was restarted")
+        elif isinstance(reply, Welcome):
+            self._welcome(peer, reply)
+        elif reply.claim == 0:
+            self._lose(peer, Event.SILENT, f"it refused the handshake: {reply.text}")
+        else:
+            self._house.scheduler.tell(PeerAnswers(peer.address, reply))
+
+    def _welcome(self, peer: _Peer, reply: Welcome) -> None:
+        if peer.state not in (State.GREETING, State.REFRESHING):
+            return
+        if reply.version != VERSION:
+            self._lose(peer, Event.SILENT, f"it speaks version {reply.version} of the protocol, we {VERSION}")
+            return
+        if peer.state is State.REFRESHING and peer.welcome and reply.incarnation != peer.welcome.incarnation:
+            self._lose(peer, Event.RESTARTED, "it was restarted")
+            return
+        try:
+            pools = {info.pool: _peer_pool(info) for info in reply.pools}
+        except BadRequest as error:
+            self._lose(peer, Event.SILENT, f"it described its pools wrongly: {error.text}")
+            return
+        peer.welcome, peer.pools = reply, pools
+        self._step(peer, Event.WELCOME)
+
+    @handles(PeerAdded)
+    def added(self, event: PeerAdded) -> None:
+        """The transport can reach the memory of a peer."""
+        for peer in self._with_agent(event.agent):
+            peer.path = event.path
+            self._step(peer, Event.LOADED)
+
+    @handles(PeerFailed)
+    def failed(self, event: PeerFailed) -> None:
+        """The transport lost a peer, or never reached it."""
+        for peer in self._with_agent(event.agent):
+            self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
+
+    def _with_agent(self, agent: str) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if peer.welcome is not None and peer.welcome.agent == agent]
+
+    @handles(_Beat)
+    def beat(self, _message: _Beat) -> None:
+        """Pings everybody, asks again who has not said welcome, and gives up on the silent and the unneeded."""
+        settings, now = self._house.settings, self.loop.time()
+        for peer in list(self._peers.values()):
+            if now - peer.asked > settings.peer_idle:
+                self._step(peer, Event.CLOSE)
+            elif now - peer.heard > _MISSED * settings.heartbeat:
+                peer.heard = now
+                self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
+            elif peer.state in (State.GREETING, State.REFRESHING):
+                self._greet(peer)
+            else:
+                peer.pings += 1
+                self._port.ask(peer.link, codec.encode(Ping(peer.pings)))
+        self._beating = bool(self._peers)
+        if self._beating:
+            self.tell_later(settings.heartbeat, _Beat())
+
+    # --- the machine's effects --------------------------------------------------------------------------------------
+
+    def _lose(self, peer: _Peer, event: Event, reason: str) -> None:
+        peer.loss = reason
+        self._step(peer, event)
+
+    def _step(self, peer: _Peer, event: Event) -> None:
+        step = machine.TABLE.step(peer.state, event)
+        if step.state is not peer.state:
+            self._house.metrics.peers.labels(peer.state).dec()
+            self._house.metrics.peers.labels(step.state).inc()
+        peer.state = step.state
+        for effect in step.effects:
+            self._carry_out(effect, peer, event)
+
+    def _carry_out(self, effect: Effect, peer: _Peer, event: Event) -> None:
+        match effect:
+            case Effect.GREET:
+                self._greet(peer)
+            case Effect.LOAD:
+                assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
+                self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata)
+            case Effect.ANNOUNCE:
+                self._announce(peer)
+            case Effect.LOSE:
+                self._house.metrics.peers_lost.inc()
+                self._house.scheduler.tell(PeerDown(peer.address, peer.loss, event is Event.RESTARTED))
+            case Effect.FORGET:
+                assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
+                self._transport.remove_peer(peer.welcome.agent)
+                peer.welcome = None
+            case Effect.HANG_UP:
+                self._port.disconnect(peer.link)
+                del self._peers[peer.address], self._by_link[peer.link]
+
+    def _announce(self, peer: _Peer) -> None:
+        welcome = peer.welcome
+        assert welcome is not None  # noqa: S101 - only a loaded peer is announced
+        view = PeerView(peer.address, welcome.daemon, welcome.incarnation, welcome.agent, peer.pools)
+        self._house.scheduler.tell(PeerUp(view))
+
+    # --- peers that connect to us -----------------------------------------------------------------------------------
+
+    @handles(PeerAsked)
+    def asked(self, event: PeerAsked) -> None:
+        """One ask of a peer; garbage gets a typed answer."""
+        try:
+            request = codec.peer_requests.decode(event.frame)
+        except KvdError as error:
+            self._house.metrics.refused.labels("peer", error.code).inc()
+            self._port.answer(event.sender, codec.encode(Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT])))
+            return
+        if isinstance(request, Claim | Renew | Fence | Release):
+            self._house.leases.tell(PeerAsks(event.sender, request))
+        elif isinstance(request, Ping):
+            self._port.answer(event.sender, codec.encode(Pong(request.number, self._house.settings.incarnation)))
+        else:
+            self._port.answer(event.sender, codec.encode(self._reply_to_hello(request)))
+
+    def _reply_to_hello(self, request: Hello) -> Message:
+        settings = self._house.settings
+        if request.version != VERSION:
+            self._house.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
+            text = f"{settings.daemon} speaks version {VERSION} of the protocol, {request.daemon} {request.version}"
+            return Refuse(0, ErrorCode.BAD_VERSION, text)
+        pools = tuple(
+            PoolInfo(pool.worker, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
+            for pool in self._pools.values()
+        )
+        return Welcome(settings.daemon, settings.incarnation, self._transport.agent, self._metadata, pools)
+
+    @handles(AnswerPeer)
+    def answer(self, message: AnswerPeer) -> None:
+        """Passes an answer of the leases on."""
+        self._port.answer(message.sender, codec.encode(message.message))
+
+    # --- own pools, status ------------------------------------------------------------------------------------------
+
+    @handles(PoolUp)
+    def pool_up(self, message: PoolUp) -> None:
+        """Peers that say hello from now on hear of this pool."""
+        self._pools[message.pool.worker] = message.pool
+        self._metadata = message.metadata
+
+    @handles(PoolDown)
+    def pool_down(self, message: PoolDown) -> None:
+        """Peers that say hello from now on do not hear of this pool any more."""
+        self._pools.pop(message.pool.worker, None)
+
+    @handles(Report)
+    def report(self, message: Report) -> None:
+        """Peers that we connect to."""
+        now = self.loop.time()
+        content = [
+            {
+                "address": peer.address,
+                "daemon": peer.welcome.daemon if peer.welcome else None,
+                "incarnation": peer.welcome.incarnation if peer.welcome else None,
+                "state": peer.state,
+                "path": peer.path,
+                "silent_seconds": round(now - peer.heard, 3),
+                "last_loss": peer.loss,
+            }
+            for peer in self._peers.values()
+        ]
+        self._house.gateway.tell(Reported(message.token, self.name, content))
+
+
+def _peer_pool(info: PoolInfo) -> PeerPool:
+    spec = CacheSpec.decode(info.spec)
+    if spec.pool_bytes > info.size:
+        text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {spec.pool_bytes}"
+        raise BadRequest(ErrorCode.BAD_SPEC, text)
+    return PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, spec)

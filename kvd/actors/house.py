@@ -1,0 +1,36 @@
+"""What every actor of one daemon shares: the loop, the settings, and where to tell what. No state of any of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvd.actors.actor import Actor, Supervisor
+from kvd.actors.loop import Loop
+from kvd.actors.settings import Settings
+from kvd.metrics import Metrics
+
+SetCondition = Callable[[str, str | None], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class House:
+    """The actors by their names, for telling, filled in once by whoever builds the daemon."""
+
+    loop: Loop
+    settings: Settings
+    metrics: Metrics
+    supervisor: Supervisor
+    condition: SetCondition
+    """Says why the daemon is not ready (or, with None, that this reason is gone)."""
+    idle: Callable[[str], None]
+    """Called by an actor that was told to drain, when nothing of it is left."""
+    gateway: Actor = field(init=False)
+    pools: Actor = field(init=False)
+    handshake: Actor = field(init=False)
+    leases: Actor = field(init=False)
+    scheduler: Actor = field(init=False)
+    completion: Actor = field(init=False)
+
+    @property
+    def actors(self) -> tuple[Actor, ...]:
+        """All six, in the order in which requests pass them."""
+        return (self.gateway, self.pools, self.handshake, self.leases, self.scheduler, self.completion)

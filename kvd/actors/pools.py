@@ -1,0 +1,348 @@
+"""Pools: allocates them, has them registered, lends them to workers and takes them back.
+
+A pool's life: allocated (or adopted from a worker that kept it while another daemon served), registered, lent. When its
+worker is gone the pool is kept for a successor; a successor gets it when it is quiet, so that leases and open reads of
+the predecessor bind it too: it cannot write to memory that it has not got.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvd.actors.actor import Actor, handles
+from kvd.actors.expiry import Expiry
+from kvd.actors.house import House
+from kvd.actors.messages import (
+    AttachPool,
+    AttachRefused,
+    DetachPool,
+    Pool,
+    PoolDown,
+    PoolLent,
+    PoolReturned,
+    PoolUp,
+    Quiesce,
+    Quiet,
+    Report,
+    Reported,
+    WorkerGone,
+)
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
+from kvd.layout import CacheSpec
+from kvd.memory.interface import Memory, MemoryProvider
+from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
+
+
+class Background(Protocol):
+    """Runs what takes long (faulting in gigabytes) beside the loop."""
+
+    def __call__(self, work: Callable[[], Memory], done: Callable[[Memory | KvdError], None]) -> None:
+        """Calls `done` on the loop with what `work` returned or raised."""
+
+
+class Stage(StrEnum):
+    """Where a pool is in its life."""
+
+    MAKING = "making"
+    """being allocated, faulted in, registered"""
+    LENT = "lent"
+    KEPT = "kept"
+    """its worker is gone; waits for a successor"""
+    QUIETING = "quieting"
+    """a successor, or its end, waits for the last lease and the last read"""
+    ENDING = "ending"
+    """being deregistered"""
+
+
+@dataclass(slots=True)
+class _Record:
+    pool: Pool
+    stage: Stage
+    request: AttachPool
+    """The attach that the pool serves, or will serve."""
+    memory: Memory | None = None
+    kept: bool = False
+    noisy: set[str] = field(default_factory=set)
+    """Who has not said `Quiet` yet."""
+    detaching: int | None = None
+    """The connection that waits for `PoolReturned`."""
+    successor: AttachPool | None = None
+    """Who gets the pool, or its name, when it is quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    worker: str
+    result: Memory | KvdError
+
+
+@dataclass(frozen=True, slots=True)
+class _Overdue:
+    worker: str
+
+
+class PoolsActor(Actor):
+    """See the module's text. A failure stops the daemon: a pool in a wrong state is memory that somebody writes to."""
+
+    name = "pools"
+
+    def __init__(self, house: House, provider: MemoryProvider, transport: Transport, background: Background) -> None:
+        super().__init__(house.loop, house.supervisor)
+        self._house = house
+        self._provider = provider
+        self._transport = transport
+        self._background = background
+        self._records: dict[str, _Record] = {}
+        self._last_id = 0
+        self._patience: Expiry[str] = Expiry(house.loop, lambda worker: self.tell(_Overdue(worker)))
+
+    # --- attaching --------------------------------------------------------------------------------------------------
+
+    @handles(AttachPool)
+    def attach(self, request: AttachPool) -> None:
+        """Lends the worker its pool, at once, after making it, or after its predecessor's transfers ended."""
+        record = self._records.get(request.worker)
+        if record is None:
+            self._make(request)
+        elif request.uid != record.request.uid:
+            self._refuse(
+                request,
+                BadRequest(
+                    ErrorCode.NOT_PERMITTED,
+                    f"the pool {request.worker!r} belongs to user {record.request.uid}, not to {request.uid}; "
+                    "attach under another name",
+                ),
+            )
+        elif record.stage is Stage.KEPT and request.instance == record.request.instance:
+            self._close_descriptor(request)
+            record.request, record.kept = request, True
+            self._lend(record)
+        elif record.stage is Stage.KEPT:
+            self._quieten(record, successor=request)
+        else:
+            self._refuse(
+                request,
+                Unavailable(
+                    ErrorCode.POOL_BUSY,
+                    f"the pool {request.worker!r} is {record.stage}: another worker has it; "
+                    "detach that one, or attach under another name",
+                ),
+            )
+
+    def _make(self, request: AttachPool) -> None:
+        self._last_id += 1
+        pool = Pool(
+            id=self._last_id,
+            worker=request.worker,
+            epoch=self._last_id,
+            base=0,
+            size=request.spec.pool_bytes,
+            spec=request.spec,
+            raw_spec=request.raw_spec,
+        )
+        self._records[request.worker] = _Record(pool, Stage.MAKING, request, kept=request.descriptor >= 0)
+
+        def work() -> Memory:
+            if request.descriptor >= 0:
+                return self._provider.adopt(request.descriptor, request.spec.pool_bytes)
+            return self._provider.allocate(request.worker, request.spec.pool_bytes)
+
+        self._background(work, lambda result: self.tell(_Made(request.worker, result)))
+
+    @handles(_Made)
+    def made(self, message: _Made) -> None:
+        """The memory is there, or cannot be had."""
+        record = self._records[message.worker]
+        if isinstance(message.result, KvdError):
+            del self._records[message.worker]
+            self._house.gateway.tell(AttachRefused(record.request.connection, message.result))
+            return
+        record.memory = message.result
+        self._house.metrics.pool_bytes.labels(message.result.backing).inc(record.pool.size)
+        self._register(record, record.pool.spec, record.pool.raw_spec)
+
+    def _register(self, record: _Record, spec: CacheSpec, raw_spec: bytes) -> None:
+        memory = record.memory
+        assert memory is not None  # noqa: S101 - a record is registered only after it was made
+        record.stage = Stage.MAKING
+        old = record.pool
+        record.pool = Pool(old.id, old.worker, old.epoch, memory.base, memory.size, spec, raw_spec)
+        self._transport.register(old.id, memory.base, memory.size)
+
+    @handles(Registered)
+    def registered(self, event: Registered) -> None:
+        """Tells everybody that the pool is up, and its worker that it may have it."""
+        record = self._by_id(event.pool)
+        for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
+            actor.tell(PoolUp(record.pool, event.metadata))
+        self._lend(record)
+
+    @handles(RegisterFailed)
+    def register_failed(self, event: RegisterFailed) -> None:
+        """The transport will not have the memory."""
+        record = self._by_id(event.pool)
+        self._drop(record)
+        text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
+        self._house.gateway.tell(AttachRefused(record.request.connection, Unavailable(ErrorCode.TRANSPORT, text)))
+
+    def _lend(self, record: _Record) -> None:
+        memory = record.memory
+        assert memory is not None  # noqa: S101 - only made records are lent
+        record.stage = Stage.LENT
+        self._patience.unset(record.pool.worker)
+        self._house.gateway.tell(
+            PoolLent(
+                connection=record.request.connection,
+                pool=record.pool,
+                instance=record.request.instance,
+                descriptor=memory.descriptor,
+                backing=memory.backing,
+                kept=record.kept,
+            )
+        )
+        record.kept = True  # for whoever attaches next
+
+    # --- giving back ------------------------------------------------------------------------------------------------
+
+    @handles(DetachPool)
+    def detach(self, message: DetachPool) -> None:
+        """Ends the pool once it is quiet."""
+        record = self._records[message.worker]
+        record.detaching = message.connection
+        self._quieten(record)
+
+    @handles(WorkerGone)
+    def worker_gone(self, message: WorkerGone) -> None:
+        """Keeps the pool for a successor, for a while: what peers read from it and what is read into it goes on."""
+        record = self._records.get(message.worker)
+        if record is None:
+            return
+        if record.successor is not None and record.successor.connection == message.connection:
+            record.successor = None
+        if record.detaching == message.connection:
+            record.detaching = None
+        if record.stage is Stage.LENT and record.request.connection == message.connection:
+            record.stage = Stage.KEPT
+            self._patience.set(message.worker, self.loop.time() + self._house.settings.pool_linger)
+
+    def _quieten(self, record: _Record, successor: AttachPool | None = None) -> None:
+        record.stage = Stage.QUIETING
+        record.successor = successor
+        record.noisy = {"leases", "scheduler"}
+        self._patience.set(record.pool.worker, self.loop.time() + self._house.settings.attach_wait)
+        self._tell_quiesce(record, force=False)
+
+    def _tell_quiesce(self, record: _Record, *, force: bool) -> None:
+        for actor in (self._house.leases, self._house.scheduler):
+            actor.tell(Quiesce(record.pool.id, force))
+
+    @handles(Quiet)
+    def quiet(self, message: Quiet) -> None:
+        """One of the two that use the pool has let go of it."""
+        record = self._by_id(message.pool)
+        record.noisy.discard(message.by)
+        if record.noisy or record.stage is not Stage.QUIETING:
+            return
+        successor = record.successor
+        if successor is not None and successor.spec == record.pool.spec:
+            self._close_descriptor(successor)
+            record.request, record.successor = successor, None
+            self._readmit(record)
+        else:
+            self._end(record)
+
+    def _readmit(self, record: _Record) -> None:
+        """The same memory for a successor; a new epoch, so that nobody mixes the two up."""
+        self._last_id += 1
+        pool = record.pool
+        self._announce_down(pool)
+        record.pool = Pool(pool.id, pool.worker, self._last_id, pool.base, pool.size, pool.spec, pool.raw_spec)
+        for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
+            actor.tell(PoolUp(record.pool, self._transport.metadata))
+        self._lend(record)
+
+    @handles(_Overdue)
+    def overdue(self, message: _Overdue) -> None:
+        """Nobody came for a kept pool; or a pool did not become quiet in time."""
+        record = self._records[message.worker]
+        if record.stage is Stage.KEPT:
+            self._quieten(record)
+        elif record.stage is Stage.QUIETING and "leases" in record.noisy:
+            # Breaking a lease is safe (its fences fail from here on); an open write into the pool is not.
+            self._tell_quiesce(record, force=True)
+            self._patience.set(message.worker, self.loop.time() + self._house.settings.attach_wait)
+        elif record.stage is Stage.QUIETING:
+            self._give_up(record)
+
+    def _give_up(self, record: _Record) -> None:
+        """The transport may still write into the pool: whoever waits for it is refused, and the pool waits on."""
+        waiting = record.successor.connection if record.successor else record.detaching
+        if record.successor:
+            self._close_descriptor(record.successor)
+        record.successor, record.detaching = None, None
+        self._patience.set(record.pool.worker, self.loop.time() + self._house.settings.attach_wait)
+        if waiting is not None:
+            text = (
+                f"the pool {record.pool.worker!r} is in quarantine: a read into it has not ended; "
+                "try again later, or attach under another name"
+            )
+            self._house.gateway.tell(AttachRefused(waiting, Unavailable(ErrorCode.POOL_BUSY, text)))
+
+    def _end(self, record: _Record) -> None:
+        record.stage = Stage.ENDING
+        self._patience.unset(record.pool.worker)
+        self._announce_down(record.pool)
+        self._transport.deregister(record.pool.id)
+
+    def _announce_down(self, pool: Pool) -> None:
+        for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
+            actor.tell(PoolDown(pool))
+
+    @handles(Deregistered)
+    def deregistered(self, event: Deregistered) -> None:
+        """The memory is nobody's: unmaps it, and starts anew for a successor that wants another size or layout."""
+        record = self._by_id(event.pool)
+        self._drop(record)
+        if record.detaching is not None:
+            self._house.gateway.tell(PoolReturned(record.detaching))
+        if record.successor is not None:
+            self._make(record.successor)
+
+    def _drop(self, record: _Record) -> None:
+        del self._records[record.pool.worker]
+        if record.memory is not None:
+            self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
+            record.memory.close()
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, request: AttachPool, error: KvdError) -> None:
+        self._close_descriptor(request)
+        self._house.gateway.tell(AttachRefused(request.connection, error))
+
+    def _close_descriptor(self, request: AttachPool) -> None:
+        if request.descriptor >= 0:
+            self._provider.discard(request.descriptor)
+
+    def _by_id(self, pool: int) -> _Record:
+        for record in self._records.values():
+            if record.pool.id == pool:
+                return record
+        raise InternalError(ErrorCode.INTERNAL, f"no pool has the number {pool}")
+
+    @handles(Report)
+    def report(self, message: Report) -> None:
+        """Pools by worker: size, memory, stage."""
+        content = [
+            {
+                "worker": record.pool.worker,
+                "bytes": record.pool.size,
+                "backing": record.memory.backing if record.memory else None,
+                "stage": record.stage,
+                "epoch": record.pool.epoch,
+                "uid": record.request.uid,
+            }
+            for record in self._records.values()
+        ]
+        self._house.gateway.tell(Reported(message.token, "pools", content))

@@ -1,0 +1,524 @@
+"""The scheduler: runs the pulls of this daemon's workers, the consumer's half of everything.
+
+A pull has one transfer for each producer rank that it has to do with, and each follows `kvd.state.transfer`. The pull
+is done when every transfer contributed; it fails with the first that fails, at its deadline, or when it is cancelled.
+Its blocks are given back when no transfer of it can write any more, which may be later than its outcome.
+"""
+
+from dataclasses import dataclass, field
+
+from kvd import limits
+from kvd.actors.actor import Actor, handles
+from kvd.actors.blocks import BusyBlocks
+from kvd.actors.expiry import Expiry
+from kvd.actors.house import House
+from kvd.actors.messages import (
+    AskPeer,
+    CancelRequest,
+    Drain,
+    NeedPeer,
+    Notify,
+    PeerAnswers,
+    PeerDown,
+    PeerUp,
+    PeerView,
+    Pool,
+    PoolDown,
+    PoolUp,
+    Quiesce,
+    Quiet,
+    Refusal,
+    Report,
+    Reported,
+    StartPull,
+    Stop,
+)
+from kvd.actors.routes import RouteKey, Source, make_route, plan_read, route_key
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.plan import Descriptors
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
+from kvd.protocol.ticket import Ticket, digest
+from kvd.protocol.types import Message, Spans
+from kvd.protocol.worker import Cancelled, Done, Failed, Freed
+from kvd.state import transfer as machine
+from kvd.state.transfer import Effect, Event, State
+from kvd.transport.interface import Landed, ReadFailed, Transport
+
+PullKey = tuple[str, str]
+"""(worker, request)."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What one producer rank contributes. `number` names its claim to the producer and its read to the transport."""
+
+    number: int
+    pull: "_Pull"
+    source: Source
+    address: str
+    state: State = machine.TABLE.initial
+    generation: int = 0
+    descriptors: Descriptors | None = None
+    planned: bool = False
+    early_grant: Grant | None = None
+    """Speaks of a pool that the peer has not told us about yet."""
+    writing: bool = False
+    """A read is open: its blocks are in quarantine should the pull end."""
+    ask: Message | None = None
+    """What the producer has not answered yet: sent again when the answer is late."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    key: PullKey
+    pool: Pool
+    ticket: Ticket
+    spans: Spans
+    started: float
+    awaited: set[str]
+    """Addresses of peers that must be ready before the pull can be routed."""
+    transfers: list[_Transfer] = field(default_factory=list)
+    outcome: str = ""
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    key: PullKey
+
+
+@dataclass(frozen=True, slots=True)
+class _AskAgain:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepare:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RenewAll:
+    pass
+
+
+class SchedulerActor(Actor):
+    """See the module's text. A failure stops the daemon: its pulls fail at once, and none is ever wrongly done."""
+
+    name = "scheduler"
+
+    def __init__(self, house: House, transport: Transport) -> None:
+        super().__init__(house.loop, house.supervisor)
+        self._house = house
+        self._transport = transport
+        self._pools: dict[str, Pool] = {}
+        self._busy: dict[int, BusyBlocks] = {}
+        self._views: dict[str, PeerView] = {}
+        self._routes: dict[RouteKey, tuple[Source, ...]] = {}
+        self._pulls: dict[PullKey, _Pull] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._last_number = 0
+        self._quarantined = 0
+        self._quiescing: set[int] = set()
+        self._draining = False
+        self._renewing = False
+        self._deadlines: Expiry[PullKey] = Expiry(house.loop, lambda key: self.tell(_Deadline(key)))
+        self._retries: Expiry[int] = Expiry(house.loop, lambda number: self.tell(_AskAgain(number)))
+
+    # --- a pull begins ----------------------------------------------------------------------------------------------
+
+    @handles(StartPull)
+    def start(self, message: StartPull) -> None:
+        """Accepts a pull or refuses it, in which case nothing has changed."""
+        pull, pool = message.pull, message.pool
+        key = (pool.worker, pull.request)
+        try:
+            self._check(key, pool)
+            self._busy[pool.id].take(pull.spans)
+        except KvdError as error:
+            self._house.gateway.tell(Refusal(pool.worker, pull.call, error))
+            return
+        now = self.loop.time()
+        awaited = {rank.address for rank in message.ticket.ranks}
+        record = _Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
+        self._pulls[key] = record
+        self._house.metrics.pulls_active.inc()
+        self._deadlines.set(key, now + pull.timeout)
+        for rank in message.ticket.ranks:
+            view = self._views.get(rank.address)
+            if view is not None and rank.incarnation <= view.incarnation:
+                record.awaited.discard(rank.address)
+        if not record.awaited:
+            self._route(record)
+        for address in sorted(record.awaited):
+            self._house.handshake.tell(NeedPeer(address, stale=address in self._views))
+
+    def _check(self, key: PullKey, pool: Pool) -> None:
+        if self._draining:
+            raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; pull elsewhere")
+        if self._pools.get(pool.worker) is not pool or pool.id in self._quiescing:
+            raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
+        if key in self._pulls:
+            text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
+            raise BadRequest(ErrorCode.DUPLICATE_REQUEST, text)
+        if len(self._pulls) >= limits.MAX_REQUESTS_PER_WORKER * len(self._pools):
+            raise Unavailable(ErrorCode.OVERLOADED, f"{len(self._pulls)} pulls are open; wait until some have ended")
+
+    def _route(self, pull: _Pull) -> None:
+        """All producers are known: one transfer for each that this pull has to do with."""
+        try:
+            sources = self._sources(pull)
+        except KvdError as error:
+            self._end(pull, error)
+            return
+        for source in sources:
+            self._last_number += 1
+            transfer = _Transfer(self._last_number, pull, source, pull.ticket.ranks[source.rank].address)
+            pull.transfers.append(transfer)
+            self._transfers[transfer.number] = transfer
+        for transfer in pull.transfers:
+            self._step(transfer, Event.CONNECTED)
+        if not pull.transfers:
+            self._contributed(pull)
+
+    def _sources(self, pull: _Pull) -> tuple[Source, ...]:
+        key = route_key(pull.pool, pull.ticket.ranks, self._views)
+        if key not in self._routes:
+            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, self._views)
+        return self._routes[key]
+
+    @handles(PeerUp)
+    def peer_up(self, message: PeerUp) -> None:
+        """Pulls that waited for this peer go on; grants of a pool that was not known yet can be used."""
+        address = message.view.address
+        self._views[address] = message.view
+        for pull in [pull for pull in self._pulls.values() if address in pull.awaited]:
+            pull.awaited.discard(address)
+            if not pull.awaited:
+                self._route(pull)
+        for transfer in list(self._transfers.values()):
+            if transfer.address == address and transfer.early_grant is not None:
+                self._granted(transfer, transfer.early_grant)
+
+    @handles(PeerDown)
+    def peer_down(self, message: PeerDown) -> None:
+        """What was asked of this peer is lost. Pulls that have asked nothing yet wait on where it will be back."""
+        self._views.pop(message.address, None)
+        self._routes = {
+            key: sources
+            for key, sources in self._routes.items()
+            if all(address != message.address for address, *_ in key[1])
+        }
+        error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
+        if not message.restarted:
+            for pull in [pull for pull in self._pulls.values() if message.address in pull.awaited]:
+                self._end(pull, error)
+        for transfer in list(self._transfers.values()):
+            if transfer.address == message.address:
+                self._step(transfer, Event.REFUSED, error)
+
+    # --- what the producer says -------------------------------------------------------------------------------------
+
+    @handles(PeerAnswers)
+    def peer_answers(self, message: PeerAnswers) -> None:
+        """An answer to a claim or a fence; answers to what has ended are dropped."""
+        reply = message.reply
+        transfer = self._transfers.get(reply.claim)
+        if transfer is None or transfer.address != message.address:
+            return
+        match reply:
+            case Grant():
+                self._granted(transfer, reply)
+            case Held():
+                if transfer.state is State.FENCING:
+                    self._step(transfer, Event.PROVEN)
+            case Refuse() | Broken():
+                self._step(transfer, Event.REFUSED, error_from_code(reply.code, reply.text))
+
+    def _granted(self, transfer: _Transfer, grant: Grant) -> None:
+        if transfer.state is not State.CLAIMING:
+            return
+        if grant.epoch != transfer.source.pool.epoch and not self._replan(transfer, grant):
+            # The pool is another one than the peer told us about: ask, and use the grant when we know it.
+            transfer.early_grant = grant
+            self._house.handshake.tell(NeedPeer(transfer.address, stale=True))
+            return
+        transfer.early_grant = None
+        transfer.generation = grant.generation
+        self._plan(transfer)
+        if not transfer.pull.outcome:
+            self._step(transfer, Event.GRANTED)
+
+    def _replan(self, transfer: _Transfer, grant: Grant) -> bool:
+        """Plans for the pool that the grant speaks of; False where the peer has not told us about it yet."""
+        pull = transfer.pull
+        rank = pull.ticket.ranks[transfer.source.rank]
+        view = self._views.get(rank.address)
+        if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
+            return False
+        transfer.planned = False
+        try:
+            sources = {source.rank: source for source in self._sources(pull)}
+        except KvdError as error:
+            self._end(pull, error)
+        else:
+            transfer.source = sources.get(transfer.source.rank, transfer.source)
+        return True
+
+    @handles(_Prepare)
+    def prepare(self, message: _Prepare) -> None:
+        """Plans while the claim is on its way."""
+        transfer = self._transfers.get(message.number)
+        if transfer is not None and transfer.state is State.CLAIMING:
+            self._plan(transfer)
+
+    def _plan(self, transfer: _Transfer) -> None:
+        if transfer.planned or transfer.pull.outcome:
+            return
+        transfer.planned = True
+        pull = transfer.pull
+        try:
+            groups = len(pull.pool.spec.groups)
+            transfer.descriptors = plan_read(transfer.source, pull.ticket, pull.spans, groups)
+        except KvdError as error:
+            self._end(pull, error)
+
+    @handles(_AskAgain)
+    def ask_again(self, message: _AskAgain) -> None:
+        """The answer is late: it, or the ask, may have been lost with a connection."""
+        transfer = self._transfers.get(message.number)
+        if transfer is not None and transfer.ask is not None:
+            self._ask(transfer, transfer.ask)
+
+    def _ask(self, transfer: _Transfer, ask: Message) -> None:
+        transfer.ask = ask
+        self._house.handshake.tell(AskPeer(transfer.address, ask))
+        self._retries.set(transfer.number, self.loop.time() + self._house.settings.retry)
+
+    @handles(_RenewAll)
+    def renew(self, _message: _RenewAll) -> None:
+        """Renews every claim that is still needed, drains included: the producer must not free what is being read."""
+        by_address: dict[str, list[int]] = {}
+        for transfer in self._transfers.values():
+            by_address.setdefault(transfer.address, []).append(transfer.number)
+        for address, numbers in by_address.items():
+            self._house.handshake.tell(AskPeer(address, Renew(tuple(numbers))))
+        self._renewing = bool(by_address)
+        if self._renewing:
+            self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
+
+    # --- what the transport says ------------------------------------------------------------------------------------
+
+    @handles(Landed)
+    def landed(self, event: Landed) -> None:
+        """Every byte of a read is in place."""
+        transfer = self._transfers[event.read]
+        metrics = self._house.metrics
+        metrics.read_seconds.observe(event.seconds)
+        if transfer.descriptors is not None:
+            metrics.read_bytes.inc(transfer.descriptors.bytes)
+            metrics.read_descriptors.inc(transfer.descriptors.count)
+        self._step(transfer, Event.LANDED)
+
+    @handles(ReadFailed)
+    def read_failed(self, event: ReadFailed) -> None:
+        """A read is over without all its bytes."""
+        self._house.metrics.reads_failed.inc()
+        transfer = self._transfers[event.read]
+        self._step(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+
+    # --- the machine's effects --------------------------------------------------------------------------------------
+
+    def _step(self, transfer: _Transfer, event: Event, error: KvdError | None = None) -> None:
+        step = machine.TABLE.step(transfer.state, event)
+        if step.state is not transfer.state:
+            transfer.ask = None
+            self._retries.unset(transfer.number)
+        transfer.state = step.state
+        for effect in step.effects:
+            self._carry_out(effect, transfer, error)
+        if transfer.state in machine.TABLE.final:
+            self._transfers.pop(transfer.number, None)
+
+    def _carry_out(self, effect: Effect, transfer: _Transfer, error: KvdError | None) -> None:
+        match effect:
+            case Effect.CLAIM:
+                self._ask(transfer, self._claim(transfer))
+                self.tell(_Prepare(transfer.number))
+                if not self._renewing:
+                    self._renewing = True
+                    self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
+            case Effect.READ:
+                self._read(transfer)
+            case Effect.FENCE:
+                transfer.writing = False
+                self._ask(transfer, Fence(transfer.number, transfer.generation))
+            case Effect.ABORT:
+                self._transport.abort(transfer.number)
+            case Effect.LET_GO:
+                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
+                release = Release(transfer.number, finished=transfer.pull.outcome == "cancelled")
+                self._house.handshake.tell(AskPeer(transfer.address, release))
+            case Effect.FREE:
+                transfer.writing = False
+                self._check_free(transfer.pull)
+            case Effect.FAIL:
+                assert error is not None  # noqa: S101 - every event that fails a transfer says why
+                self._end(transfer.pull, error)
+            case Effect.CONTRIBUTE:
+                self._contributed(transfer.pull)
+
+    def _claim(self, transfer: _Transfer) -> Claim:
+        pull, source = transfer.pull, transfer.source
+        rank = pull.ticket.ranks[source.rank]
+        return Claim(
+            claim=transfer.number,
+            pool=rank.pool,
+            offer=rank.offer,
+            incarnation=rank.incarnation,
+            digest=digest(pull.ticket.tokens, pull.ticket.spans(rank)),
+            reader=pull.pool.spec.shard.rank,
+            readers=source.readers,
+            ttl=self._house.settings.claim_ttl,
+        )
+
+    def _read(self, transfer: _Transfer) -> None:
+        if transfer.descriptors is None:
+            self._step(transfer, Event.LANDED)
+            return
+        transfer.writing = True
+        source = transfer.source
+        self._transport.read(
+            transfer.number, source.agent, transfer.pull.pool.base, source.pool.base, transfer.descriptors
+        )
+
+    # --- a pull ends ------------------------------------------------------------------------------------------------
+
+    def _contributed(self, pull: _Pull) -> None:
+        if not pull.outcome and all(transfer.state is State.HELD for transfer in pull.transfers):
+            self._conclude(pull, "done")
+            self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
+            self._check_free(pull)
+
+    def _end(self, pull: _Pull, error: KvdError) -> None:
+        """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
+        if pull.outcome:
+            return
+        cancelled = error.code is ErrorCode.CANCELLED
+        self._conclude(pull, "cancelled" if cancelled else "failed")
+        for transfer in pull.transfers:
+            self._step(transfer, Event.STOP)
+        worker, request = pull.key
+        pull.quarantined = any(transfer.writing for transfer in pull.transfers)
+        if cancelled:
+            self._house.completion.tell(Notify(worker, Cancelled(request, pull.quarantined)))
+        else:
+            self._house.metrics.pull_failures.labels(error.code).inc()
+            text = error.text[: limits.MAX_ERROR_TEXT]
+            self._house.completion.tell(Notify(worker, Failed(request, error.code, text, pull.quarantined)))
+        if pull.quarantined:
+            self._count_quarantined(+1)
+        self._check_free(pull)
+
+    def _conclude(self, pull: _Pull, outcome: str) -> None:
+        pull.outcome = outcome
+        self._deadlines.unset(pull.key)
+        self._house.metrics.pulls.labels(outcome).inc()
+        self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)
+
+    def _check_free(self, pull: _Pull) -> None:
+        """Gives the blocks of an ended pull back once nothing can write to them."""
+        if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
+            return
+        del self._pulls[pull.key]
+        self._house.metrics.pulls_active.dec()
+        self._busy[pull.pool.id].give_back(pull.spans)
+        if pull.quarantined:
+            self._count_quarantined(-1)
+            self._house.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
+        self._check_quiet(pull.pool.id)
+        if self._draining and not self._pulls:
+            self._house.idle(self.name)
+
+    def _count_quarantined(self, change: int) -> None:
+        self._quarantined += change
+        self._house.metrics.quarantined.set(self._quarantined)
+        bound = self._house.settings.max_quarantined
+        over = (
+            f"{self._quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
+        )
+        self._house.condition("quarantine", over if self._quarantined > bound else None)
+
+    @handles(_Deadline)
+    def deadline(self, message: _Deadline) -> None:
+        """The time of a pull is over."""
+        pull = self._pulls.get(message.key)
+        if pull is not None:
+            waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or "connecting"
+            text = f"not done after {self.loop.time() - pull.started:.3f} s (it was {waited_for})"
+            self._end(pull, Unavailable(ErrorCode.DEADLINE, text))
+
+    @handles(CancelRequest)
+    def cancel(self, message: CancelRequest) -> None:
+        """The worker does not want a pull any more; anything else it names is an offer."""
+        pull = self._pulls.get((message.worker, message.cancel.request))
+        if pull is None:
+            self._house.leases.tell(message)
+        else:
+            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
+
+    # --- pools, drain, status ---------------------------------------------------------------------------------------
+
+    @handles(PoolUp)
+    def pool_up(self, message: PoolUp) -> None:
+        """Pulls into this pool are welcome."""
+        self._pools[message.pool.worker] = message.pool
+        self._busy[message.pool.id] = BusyBlocks(message.pool.spec)
+
+    @handles(PoolDown)
+    def pool_down(self, message: PoolDown) -> None:
+        """The pool is gone; it was quiet."""
+        pool = message.pool
+        del self._pools[pool.worker], self._busy[pool.id]
+        self._quiescing.discard(pool.id)
+        self._routes = {key: sources for key, sources in self._routes.items() if key[0] != pool.epoch}
+
+    @handles(Quiesce)
+    def quiesce(self, message: Quiesce) -> None:
+        """Cancels the pulls into a pool, and says when the last write has ended."""
+        self._quiescing.add(message.pool)
+        gone = Unavailable(ErrorCode.CANCELLED, "the worker is gone")
+        for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
+            self._end(pull, gone)
+        self._check_quiet(message.pool)
+
+    def _check_quiet(self, pool: int) -> None:
+        if pool in self._quiescing and all(pull.pool.id != pool for pull in self._pulls.values()):
+            self._house.pools.tell(Quiet(pool, self.name))
+
+    @handles(Drain)
+    def drain(self, _message: Drain) -> None:
+        """Takes nothing new; says when the last pull has ended."""
+        self._draining = True
+        if not self._pulls:
+            self._house.idle(self.name)
+
+    @handles(Stop)
+    def stop(self, _message: Stop) -> None:
+        """Fails what has not ended."""
+        for pull in list(self._pulls.values()):
+            self._end(pull, Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
+
+    @handles(Report)
+    def report(self, message: Report) -> None:
+        """Pulls by state, and what is in quarantine."""
+        states = [transfer.state for transfer in self._transfers.values()]
+        content = {
+            "pulls": len(self._pulls),
+            "connecting": sum(1 for pull in self._pulls.values() if pull.awaited and not pull.outcome),
+            "transfers": {state: states.count(state) for state in State if state in states},
+            "quarantined": self._quarantined,
+            "busy_blocks": {pool.worker: self._busy[pool.id].count for pool in self._pools.values()},
+            "routes": len(self._routes),
+        }
+        self._house.gateway.tell(Reported(message.token, self.name, content))

@@ -1,0 +1,81 @@
+"""Furnishes a house: makes the six actors and leads the events of sockets and transport to whom they concern.
+
+The daemon and the simulator use the same wiring; they differ in what they hand in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvd.actors.completion import CompletionActor
+from kvd.actors.gateway import GatewayActor
+from kvd.actors.handshake import HandshakeActor
+from kvd.actors.house import House
+from kvd.actors.leases import LeasesActor
+from kvd.actors.pools import Background, PoolsActor
+from kvd.actors.scheduler import SchedulerActor
+from kvd.memory.interface import MemoryProvider
+from kvd.net.interface import PeerEvent, PeerPort, WorkerEvent, WorkerPort
+from kvd.transport.interface import (
+    Deregistered,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+    RegisterFailed,
+    Transport,
+    TransportDied,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fittings:
+    """The concrete parts of one daemon. `draw_session` gives 16 unguessable bytes, `describe` opens every status."""
+
+    worker_port: WorkerPort
+    peer_port: PeerPort
+    transport: Transport
+    provider: MemoryProvider
+    background: Background
+    draw_session: Callable[[], bytes]
+    describe: Callable[[], dict[str, object]]
+    transport_died: Callable[[str], None]
+
+
+def furnish(house: House, fittings: Fittings) -> None:
+    """Makes the actors, starts transport and ports. Sockets come last: whoever connects finds everything there."""
+    transport, worker_port, peer_port = fittings.transport, fittings.worker_port, fittings.peer_port
+    house.pools = PoolsActor(house, fittings.provider, transport, fittings.background)
+    house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers)
+    house.scheduler = SchedulerActor(house, transport)
+    house.completion = CompletionActor(house)
+    house.handshake = HandshakeActor(house, peer_port, transport)
+    house.gateway = GatewayActor(
+        house,
+        worker_port,
+        peer_address=lambda: peer_port.address,
+        draw_session=fittings.draw_session,
+        describe=fittings.describe,
+    )
+
+    def on_transport(event: Event) -> None:
+        match event:
+            case Landed() | ReadFailed():
+                house.scheduler.tell(event)
+            case PeerAdded() | PeerFailed():
+                house.handshake.tell(event)
+            case Registered() | RegisterFailed() | Deregistered():
+                house.pools.tell(event)
+            case TransportDied():
+                fittings.transport_died(event.reason)
+
+    def on_worker(event: WorkerEvent) -> None:
+        house.gateway.tell(event)
+
+    def on_peer(event: PeerEvent) -> None:
+        house.handshake.tell(event)
+
+    transport.start(on_transport)
+    peer_port.start(on_peer)
+    worker_port.start(on_worker)

@@ -1,0 +1,128 @@
+"""Under load: how quick the daemon stays while one pull of 1 GiB runs, and how many small pulls it sustains."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvd.bench.pair import Pair, Pool
+from kvd.errors import ErrorCode, InternalError
+from kvd.limits import GIB, KIB
+
+_BLOCK = 256 * KIB
+_SMALL = 16 * KIB
+_OFFERS_AT_ONCE = 1000
+_WAIT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """Seconds. A small pull is one block; `alone` without and `beside` in the middle of a pull of 1 GiB."""
+
+    big_pull: float
+    status_p50: float
+    status_p99: float
+    statuses: int
+    small_alone: float
+    small_beside: float
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer a small pull takes beside a big one."""
+        return self.small_beside / self.small_alone
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A sustained stream of small pulls; memory in bytes and open descriptors of both daemons, at both ends."""
+
+    seconds: float
+    pulls: int
+    poll_seconds: float
+    """What one `poll()` of the client takes that finds nothing."""
+    memory: tuple[int, int]
+    descriptors: tuple[int, int]
+
+    @property
+    def per_second(self) -> float:
+        """Pulls a second."""
+        return self.pulls / self.seconds
+
+
+def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Interference:
+    """Runs `rounds` pulls of 1 GiB; during each, asks for the status over and over and pulls one block."""
+    count = GIB // _BLOCK
+    pool = pair.pool("big", count + 16, _BLOCK)
+    big, small = list(range(count)), [count]
+    alone = [pool.pull(ticket, small) for ticket in pool.tickets(small, 50)]
+    pool.pull(pool.tickets(big, 1)[0], big)  # the first touch of memory is not what is measured
+    beside, statuses, whole = [], [], []
+    for ticket, small_ticket in zip(pool.tickets(big, rounds), pool.tickets(small, rounds), strict=True):
+        started = time.perf_counter()
+        request = pool.start_pull(ticket, big)
+        statuses += [_timed(pool.worker.status) for _ in range(20)]
+        beside.append(pool.pull(small_ticket, small))
+        if not pool.is_open(request):
+            raise InternalError(ErrorCode.INTERNAL, "the big pull was over before the small one: nothing was measured")
+        while pool.is_open(request):
+            statuses.append(_timed(pool.worker.status))
+            pool.collect(0)
+        whole.append(time.perf_counter() - started)
+        progress()
+    return Interference(
+        big_pull=statistics.median(whole),
+        status_p50=statistics.median(statuses),
+        status_p99=float(np.quantile(statuses, 0.99)),
+        statuses=len(statuses),
+        small_alone=statistics.median(alone),
+        small_beside=statistics.median(beside),
+    )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], None]) -> Rate:
+    """Pulls one 16 KiB block after the other, `window` at a time, for so long."""
+    pool = pair.pool("small", 2 * window, _SMALL)
+    poll_seconds = min(_timed(pool.worker.poll) for _ in range(1000))
+    _stream(pool, window, _OFFERS_AT_ONCE)  # warm: what is allocated once is there
+    before = _resources(pair)
+    pulls, spent = 0, 0.0
+    while spent < seconds:
+        taken, number = _stream(pool, window, _OFFERS_AT_ONCE)
+        spent, pulls = spent + taken, pulls + number
+        progress()
+    after = _resources(pair)
+    return Rate(spent, pulls, poll_seconds, (before[0], after[0]), (before[1], after[1]))
+
+
+def _stream(pool: Pool, window: int, number: int) -> tuple[float, int]:
+    """`number` pulls, `window` at a time; offers are made beforehand, so that pulls alone are timed."""
+    tickets = pool.tickets([0], number)
+    started = time.perf_counter()
+    open_pulls = 0
+    for index, ticket in enumerate(tickets):
+        pool.start_pull(ticket, [index % (2 * window)])
+        open_pulls += 1
+        while open_pulls >= window:
+            open_pulls -= pool.collect(_WAIT)
+    while open_pulls:
+        open_pulls -= pool.collect(_WAIT)
+    return time.perf_counter() - started, number
+
+
+def _resources(pair: Pair) -> tuple[int, int]:
+    memory = descriptors = 0
+    for daemon in pair.daemons.values():
+        process = Path("/proc") / str(daemon.pid)
+        descriptors += len(list((process / "fd").iterdir()))
+        fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        memory += int(fields["RssAnon"].split()[0]) * KIB
+    return memory, descriptors

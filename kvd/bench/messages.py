@@ -1,0 +1,65 @@
+"""What the measuring process and the producer's process tell each other: JSON, a line a message."""
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of the messages; the class name is the tag."""
+
+
+class Attach(Message, frozen=True):
+    """Attach to the daemon at `socket` as `worker`, with `blocks` blocks of `block_bytes` bytes, and fill them."""
+
+    socket: str
+    worker: str
+    blocks: int
+    block_bytes: int
+
+
+class Offer(Message, frozen=True):
+    """Offer these blocks `times` times."""
+
+    worker: str
+    ids: list[int]
+    times: int
+
+
+class OpenRaw(Message, frozen=True):
+    """Open a NIXL agent of this process's own over the pool, and keep it going until `CloseRaw`."""
+
+    worker: str
+
+
+class CloseRaw(Message, frozen=True):
+    """Stop keeping the agents going: they would take time from what is measured next."""
+
+
+class Stop(Message, frozen=True):
+    """End."""
+
+
+class Attached(Message, frozen=True):
+    """The pool is attached and filled."""
+
+    backing: str
+
+
+class Offered(Message, frozen=True):
+    """The tickets of the offers."""
+
+    tickets: list[str]
+
+
+class RawOpened(Message, frozen=True):
+    """The agent's metadata (base64 in JSON), and the pool's address in this process."""
+
+    metadata: bytes
+    base: int
+
+
+class Closed(Message, frozen=True):
+    """As asked."""
+
+
+Request = Attach | Offer | OpenRaw | CloseRaw | Stop
+Reply = Attached | Offered | RawOpened | Closed

@@ -1,0 +1,156 @@
+"""Two daemons, the producer's process, and this process as the consumer: what every measurement runs on."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.bench.messages import Attach, Attached, Closed, CloseRaw, Offer, Offered, OpenRaw, RawOpened, Reply, Request
+from kvd.bench.raw import RawAgent
+from kvd.bench.spec import flat_spec, pattern
+from kvd.client import Blocks, Done, Worker
+from kvd.errors import ErrorCode, InternalError
+from kvd.plan import Descriptors, Planner, Span, route
+from kvd.processes import Child, Processes
+
+R = TypeVar("R", Attached, Offered, RawOpened, Closed)
+
+_START_SECONDS = 60.0
+_PULL_SECONDS = 120.0
+
+
+class Pool:
+    """The same pool on both sides: `blocks` blocks of `block_bytes` bytes, the producer's filled with a pattern."""
+
+    def __init__(self, pair: "Pair", name: str, blocks: int, block_bytes: int) -> None:
+        self.name, self.blocks, self.block_bytes = name, blocks, block_bytes
+        self._pair = pair
+        spec = flat_spec(blocks, block_bytes)
+        self.worker = Worker.attach(str(pair.sockets["consumer"]), name=name, spec=spec, timeout=_START_SECONDS)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(blocks, block_bytes)
+        attached = pair.ask(Attach(str(pair.sockets["producer"]), name, blocks, block_bytes), Attached)
+        self.backing = (attached.backing, self.worker.backing)
+        self._planner = Planner(spec, spec, route([spec], spec).shares[0])
+        self._raw: tuple[RawAgent, str, int] | None = None
+        self._pulls = 0
+        self._open: set[str] = set()
+
+    def descriptors(self, source: Sequence[int], destination: Sequence[int]) -> Descriptors:
+        """What kvd plans for these blocks."""
+        ids = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
+        there, here = ids
+        return self._planner.plan([Span(0, there, 0, here)])
+
+    def tickets(self, ids: Sequence[int], times: int) -> list[str]:
+        """As many offers of the producer's blocks."""
+        return self._pair.ask(Offer(self.name, list(ids), times), Offered).tickets
+
+    def start_pull(self, ticket: str, destination: Sequence[int]) -> str:
+        """Sends a pull and returns its name."""
+        self._pulls += 1
+        request = f"pull-{self._pulls}"
+        self._open.add(request)
+        self.worker.pull(request, ticket, blocks=[Blocks(group=0, first=0, ids=destination)], timeout=_PULL_SECONDS)
+        return request
+
+    def collect(self, timeout: float) -> int:
+        """Waits for outcomes, at most so many seconds; how many pulls are done now.
+
+        Raises:
+            InternalError: a pull ended otherwise.
+
+        """
+        events = self.worker.wait(timeout)
+        for event in events:
+            if not isinstance(event, Done):
+                raise InternalError(ErrorCode.INTERNAL, f"a pull of the benchmark ended as {event}")
+            self._open.discard(event.request)
+        return len(events)
+
+    def is_open(self, request: str) -> bool:
+        """Whether the pull has no outcome yet, as far as `collect` and `status` have seen."""
+        return request in self._open
+
+    def pull(self, ticket: str, destination: Sequence[int]) -> float:
+        """Seconds from sending a pull to its `Done`."""
+        started = time.perf_counter()
+        request = self.start_pull(ticket, destination)
+        while self.is_open(request):
+            self.collect(_PULL_SECONDS)
+        return time.perf_counter() - started
+
+    def raw(self, descriptors: Descriptors) -> float:
+        """Seconds that raw NIXL takes for the same."""
+        if self._raw is None:
+            agent = RawAgent(f"raw-consumer-{self.name}", self.bytes.ctypes.data, self.bytes.nbytes)
+            opened = self._pair.ask(OpenRaw(self.name), RawOpened)
+            self._raw = agent, agent.connect(opened.metadata), opened.base
+            agent.read(*self._raw[1:], descriptors)  # connects
+        agent, peer, base = self._raw
+        started = time.perf_counter()
+        agent.read(peer, base, descriptors)
+        return time.perf_counter() - started
+
+    def check(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Compares every byte of the blocks.
+
+        Raises:
+            InternalError: one differs.
+
+        """
+        expected = pattern(self.blocks, self.block_bytes)[list(source)]
+        if not np.array_equal(self.bytes[list(destination)], expected):
+            raise InternalError(ErrorCode.INTERNAL, f"wrong bytes in {self.name} after a pull that was done")
+
+
+class Pair:
+    """Starts everything under `folder`, and ends it when the `with` block is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sockets = {side: folder / f"{side}.sock" for side in ("producer", "consumer")}
+        self._processes = Processes(folder)
+        self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+        self._pools: list[Pool] = []
+
+    def __enter__(self) -> "Pair":
+        self.daemons = {side: self._start_daemon(side) for side in self.sockets}
+        self._producer: Child = self._processes.start("producer-worker", "kvd.bench.producer", piped=True)
+        self._input = open(self._producer.source, "rb", closefd=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self._pools:
+            pool.worker.close()
+        self._processes.__exit__(kind, error, trace)
+
+    def _start_daemon(self, side: str) -> Child:
+        flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
+        return self._processes.start(side, "kvd.cli.main", "serve", *flags)
+
+    def pool(self, name: str, blocks: int, block_bytes: int) -> Pool:
+        """A new pool on both sides."""
+        pool = Pool(self, name, blocks, block_bytes)
+        self._pools.append(pool)
+        return pool
+
+    def ask(self, request: Request, kind: type[R]) -> R:
+        """Has the producer's process do something."""
+        self._producer.write(msgspec.json.encode(request) + b"\n")
+        line = self._input.readline()
+        if not line:
+            raise self._producer.ended()
+        reply = self._decoder.decode(line)
+        if not isinstance(reply, kind):
+            raise InternalError(ErrorCode.INTERNAL, f"the producer answered {reply} to {request}")
+        return reply
+
+    def quiet_raw(self) -> None:
+        """Stops the raw agents' threads in the producer's process."""
+        self.ask(CloseRaw(), Closed)

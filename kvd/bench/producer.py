@@ -1,0 +1,91 @@
+"""The producer's process: fills pools, offers blocks, and serves raw NIXL, as it is told on standard input."""
+
+import os
+import sys
+
+import msgspec
+import numpy as np
+
+from kvd.bench.messages import (
+    Attach,
+    Attached,
+    Closed,
+    Offer,
+    Offered,
+    OpenRaw,
+    RawOpened,
+    Reply,
+    Request,
+    Stop,
+)
+from kvd.bench.raw import RawAgent
+from kvd.bench.spec import flat_spec, pattern, tokens_of
+from kvd.client import Blocks, Worker
+
+OFFER_SECONDS = 600.0
+
+
+class Producer:
+    """Workers by name, and the raw agents over their pools."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._raw: list[RawAgent] = []
+        self._offers = 0
+
+    def handle(self, request: Request) -> Reply:
+        """Does what is asked, and says so."""
+        match request:
+            case Attach():
+                return self._attach(request)
+            case Offer():
+                return self._offer(request)
+            case OpenRaw():
+                return self._open_raw(request)
+            case _:
+                for agent in self._raw:
+                    agent.stop_serving()
+                return Closed()
+
+    def _attach(self, request: Attach) -> Attached:
+        spec = flat_spec(request.blocks, request.block_bytes)
+        worker = Worker.attach(request.socket, name=request.worker, spec=spec, timeout=60)
+        pool = np.frombuffer(worker.pool, dtype=np.uint8)
+        pool[:] = pattern(request.blocks, request.block_bytes).reshape(-1)
+        self._workers[request.worker] = worker
+        return Attached(worker.backing)
+
+    def _offer(self, request: Offer) -> Offered:
+        worker = self._workers[request.worker]
+        worker.poll()  # released offers: nothing to do, but they must be acknowledged
+        blocks = [Blocks(group=0, first=0, ids=request.ids)]
+        tickets = []
+        for _ in range(request.times):
+            self._offers += 1
+            name = f"offer-{self._offers}"
+            tickets.append(worker.offer(name, tokens=tokens_of(len(request.ids)), blocks=blocks, ttl=OFFER_SECONDS))
+        return Offered(tickets)
+
+    def _open_raw(self, request: OpenRaw) -> RawOpened:
+        pool = np.frombuffer(self._workers[request.worker].pool, dtype=np.uint8)
+        agent = RawAgent(f"raw-producer-{request.worker}", pool.ctypes.data, pool.nbytes)
+        agent.serve()
+        self._raw.append(agent)
+        return RawOpened(agent.metadata, agent.base)
+
+
+def main() -> None:
+    """Serves requests until `Stop` or the end of the input; leaves without NIXL's teardown (`kvd.transport.nixl`)."""
+    producer = Producer()
+    decoder = msgspec.json.Decoder(Request)
+    for line in sys.stdin.buffer:
+        request: Request = decoder.decode(line)
+        if isinstance(request, Stop):
+            break
+        sys.stdout.buffer.write(msgspec.json.encode(producer.handle(request)) + b"\n")
+        sys.stdout.buffer.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Raw NIXL, as the measure of what kvd adds: the same descriptors, over the same memory, between the same processes."""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from kvd.plan import Descriptors
+from kvd.transport.nixl import open_agent
+
+_TICK = 0.001
+
+
+class RawAgent:
+    """A NIXL agent over one pool that this process has mapped."""
+
+    def __init__(self, name: str, base: int, size: int) -> None:
+        self.base = base
+        self._agent: Any = open_agent(name)
+        self._agent.register_memory(np.array([[base, size, 0]], dtype=np.uint64), mem_type="DRAM")
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def metadata(self) -> bytes:
+        """What the other side connects with."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def serve(self) -> None:
+        """Keeps the network going on a thread: without it nobody can connect to this agent."""
+
+        def tick() -> None:
+            while not self._stop.wait(_TICK):
+                self._agent.get_new_notifs()
+
+        self._thread = threading.Thread(target=tick, daemon=True)
+        self._thread.start()
+
+    def stop_serving(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def connect(self, metadata: bytes) -> str:
+        """Connects to another agent and returns its name."""
+        name: str = self._agent.add_remote_agent(metadata)
+        self._agent.make_connection(name)
+        return name
+
+    def read(self, peer: str, remote_base: int, descriptors: Descriptors) -> None:
+        """Reads what `descriptors` say and waits for it: prepared lists, one transfer, as NIXL means it to be used."""
+        agent = self._agent
+        local = agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT", _rows(self.base, descriptors.dst, descriptors), mem_type="DRAM"
+        )
+        remote = agent.prep_xfer_dlist(peer, _rows(remote_base, descriptors.src, descriptors), mem_type="DRAM")
+        every = np.arange(descriptors.count, dtype=np.int32)
+        handle = agent.make_prepped_xfer("READ", local, every, remote, every)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL ended a read in the state {state}")
+        agent.release_xfer_handle(handle)
+        agent.release_dlist_handle(local)
+        agent.release_dlist_handle(remote)
+
+
+def _rows(base: int, offsets: Any, descriptors: Descriptors) -> Any:
+    rows = np.zeros((descriptors.count, 3), dtype=np.uint64)
+    rows[:, 0] = offsets + np.uint64(base)
+    rows[:, 1] = descriptors.length
+    return rows

@@ -1,0 +1,123 @@
+"""What the measurements look like: tables, JSON and a picture."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvd.bench.load import Interference, Rate
+from kvd.bench.transfers import Measured
+from kvd.limits import KIB, MIB
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
+
+
+def transfers_table(results: Sequence[Measured]) -> Table:
+    """One row a case; throughputs in GB/s, latencies in microseconds."""
+    table = Table(title="one pull: request sent to done received, claim and fence included")
+    for heading in (
+        "blocks",
+        "",
+        "bytes",
+        "desc.",
+        "memcpy",
+        "NIXL",
+        "kvd",
+        "kvd/NIXL",
+        "NIXL p50",
+        "kvd p50",
+        "p99",
+        "added",
+    ):
+        table.add_column(heading, justify="right")
+    for row in results:
+        case = row.case
+        table.add_row(
+            f"{case.count} x {_size(case.block_bytes)}",
+            "scattered" if case.scattered else "adjacent",
+            _size(case.bytes),
+            str(row.descriptors),
+            *(f"{row.rate(seconds):.2f}" for seconds in (row.memcpy, row.raw, row.kvd)),
+            f"{row.ratio:.2f}",
+            *(f"{seconds * 1e6:.0f} us" for seconds in (row.raw, row.kvd, row.kvd_p99, row.added)),
+        )
+    return table
+
+
+def interference_table(result: Interference) -> Table:
+    """How quick the daemon stays."""
+    table = Table("what", "value", title="while a pull of 1 GiB runs")
+    table.add_row("pull of 1 GiB", f"{result.big_pull * 1e3:.0f} ms")
+    table.add_row(f"status round trip, p50 of {result.statuses}", f"{result.status_p50 * 1e3:.2f} ms")
+    table.add_row("status round trip, p99", f"{result.status_p99 * 1e3:.2f} ms")
+    table.add_row("pull of one 256 KiB block, alone", f"{result.small_alone * 1e6:.0f} us")
+    table.add_row("the same, sent into the middle", f"{result.small_beside * 1e6:.0f} us")
+    table.add_row("times its time alone", f"{result.slowdown:.1f}")
+    return table
+
+
+def rate_table(result: Rate) -> Table:
+    """What is sustained, and what it leaves behind."""
+    table = Table("what", "value", title=f"one 16 KiB block a pull, for {result.seconds:.0f} s")
+    table.add_row("pulls a second", f"{result.per_second:.0f}")
+    table.add_row("pulls", str(result.pulls))
+    table.add_row(
+        "memory of both daemons, before and after", " -> ".join(f"{size / MIB:.1f} MiB" for size in result.memory)
+    )
+    table.add_row("their open descriptors, before and after", " -> ".join(map(str, result.descriptors)))
+    table.add_row("one empty poll() of the client", f"{result.poll_seconds * 1e6:.1f} us")
+    return table
+
+
+def plot(results: Sequence[Measured], path: Path) -> None:
+    """Throughput over bytes as a PNG: memcpy, raw NIXL and kvd.
+
+    Raises:
+        ImportError: matplotlib is not installed (it comes with the extra `plot`).
+
+    """
+    import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for axis, scattered in zip(axes, (False, True), strict=True):
+        rows = sorted((row for row in results if row.case.scattered is scattered), key=lambda row: row.case.bytes)
+        for block_bytes, style in ((16 * KIB, "--"), (256 * KIB, "-")):
+            _lines(axis, [row for row in rows if row.case.block_bytes == block_bytes], style, _size(block_bytes))
+        axis.set(xscale="log", yscale="log", xlabel="bytes a pull", title="scattered" if scattered else "adjacent")
+        axis.grid(visible=True, which="both", alpha=0.3)
+    axes[0].set_ylabel("GB/s")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _lines(axis: Any, rows: Sequence[Measured], style: str, blocks: str) -> None:
+    sizes = [row.case.bytes for row in rows]
+    for color, name, times in (
+        ("gray", "memcpy", [row.memcpy for row in rows]),
+        ("tab:blue", "raw NIXL", [row.raw for row in rows]),
+        ("tab:orange", "kvd", [row.kvd for row in rows]),
+    ):
+        rates = [row.rate(seconds) for row, seconds in zip(rows, times, strict=True)]
+        axis.plot(sizes, rates, style, marker="o", markersize=3, color=color, label=f"{name}, {blocks} blocks")
+
+
+def _size(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"

@@ -1,0 +1,136 @@
+"""Transfers: memcpy, raw NIXL and kvd for the same blocks, taking turns so that a noisy moment hits all three."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvd.bench.pair import Pair, Pool
+from kvd.limits import KIB, MIB
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`count` blocks of `block_bytes` bytes, adjacent or scattered over the pools, measured `rounds` times."""
+
+    block_bytes: int
+    count: int
+    scattered: bool
+    rounds: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved."""
+        return self.block_bytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a case took, in seconds: the median of the rounds, and for kvd and raw NIXL the 99th percentile."""
+
+    case: Case
+    descriptors: int
+    memcpy: float
+    raw: float
+    raw_p99: float
+    kvd: float
+    kvd_p99: float
+
+    @property
+    def ratio(self) -> float:
+        """Kvd's throughput over that of raw NIXL."""
+        return self.raw / self.kvd
+
+    @property
+    def added(self) -> float:
+        """What kvd adds to raw NIXL, in seconds."""
+        return self.kvd - self.raw
+
+    def rate(self, seconds: float) -> float:
+        """GB/s of something that took so long."""
+        return self.case.bytes / seconds / GIGA
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "bytes": self.case.bytes, "ratio": self.ratio, "added_seconds": self.added}
+
+
+def cases(*, quick: bool) -> list[Case]:
+    """From one 16 KiB block to 256 MiB."""
+    sizes = [(16 * KIB, 1), (16 * KIB, 64), (16 * KIB, 1024), (256 * KIB, 4), (256 * KIB, 64), (256 * KIB, 256)]
+    sizes.append((256 * KIB, 1024))
+    found = []
+    for block_bytes, count in sizes:
+        rounds = max(5, min(400, (2 * 1024 * MIB) // (block_bytes * count)))
+        if quick:
+            rounds = max(3, rounds // 10)
+        found += [
+            Case(block_bytes, count, scattered, rounds) for scattered in ((False, True) if count > 1 else (True,))
+        ]
+    return found
+
+
+def measure(pair: Pair, chosen: Sequence[Case], progress: Callable[[], None]) -> Iterator[Measured]:
+    """Measures the cases; calls `progress` after each."""
+    pools: dict[int, Pool] = {}
+    rng = np.random.default_rng(0)
+    for case in chosen:
+        if case.block_bytes not in pools:
+            largest = max(other.count for other in chosen if other.block_bytes == case.block_bytes)
+            pools[case.block_bytes] = pair.pool(f"pool-{case.block_bytes}", 2 * largest, case.block_bytes)
+        yield _measure(pools[case.block_bytes], case, rng)
+        progress()
+
+
+def _measure(pool: Pool, case: Case, rng: np.random.Generator) -> Measured:
+    source, destination = (_ids(pool, case, rng) for _ in range(2))
+    descriptors = pool.descriptors(source, destination)
+    tickets = pool.tickets(source, case.rounds + 1)
+    pool.raw(descriptors)
+    pool.bytes[list(destination)] = 0
+    pool.pull(tickets.pop(), destination)
+    pool.check(source, destination)
+    times: dict[str, list[float]] = {"memcpy": [], "raw": [], "kvd": []}
+    spare = _spare(pool, destination)
+    for ticket in tickets:
+        times["memcpy"].append(_memcpy(pool, destination, spare))
+        times["raw"].append(pool.raw(descriptors))
+        times["kvd"].append(pool.pull(ticket, destination))
+    return Measured(
+        case=case,
+        descriptors=descriptors.count,
+        memcpy=statistics.median(times["memcpy"]),
+        raw=statistics.median(times["raw"]),
+        raw_p99=_p99(times["raw"]),
+        kvd=statistics.median(times["kvd"]),
+        kvd_p99=_p99(times["kvd"]),
+    )
+
+
+def _ids(pool: Pool, case: Case, rng: np.random.Generator) -> list[int]:
+    if case.scattered:
+        return [int(block) for block in rng.permutation(pool.blocks)[: case.count]]
+    first = int(rng.integers(0, pool.blocks - case.count + 1))
+    return list(range(first, first + case.count))
+
+
+def _spare(pool: Pool, destination: Sequence[int]) -> list[int]:
+    """As many blocks of the same pool that the pull does not write to: where memcpy copies from."""
+    taken = set(destination)
+    return [block for block in range(pool.blocks) if block not in taken][: len(destination)]
+
+
+def _memcpy(pool: Pool, destination: Sequence[int], source: Sequence[int]) -> float:
+    blocks = pool.bytes
+    started = time.perf_counter()
+    for there, here in zip(source, destination, strict=True):
+        blocks[here] = blocks[there]
+    return time.perf_counter() - started
+
+
+def _p99(times: list[float]) -> float:
+    return float(np.quantile(times, 0.99))

@@ -1,0 +1,88 @@
+"""`kvd bench`: what kvd does beside what the machine can do, in one run."""
+
+import argparse
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvd.bench import load, report, transfers
+from kvd.bench.pair import Pair
+
+_WINDOW = 32
+"""Small pulls open at a time: as many requests as a busy decode engine has waiting for their KV."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command and its flags."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure pulls against memcpy and raw NIXL in one run",
+        description="Measures pulls between two daemons of this machine, beside memcpy and raw NIXL.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--load", action="store_true", help="status and small pulls while a pull of 1 GiB runs")
+    what.add_argument("--rate", action="store_true", help="how many small pulls a second are sustained")
+    what.add_argument("--plan", action="store_true", help="how fast transfers are planned")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
+    parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, writes the files."""
+    if args.plan:
+        status: int = importlib.import_module("kvd.cli.bench_plan").run(args)
+        return status
+    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Pair(Path(folder)) as pair:
+        if args.load:
+            figures = _load(pair, args)
+        elif args.rate:
+            figures = _rate(pair, args)
+        else:
+            figures = _transfers(pair, args)
+    if args.json:
+        document = {"machine": report.machine(), **figures}
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    return 0
+
+
+def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+    chosen = transfers.cases(quick=args.quick)
+    with _progress("transfers", len(chosen)) as advance:
+        results = list(transfers.measure(pair, chosen, advance))
+    Console().print(report.transfers_table(results))
+    if args.plot:
+        report.plot(results, args.plot)
+    return {"transfers": [result.as_dict() for result in results]}
+
+
+def _load(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+    with _progress("pulls of 1 GiB", args.rounds) as advance:
+        result = load.interference(pair, args.rounds, advance)
+    Console().print(report.interference_table(result))
+    return {"load": asdict(result)}
+
+
+def _rate(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+    with _progress("small pulls", None) as advance:
+        result = load.sustained(pair, args.seconds, _WINDOW, advance)
+    Console().print(report.rate_table(result))
+    return {"rate": asdict(result)}
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,42 @@
+"""`kvd`: one command, one file a subcommand, imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import kvd
+from kvd.errors import KvdError
+
+COMMANDS = {
+    "serve": "run the daemon",
+    "demo": "prefill in one process, decode in another, kvd between them",
+    "bench": "measure pulls against memcpy and raw NIXL in one run",
+    "plan": "explain a transfer: bytes and descriptors, by group",
+    "sim": "run daemons on a virtual clock under random faults and check the promises",
+    "protos": "write or check the description of the protocol",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (without the program's name) and returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="kvd", description=kvd.__doc__)
+    parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, text in COMMANDS.items():
+        if arguments[:1] == [name]:
+            importlib.import_module(f"kvd.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    chosen = parser.parse_args(arguments)
+    try:
+        status: int = chosen.run(chosen)
+    except KvdError as error:
+        print(f"kvd {chosen.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""`kvd serve`: runs the daemon in the foreground until SIGTERM or SIGINT."""
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Any
+
+import uvloop
+from pydantic_core import PydanticUndefined
+
+from kvd.config import Config, load
+from kvd.daemon import Daemon
+from kvd.logs import configure
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command: a flag for every field of the configuration."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="run the daemon",
+        description="Runs the daemon. Flags win over the environment (KVD_NAME, ...), that over the file of --config.",
+    )
+    for name, field in Config.model_fields.items():
+        text = field.description or ""
+        if field.default not in (None, PydanticUndefined):
+            text += f" (default: {field.default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text.replace("%", "%%"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves; does not return: NIXL's teardown must not decide the exit status (see `kvd.transport.nixl`)."""
+    flags = {name: value for name in Config.model_fields if (value := getattr(args, name)) is not None}
+    config = load(flags)
+    configure(config.log_level, config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_serve(config))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+async def _serve(config: Config) -> int:
+    return await Daemon(config).serve()

@@ -1,0 +1,120 @@
+"""The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
+
+import socket as sockets
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from kvd.actors.settings import Settings
+from kvd.errors import BadRequest, ErrorCode
+from kvd.memory.memfd import Backing
+
+
+class Config(BaseSettings):
+    """Everything that an operator can turn; times are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="KVD_", extra="forbid")
+
+    config: Path | None = Field(None, description="A TOML file with any of these fields.")
+    name: str = Field(
+        default_factory=lambda: f"kvd-{sockets.gethostname()}",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="The daemon's name: in tickets, logs and status. Must differ between daemons that meet.",
+    )
+    socket: Path = Field(
+        Path("/run/kvd/kvd.sock"),
+        description="Session socket for workers; the request socket lies beside it, with `.zmq` appended.",
+    )
+    socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
+    listen: str = Field(
+        "tcp://127.0.0.1:0", description="Where peers connect, tcp://host:port; port 0 takes a free one."
+    )
+    advertise: str | None = Field(
+        None, description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT)."
+    )
+    http: str = Field(
+        "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
+    )
+    device: str = Field("cpu", description="Where pools lie: `cpu` (host memory) or `cuda:N`.")
+    memory: Backing = Field(
+        Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
+    )
+    heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
+    retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
+    claim_ttl: float = Field(
+        5.0, gt=0, le=600, description="How long a silent consumer keeps its claims. Raise it if daemons are paused."
+    )
+    claim_wait: float = Field(10.0, gt=0, le=600, description="How long a claim waits for an offer that is not there.")
+    attach_wait: float = Field(
+        10.0, gt=0, le=600, description="How long a successor waits for its predecessor's transfers to end."
+    )
+    pool_linger: float = Field(
+        600.0, gt=0, description="How long the pool of a dead worker is kept. Lower it if memory is short."
+    )
+    peer_idle: float = Field(600.0, gt=0, description="After which a peer that nothing is asked of is forgotten.")
+    max_quarantined: int = Field(64, ge=0, description="Pulls in quarantine above which the daemon is not ready.")
+    drain_grace: float = Field(30.0, ge=0, description="How long running transfers may take after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log level shown.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="`auto` is readable on a terminal, JSON elsewhere."
+    )
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if self.retry >= self.claim_ttl:
+            raise ValueError(f"retry ({self.retry} s) must be below claim_ttl ({self.claim_ttl} s)")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags arrive as init settings; the file they or the environment name comes last."""
+        path = init_settings().get("config") or env_settings().get("config")
+        file = TomlConfigSettingsSource(settings_cls, Path(path)) if path else None
+        return (init_settings, env_settings, *([file] if file else []))
+
+    def actor_settings(self, incarnation: int) -> Settings:
+        """The part that the actors need."""
+        return Settings(
+            daemon=self.name,
+            incarnation=incarnation,
+            heartbeat=self.heartbeat,
+            retry=self.retry,
+            claim_ttl=self.claim_ttl,
+            claim_wait=self.claim_wait,
+            attach_wait=self.attach_wait,
+            pool_linger=self.pool_linger,
+            peer_idle=self.peer_idle,
+            max_quarantined=self.max_quarantined,
+        )
+
+
+def load(flags: dict[str, str]) -> Config:
+    """The configuration that `flags`, the environment and the file add up to.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, naming every field that is wrong, its value and what it may be.
+
+    """
+    named = flags.get("config")
+    if named is not None and not Path(named).is_file():
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: there is no file {named!r}")
+    try:
+        return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
+    except ValidationError as error:
+        text = "; ".join(_explain(item) for item in error.errors())
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+
+
+def _explain(item: ErrorDetails) -> str:
+    field = ".".join(map(str, item["loc"])) or "config"
+    return f"{field}: {item['msg']}, not {item['input']!r}"

@@ -1,0 +1,183 @@
+"""The daemon: the only place that wires concrete parts together, starts them, and stops them in order."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+import kvd
+from kvd.actors.house import House
+from kvd.actors.messages import Drain, Stop
+from kvd.actors.supervisor import LoggingSupervisor
+from kvd.actors.wiring import Fittings, furnish
+from kvd.config import Config
+from kvd.errors import KvdError
+from kvd.health import Health
+from kvd.http import HttpServer
+from kvd.memory.interface import Memory
+from kvd.memory.provider import provider_for
+from kvd.metrics import Metrics
+from kvd.net.peers import PeerSockets
+from kvd.net.workers import WorkerSockets
+from kvd.transport.nixl import NixlTransport
+
+_PULSE = 0.5
+_FLUSH_SECONDS = 1.0
+"""How long the last notifications may take to reach the sockets."""
+
+
+class Daemon:
+    """One daemon; `serve` runs it until a signal, and returns the process's exit status."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.incarnation = time.time_ns()
+        self._log = structlog.get_logger("kvd").bind(daemon=config.name)
+        self.metrics = Metrics(CollectorRegistry())
+        self.health = Health(self.metrics)
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._failure = ""
+        self._busy = {"leases", "scheduler"}
+        self._idle = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Starts, waits for SIGTERM or SIGINT, drains, stops. 0 after a clean end, 1 where something failed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        pulse = loop.create_task(self._keep_pulse())
+        try:
+            await self._run(loop)
+        finally:
+            pulse.cancel()
+        return 1 if self._failure else 0
+
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        config = self.config
+        provider = provider_for(config.device, config.memory)
+        self._http = HttpServer(config.http, self.metrics.registry, self.health)
+        identity = f"{config.name}#{self.incarnation}"
+        self._transport = NixlTransport(identity, loop)
+        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._peer_sockets = PeerSockets(config.listen, identity.encode(), config.advertise)
+        self.house = House(
+            loop=loop,
+            settings=config.actor_settings(self.incarnation),
+            metrics=self.metrics,
+            supervisor=LoggingSupervisor(self.metrics, self.fail),
+            condition=self.health.set,
+            idle=self._is_idle,
+        )
+        fittings = Fittings(
+            worker_port=self._worker_sockets,
+            peer_port=self._peer_sockets,
+            transport=self._transport,
+            provider=provider,
+            background=_Background(loop),
+            draw_session=lambda: os.urandom(16),
+            describe=self._describe,
+            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+        )
+        furnish(self.house, fittings)
+        self.health.set("starting", None)
+        self._log.info(
+            "serving",
+            version=kvd.__version__,
+            socket=str(config.socket),
+            address=self._peer_sockets.address,
+            http=self._http.address,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+        )
+        await self._stopping.wait()
+        await self._shut_down()
+
+    async def _shut_down(self) -> None:
+        """No new work; what runs may finish; workers and peers are told; then the parts, outermost first."""
+        house = self.house
+        self.health.set("stopping", self._failure or "the daemon is stopping")
+        if not self._failure:
+            self._log.info("draining", grace=self.config.drain_grace)
+            for actor in (house.gateway, house.leases, house.scheduler):
+                actor.tell(Drain())
+            await self._grace()
+        for actor in (house.scheduler, house.leases):
+            actor.tell(Stop())
+        await self._flush()
+        house.gateway.tell(Stop())
+        await self._flush()
+        self._worker_sockets.close()
+        self._peer_sockets.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
+        self._http.close()
+        self._log.info("stopped", failure=self._failure or None)
+
+    async def _grace(self) -> None:
+        waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
+        await asyncio.wait(waiting, timeout=self.config.drain_grace, return_when=asyncio.FIRST_COMPLETED)
+        for future in waiting:
+            future.cancel()
+
+    async def _flush(self) -> None:
+        """Lets the actors handle what they have been told."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while any(actor.waiting for actor in self.house.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def _keep_pulse(self) -> None:
+        while True:
+            self.health.beat()
+            await asyncio.sleep(_PULSE)
+
+    def _signalled(self, number: int) -> None:
+        self._log.info("signal", signal=signal.Signals(number).name)
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    def _is_idle(self, actor: str) -> None:
+        self._busy.discard(actor)
+        if not self._busy:
+            self._idle.set()
+
+    def fail(self, reason: str) -> None:
+        """Ends the daemon with status 1: its state may be wrong, and its death costs only its requests in flight."""
+        self._log.error("stopping after a failure", reason=reason)
+        self._failure = self._failure or reason
+        self._stopping.set()
+
+    def _describe(self) -> dict[str, object]:
+        config = self.config
+        return {
+            "daemon": config.name,
+            "version": kvd.__version__,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "address": self._peer_sockets.address,
+            "http": self._http.address,
+            "device": config.device,
+            "ready": not self.health.reasons,
+            "not_ready": self.health.reasons,
+        }
+
+
+class _Background:
+    """Runs allocations on a thread: faulting in gigabytes takes seconds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, work: Callable[[], Memory], done: Callable[[Memory | KvdError], None]) -> None:
+        def attempt() -> Memory | KvdError:
+            try:
+                return work()
+            except KvdError as error:
+                return error
+
+        future = self._loop.run_in_executor(None, attempt)
+        future.add_done_callback(lambda finished: done(finished.result()))

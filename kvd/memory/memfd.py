@@ -1,0 +1,210 @@
+"""Pools in host memory: sealed memfds on the largest pages that can be had.
+
+A pool is sealed against any change of its size, because the daemon maps what a worker holds the descriptor of: bytes
+cut off a file that is mapped are a SIGBUS for whoever touches them. The seals also tell a pool from any other
+descriptor when a worker gives one back to a daemon that was restarted.
+"""
+
+import contextlib
+import fcntl
+import os
+from enum import StrEnum
+from typing import Final
+
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.memory.mapping import HUGE_PAGE, Mapping
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_THP_SHARE: Final = 0.9
+"""Share of a pool that must lie on transparent huge pages for it to be called `thp`."""
+
+
+class Backing(StrEnum):
+    """What pools shall be made of. `AUTO` takes the first of the others, in this order, that can be had."""
+
+    AUTO = "auto"
+    HUGETLB = "hugetlb"
+    THP = "thp"
+    PLAIN = "plain"
+
+
+class MemfdPool:
+    """A mapped, sealed memfd (a `kvd.memory.interface.Memory`)."""
+
+    def __init__(self, descriptor: int, mapping: Mapping, size: int) -> None:
+        self._descriptor = descriptor
+        self._mapping = mapping
+        self._size = size
+        self._backing = _backing(mapping)
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte in this process, a multiple of 2 MiB."""
+        return self._mapping.base
+
+    @property
+    def size(self) -> int:
+        """Bytes that the worker asked for; the file is longer by less than 2 MiB."""
+        return self._size
+
+    @property
+    def backing(self) -> str:
+        """`hugetlb`, `thp` or `plain`: what the kernel said after the last byte was faulted in."""
+        return self._backing
+
+    @property
+    def descriptor(self) -> int:
+        """The memfd, sealed; stays this object's."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Unmaps and closes; a second call does nothing. The bytes live on while another process holds the file."""
+        if self._descriptor >= 0:
+            self._mapping.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class MemfdProvider:
+    """Makes pools of host memory (a `kvd.memory.interface.MemoryProvider`).
+
+    Faulting in blocks the caller for as long as the kernel needs to find and zero the memory: measured 0.06 s per GiB
+    on huge pages that lay ready, 2.5 s on small ones that the host had to find first.
+    """
+
+    def __init__(self, backing: Backing = Backing.AUTO) -> None:
+        self._backing = backing
+
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that a worker sent along and nobody needs."""
+        os.close(descriptor)
+
+    def allocate(self, name: str, size: int) -> MemfdPool:
+        """A new pool of `size` bytes, zeroed, faulted in and sealed.
+
+        Raises:
+            BadRequest: `BAD_SPEC`, the size is not positive.
+            Unavailable: `OVERLOADED`, there is not that much memory, or not of the kind that the configuration demands.
+
+        """
+        if size <= 0:
+            raise BadRequest(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
+        length = _file_length(size)
+        if self._backing in (Backing.AUTO, Backing.HUGETLB):
+            try:
+                return _create(name, size, hugetlb=True)
+            except OSError as error:
+                if self._backing is Backing.HUGETLB:
+                    raise Unavailable(ErrorCode.OVERLOADED, _no_hugetlb(name, length, error)) from error
+        if length > (available := _available_bytes()):
+            raise Unavailable(
+                ErrorCode.OVERLOADED, f"pool {name!r} needs {length} bytes of memory, {available} are available"
+            )
+        try:
+            pool = _create(name, size, huge=self._backing is not Backing.PLAIN)
+        except OSError as error:
+            raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
+        if self._backing is Backing.THP and pool.backing != Backing.THP:
+            pool.close()
+            raise Unavailable(ErrorCode.OVERLOADED, _no_thp(name, length))
+        return pool
+
+    def adopt(self, descriptor: int, size: int) -> MemfdPool:
+        """The pool of `size` bytes behind `descriptor`, bytes as they are. Closes `descriptor` where it refuses.
+
+        Raises:
+            BadRequest: `BAD_POOL`, it is no memfd that is sealed like a pool, writable and of that size.
+            Unavailable: `OVERLOADED`, it cannot be faulted in.
+
+        """
+        try:
+            _check(descriptor, size)
+            try:
+                mapping = Mapping(descriptor, _file_length(size))
+            except OSError as error:
+                raise BadRequest(ErrorCode.BAD_POOL, f"the descriptor cannot be mapped writable: {error}") from error
+            try:
+                _fault_in(mapping, huge=self._backing is not Backing.PLAIN)
+                return MemfdPool(descriptor, mapping, size)
+            except OSError as error:
+                mapping.close()
+                raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
+        except (BadRequest, Unavailable):
+            os.close(descriptor)
+            raise
+
+
+def _create(name: str, size: int, *, hugetlb: bool = False, huge: bool = False) -> MemfdPool:
+    kind = os.MFD_HUGETLB | os.MFD_HUGE_2MB if hugetlb else 0
+    descriptor = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
+    try:
+        os.ftruncate(descriptor, _file_length(size))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        mapping = Mapping(descriptor, _file_length(size))
+        try:
+            _fault_in(mapping, huge=huge)
+            return MemfdPool(descriptor, mapping, size)
+        except OSError:
+            mapping.close()
+            raise
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _fault_in(mapping: Mapping, *, huge: bool) -> None:
+    if huge:
+        # Memory may be too fragmented for some of it: `_backing` tells afterwards what came of it.
+        with contextlib.suppress(OSError):
+            mapping.collapse()
+    mapping.populate()
+
+
+def _backing(mapping: Mapping) -> Backing:
+    page, transparent = mapping.page_bytes()
+    if page == HUGE_PAGE:
+        return Backing.HUGETLB
+    return Backing.THP if transparent >= _THP_SHARE * mapping.length else Backing.PLAIN
+
+
+def _check(descriptor: int, size: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        length = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise BadRequest(
+            ErrorCode.BAD_POOL, f"the descriptor is no memfd ({error}): give back the one that kvd lent"
+        ) from error
+    if seals & SEALS != SEALS:
+        raise BadRequest(
+            ErrorCode.BAD_POOL, f"the memfd has seals {seals:#x}, a pool has {SEALS:#x}: its size could change under us"
+        )
+    if size <= 0 or length != _file_length(size):
+        raise BadRequest(
+            ErrorCode.BAD_POOL, f"the memfd has {length} bytes, a pool of {size} has {_file_length(max(size, 0))}"
+        )
+
+
+def _file_length(size: int) -> int:
+    return -(-size // HUGE_PAGE) * HUGE_PAGE
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+
+
+def _no_hugetlb(name: str, length: int, error: OSError) -> str:
+    pages = length // HUGE_PAGE
+    return (
+        f"pool {name!r} needs {pages} free hugetlb pages of 2 MiB ({error}): reserve them with "
+        f"`sysctl vm.nr_hugepages=N`, N at least {pages} more than are in use, or set the backing to `auto`"
+    )
+
+
+def _no_thp(name: str, length: int) -> str:
+    return (
+        f"pool {name!r} of {length} bytes could not be put on transparent huge pages: `echo advise > "
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled`, free memory so that it is less fragmented, "
+        "or set the backing to `auto`"
+    )

@@ -1,0 +1,109 @@
+"""Frames on a Unix stream: a little-endian u32 length, then that many bytes; descriptors travel beside the bytes.
+
+The kernel hands descriptors over with the first byte of the message that they were sent with, and never reads past
+that message in one go. So descriptors that arrive with some bytes belong to the last frame that begins in them.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+
+HEADER: Final = struct.Struct("<I")
+MAX_DESCRIPTORS: Final = 4
+"""Descriptors beside one frame: a pool has one, device memory may need a few."""
+
+
+class Frame(NamedTuple):
+    """One frame, and the descriptors that came with it: whoever has the frame closes them."""
+
+    content: bytes
+    descriptors: tuple[int, ...]
+
+
+def pack(content: bytes) -> bytes:
+    """`content` as it travels.
+
+    Raises:
+        BadRequest: `TOO_LARGE`, above the bound on a message.
+
+    """
+    if len(content) > limits.MAX_MESSAGE_BYTES:
+        raise BadRequest(ErrorCode.TOO_LARGE, f"frame of {len(content)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}")
+    return HEADER.pack(len(content)) + content
+
+
+class FrameSplitter:
+    """Bytes as they arrive in, frames out. Owns every descriptor until the frame that it came with is out."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._descriptors: tuple[int, ...] = ()
+
+    def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> list[Frame]:
+        """The frames that `data` completes.
+
+        Raises:
+            BadRequest: `TOO_LARGE`, a length above the bound (random bytes mostly are one); `BAD_MESSAGE`, more
+                descriptors than a frame may have. Nothing on this stream can be trusted any more; every descriptor
+                that was not handed out is closed.
+
+        """
+        arrived = tuple(descriptors)
+        frames: list[Frame] = []
+        self._bytes += data
+        try:
+            while (content := self._next()) is not None:
+                # What arrived just now is for a later frame as long as a later one has begun.
+                if arrived and not self._bytes:
+                    self._keep(arrived)
+                    arrived = ()
+                frames.append(Frame(content, self._descriptors))
+                self._descriptors = ()
+            self._keep(arrived)
+        except BadRequest:
+            for descriptor in arrived:
+                if descriptor not in self._descriptors:
+                    os.close(descriptor)
+            for frame in frames:
+                _close(frame.descriptors)
+            self.close()
+            raise
+        return frames
+
+    def close(self) -> None:
+        """Closes the descriptors of a frame that never came to its end."""
+        _close(self._descriptors)
+        self._descriptors = ()
+        self._bytes.clear()
+
+    def _next(self) -> bytes | None:
+        if len(self._bytes) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(self._bytes)
+        if length > limits.MAX_MESSAGE_BYTES:
+            raise BadRequest(
+                ErrorCode.TOO_LARGE, f"a frame announces {length} bytes, the bound is {limits.MAX_MESSAGE_BYTES}"
+            )
+        end = HEADER.size + length
+        if len(self._bytes) < end:
+            return None
+        content = bytes(self._bytes[HEADER.size : end])
+        del self._bytes[:end]
+        return content
+
+    def _keep(self, descriptors: tuple[int, ...]) -> None:
+        self._descriptors += descriptors
+        if len(self._descriptors) > MAX_DESCRIPTORS:
+            raise BadRequest(
+                ErrorCode.BAD_MESSAGE,
+                f"{len(self._descriptors)} descriptors with one frame, {MAX_DESCRIPTORS} is the bound",
+            )
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

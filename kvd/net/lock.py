@@ -1,0 +1,66 @@
+"""One daemon for one socket path: a lock that the kernel drops when its holder dies."""
+
+import fcntl
+import os
+import stat
+
+from kvd.errors import BadRequest, ErrorCode
+
+
+class PathLock:
+    """Holds `path` + `.lock` for this process, until `release` or death.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, another process holds it, or something that is no socket lies at `path`.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = f"{path}.lock"
+        self._descriptor = self._acquire(path)
+        try:
+            _refuse_other_files(path)
+        except BadRequest:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Removes the lock's file and drops it; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.unlink(self._path)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _acquire(self, path: str) -> int:
+        while True:
+            try:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last holder may have removed the file between our opening and locking it.
+                if _same_file(descriptor, self._path):
+                    return descriptor
+            except BlockingIOError as error:
+                os.close(descriptor)
+                raise BadRequest(
+                    ErrorCode.BAD_CONFIG, f"another kvd serves {path}: stop it, or choose another socket path"
+                ) from error
+            os.close(descriptor)
+
+
+def _same_file(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_other_files(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} exists and is no socket: choose another socket path")

@@ -1,0 +1,107 @@
+"""Every option of every ZMQ socket, in one table, with its reason. Nothing is left to the library's defaults.
+
+An option that is not here is one whose default no behaviour of kvd rests on.
+"""
+
+from enum import Enum
+from typing import Final
+
+import zmq
+
+from kvd import limits
+
+
+class Kind(Enum):
+    """The four kinds of socket that kvd has."""
+
+    WORKER_ROUTER = "the daemon's end for workers, ipc"
+    WORKER_DEALER = "a worker's end, ipc"
+    PEER_ROUTER = "the daemon's end for peers that connect to it, tcp"
+    PEER_DEALER = "the daemon's end for a peer it connects to, tcp"
+
+
+_ROUTERS: Final = (Kind.WORKER_ROUTER, Kind.PEER_ROUTER)
+_DEALERS: Final = (Kind.WORKER_DEALER, Kind.PEER_DEALER)
+_PEERS: Final = (Kind.PEER_ROUTER, Kind.PEER_DEALER)
+_ALL: Final = tuple(Kind)
+
+LINGER_MS: Final = 200
+SEND_MESSAGES: Final = 4096
+RECEIVE_MESSAGES: Final = 1024
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 5000
+HANDSHAKE_MS: Final = 5000
+CONNECT_TIMEOUT_MS: Final = 3000
+RECONNECT_MS: Final = 20
+RECONNECT_MAX_MS: Final = 1000
+BACKLOG: Final = 1024
+
+TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = (
+    (
+        zmq.LINGER,
+        LINGER_MS,
+        _ALL,
+        "last words (a shutdown's failures, an acknowledgement) get out; a dead reader delays an exit by this",
+    ),
+    (
+        zmq.MAXMSGSIZE,
+        limits.MAX_MESSAGE_BYTES,
+        _ALL,
+        "a larger message costs its sender the connection before the memory is taken",
+    ),
+    (
+        zmq.SNDHWM,
+        SEND_MESSAGES,
+        _ALL,
+        "messages waiting for one reader: as many as one worker has requests; a full queue is told to the sender",
+    ),
+    (
+        zmq.RCVHWM,
+        RECEIVE_MESSAGES,
+        _ALL,
+        "messages of one sender that are not read yet: beyond it the sender's own queue fills, not our memory",
+    ),
+    (
+        zmq.IMMEDIATE,
+        0,
+        _DEALERS,
+        "what is sent before the connection stands waits for it: a first hello costs no retry",
+    ),
+    (
+        zmq.ROUTER_MANDATORY,
+        1,
+        _ROUTERS,
+        "an answer to nobody, or to a full queue, is told to the sender and not dropped unseen",
+    ),
+    (
+        zmq.ROUTER_HANDOVER,
+        1,
+        _ROUTERS,
+        "who connects again under its routing id takes over from its own dead connection at once",
+    ),
+    (zmq.BACKLOG, BACKLOG, _ROUTERS, "an engine's ranks and a whole fleet's daemons start at one time"),
+    (zmq.HANDSHAKE_IVL, HANDSHAKE_MS, _ALL, "a connection that says nothing, or garbage slowly, does not stay"),
+    (zmq.HEARTBEAT_IVL, HEARTBEAT_MS, _PEERS, "a peer that vanished without a word (power, partition) is noticed"),
+    (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS, _PEERS, "five heartbeats missed; leases do not rest on it"),
+    (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS, _PEERS, "the other side drops us after the same time"),
+    (zmq.TCP_KEEPALIVE, 1, _PEERS, "middleboxes keep idle connections that show life"),
+    (zmq.TCP_KEEPALIVE_IDLE, 30, _PEERS, "seconds; below the idle limits of common middleboxes"),
+    (zmq.TCP_KEEPALIVE_INTVL, 10, _PEERS, "seconds; heartbeats are the quicker judge"),
+    (zmq.TCP_KEEPALIVE_CNT, 3, _PEERS, "as the heartbeats: a few losses are no death"),
+    (
+        zmq.CONNECT_TIMEOUT,
+        CONNECT_TIMEOUT_MS,
+        (Kind.PEER_DEALER,),
+        "a host that drops packets is tried anew, not awaited",
+    ),
+    (zmq.RECONNECT_IVL, RECONNECT_MS, _DEALERS, "a daemon that restarts is back within tens of milliseconds"),
+    (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS, _DEALERS, "doubling up to here: an absent peer costs a packet a second"),
+    (zmq.IPV6, 1, _PEERS, "addresses of both families work"),
+)
+
+
+def apply(socket: "zmq.Socket[bytes]", kind: Kind) -> None:
+    """Sets every option of `kind` on a socket that is neither bound nor connected yet."""
+    for option, value, kinds, _reason in TABLE:
+        if kind in kinds:
+            socket.setsockopt(option, value)

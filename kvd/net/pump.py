@@ -1,0 +1,71 @@
+"""A ZMQ socket driven by an asyncio loop, without a task or a future per message.
+
+ZMQ's descriptor is edge-triggered: it says that something may have changed, once. So whoever touched the socket must
+look again before relying on the descriptor: after a wake-up the pump receives until there is nothing, and after a send
+(which takes in what arrived meanwhile) it asks whether there is something to receive.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+RECEIVES_PER_WAKE: Final = 64
+"""Messages taken in before the loop's other work gets its turn."""
+
+
+class SocketPump:
+    """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._turn: asyncio.Handle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._look_again()
+
+    def send(self, parts: list[bytes]) -> bool:
+        """Sends without blocking; False where the queue is full or (ROUTER) nobody has that routing id."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            self._look_again()
+        return True
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Closes the socket; what waits in it is sent for `linger_ms` more (the socket's own option where None)."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._descriptor)
+        if self._turn is not None:
+            self._turn.cancel()
+        self._socket.close(linger_ms)
+
+    def _receive(self) -> None:
+        self._turn = None
+        for _ in range(RECEIVES_PER_WAKE):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(parts)
+            if self._socket.closed:
+                return
+        self._schedule()
+
+    def _look_again(self) -> None:
+        if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._receive)

@@ -1,0 +1,271 @@
+"""The two local sockets of a daemon: sessions of workers (Unix stream) and their requests (ZMQ ROUTER over ipc)."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import zmq
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
+from kvd.net.lock import PathLock
+from kvd.net.options import BACKLOG, Kind, apply
+from kvd.net.pump import SocketPump
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode
+from kvd.protocol.worker import Refused
+
+MAX_PATH_BYTES: Final = 107
+"""What the kernel takes as the path of a Unix socket."""
+
+MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS
+"""Open sessions, attached or not; more are hung up on, so that idle connections cannot use up our descriptors."""
+
+MAX_WAITING_BYTES: Final = 2 * limits.MAX_MESSAGE_BYTES
+"""Bytes kept for a process that does not read its session; beyond it we hang up."""
+
+HANG_UP_SECONDS: Final = 1.0
+"""How long a session that we closed may take to read its last frame."""
+
+ACCEPT_PAUSE_SECONDS: Final = 0.5
+"""Pause of accepting after the system had no descriptor for us."""
+
+_UCRED = struct.Struct("=iII")
+
+
+class WorkerSockets:
+    """A `kvd.net.interface.WorkerPort` at `path`, with `path` + `.zmq` beside it, both of file mode `mode`.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, the path is too long for a socket.
+
+    """
+
+    def __init__(self, path: str, mode: int = 0o600) -> None:
+        if len(os.fsencode(self._zmq_path(path))) > MAX_PATH_BYTES:
+            raise BadRequest(
+                ErrorCode.BAD_CONFIG, f"socket path {path!r} is too long: with `.zmq` at most {MAX_PATH_BYTES} bytes"
+            )
+        self._path = path
+        self._mode = mode
+        self._context = zmq.Context()
+        self._router: SocketPump | None = None
+        self._listener: socket.socket | None = None
+        self._lock: PathLock | None = None
+        self._sessions: dict[int, _Session] = {}
+        self._closing: set[_Session] = set()
+        self._numbers = itertools.count(1)
+        self._on_event: Callable[[WorkerEvent], None]
+
+    @property
+    def endpoint(self) -> str:
+        """Where a worker connects its ZMQ socket."""
+        return f"ipc://{self._zmq_path(self._path)}"
+
+    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
+        """Binds and listens; `on_event` is called on the running loop.
+
+        Raises:
+            BadRequest: `BAD_CONFIG`, another daemon serves the path, or nothing can be bound there.
+
+        """
+        self._on_event = on_event
+        self._lock = PathLock(self._path)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        router = self._context.socket(zmq.ROUTER)
+        apply(router, Kind.WORKER_ROUTER)
+        try:
+            with _created_with(self._mode):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
+                router.bind(self.endpoint)
+                self._listener.bind(self._path)
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            router.close(0)
+            self.close()
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
+        self._router = SocketPump(router, self._received)
+        self._watch_listener()
+
+    def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Sends a frame, and duplicates of `descriptors`, on a session; a closed one is ignored.
+
+        Raises:
+            BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
+
+        """
+        session = self._sessions.get(connection)
+        if session is not None:
+            session.send(frame, descriptors)
+
+    def close_session(self, connection: int) -> None:
+        """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
+        session = self._sessions.pop(connection, None)
+        if session is not None:
+            self._closing.add(session)
+            session.finish(self._closing.discard)
+
+    def discard(self, descriptors: tuple[int, ...]) -> None:
+        """Closes descriptors that came along with a frame that nobody wants."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def send(self, session: bytes, frame: bytes) -> bool:
+        """Sends a frame to a worker; False where its queue is full or it is not connected."""
+        return self._router is not None and self._router.send([session, frame])
+
+    def close(self) -> None:
+        """Closes the sockets and removes their files, after at most the linger time of `kvd.net.options`."""
+        for session in (*self._sessions.values(), *self._closing):
+            session.close()
+        self._sessions.clear()
+        self._closing.clear()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        if self._router is not None:
+            self._router.close()
+            self._router = None
+        self._context.term()
+        if self._lock is not None:
+            for path in (self._path, self._zmq_path(self._path)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            self._lock.release()
+            self._lock = None
+
+    @staticmethod
+    def _zmq_path(path: str) -> str:
+        return f"{path}.zmq"
+
+    def _received(self, parts: list[bytes]) -> None:
+        # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
+        self._on_event(WorkerFrame(parts[0], parts[1] if len(parts) == 2 else b""))
+
+    def _watch_listener(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None  # noqa: S101 - the reader is removed before the listener is
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(ACCEPT_PAUSE_SECONDS, self._watch_listener)
+            return
+        if len(self._sessions) >= MAX_CONNECTIONS:
+            accepted.close()
+            return
+        pid, uid, gid = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        connection = next(self._numbers)
+        self._sessions[connection] = _Session(accepted, connection, self._session_event)
+        self._on_event(SessionOpened(connection, pid, uid, gid))
+
+    def _session_event(self, event: SessionFrame | SessionClosed) -> None:
+        if isinstance(event, SessionClosed) and self._sessions.pop(event.connection, None) is None:
+            return
+        self._on_event(event)
+
+
+class _Session:
+    """One connection: watched by the loop for as long as it is open."""
+
+    def __init__(
+        self, accepted: socket.socket, connection: int, on_event: Callable[[SessionFrame | SessionClosed], None]
+    ) -> None:
+        self._stream = FrameStream(accepted)
+        self._connection = connection
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._on_finished: Callable[[_Session], None] | None = None
+        self._time_out: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._stream.fileno(), self._receive)
+
+    def send(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
+        if self._stream.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):  # a broken connection is reported once, by the read side
+            self._stream.send(frame, descriptors)
+        if self._stream.waiting > MAX_WAITING_BYTES:
+            self.close()
+            self._loop.call_soon(self._on_event, SessionClosed(self._connection))  # never inside the caller's own call
+        elif self._stream.waiting:
+            self._loop.add_writer(self._stream.fileno(), self._flush)
+
+    def finish(self, on_finished: "Callable[[_Session], None]") -> None:
+        """Reads no more; closes when everything is sent, or after a time."""
+        self._on_finished = on_finished
+        if self._stream.waiting:
+            self._loop.remove_reader(self._stream.fileno())
+            self._time_out = self._loop.call_later(HANG_UP_SECONDS, self._finished)
+        else:
+            self._finished()
+
+    def close(self) -> None:
+        if self._stream.fileno() < 0:
+            return
+        if self._time_out is not None:
+            self._time_out.cancel()
+        self._loop.remove_reader(self._stream.fileno())
+        self._loop.remove_writer(self._stream.fileno())
+        self._stream.close()
+
+    def _finished(self) -> None:
+        self.close()
+        if self._on_finished is not None:
+            self._on_finished(self)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+            if self._stream.waiting:
+                return
+        self._loop.remove_writer(self._stream.fileno())
+        if self._on_finished is not None:
+            self._finished()
+
+    def _receive(self) -> None:
+        try:
+            frames = self._stream.receive()
+        except BadRequest as error:
+            with contextlib.suppress(OSError):
+                self._stream.send(encode(Refused(error.code, error.text)))
+            self._lost(error)
+            return
+        if frames is None:
+            self._lost(None)
+            return
+        for position, frame in enumerate(frames):
+            if self._stream.fileno() < 0 or self._on_finished is not None:
+                for unread in frames[position:]:
+                    for descriptor in unread.descriptors:
+                        os.close(descriptor)
+                return
+            self._on_event(SessionFrame(self._connection, frame.content, frame.descriptors))
+
+    def _lost(self, error: BadRequest | None) -> None:
+        self.close()
+        self._on_event(SessionClosed(self._connection, error))
+
+
+@contextlib.contextmanager
+def _created_with(mode: int) -> Iterator[None]:
+    """Files made inside get `mode` from their first moment: a mode set afterwards would leave a gap."""
+    before = os.umask(0o777 & ~mode)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,83 @@
+"""A lease: the promise that the blocks of one offer keep their content. Runs at the producer's daemon.
+
+The rules, which the table below makes precise:
+
+- A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only where the
+  lease is alive and the generation is that of the grant.
+- It ends when every reader has finished (`released`), when its time is over and nobody holds a claim (`expired`), or
+  when the producer takes it back (`revoked`). Ending breaks the claims that are still held, before the worker is told
+  that the blocks are its own again: from then on no fence of theirs can hold.
+- A claim that lapses (its consumer went silent) is broken by itself and leaves the lease to the others.
+"""
+
+from enum import StrEnum
+
+from kvd.state.machine import Step, Table
+
+
+class State(StrEnum):
+    """Who relies on the lease."""
+
+    OFFERED = "offered"
+    """nobody yet, or nobody just now"""
+    CLAIMED = "claimed"
+    """at least one reader"""
+    RELEASED = "released"
+    """nobody: every reader has finished"""
+    EXPIRED = "expired"
+    """nobody: its time was over"""
+    REVOKED = "revoked"
+    """nobody: the producer took it back"""
+
+
+class Event(StrEnum):
+    """What happened."""
+
+    CLAIM = "claim"
+    """a reader asks for it"""
+    UNCLAIMED = "unclaimed"
+    """the last claim that was held is gone, without all readers having finished"""
+    FINISHED = "finished"
+    """all readers have finished"""
+    EXPIRE = "expire"
+    """the offer's time is over"""
+    REVOKE = "revoke"
+    """the worker withdrew it, a successor of the worker wants the pool, or the daemon drains"""
+
+
+class Effect(StrEnum):
+    """What to do."""
+
+    GRANT = "grant"
+    REFUSE = "refuse"
+    BREAK = "break"
+    """break every claim that is still held"""
+    RELEASE = "release"
+    """tell the worker that the blocks are its own again"""
+
+
+_S, _E, _F = State, Event, Effect
+_ENDED = (_S.RELEASED, _S.EXPIRED, _S.REVOKED)
+
+TABLE: Table[State, Event, Effect] = Table(
+    "lease",
+    initial=_S.OFFERED,
+    final=frozenset(_ENDED),
+    steps={
+        (_S.OFFERED, _E.CLAIM): Step(_S.CLAIMED, (_F.GRANT,)),
+        (_S.OFFERED, _E.FINISHED): Step(_S.RELEASED, (_F.RELEASE,)),
+        (_S.OFFERED, _E.EXPIRE): Step(_S.EXPIRED, (_F.RELEASE,)),
+        (_S.OFFERED, _E.REVOKE): Step(_S.REVOKED, (_F.RELEASE,)),
+        (_S.CLAIMED, _E.CLAIM): Step(_S.CLAIMED, (_F.GRANT,)),
+        (_S.CLAIMED, _E.UNCLAIMED): Step(_S.OFFERED),
+        (_S.CLAIMED, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)),
+        (_S.CLAIMED, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)),
+        **{(ended, _E.CLAIM): Step(ended, (_F.REFUSE,)) for ended in _ENDED},
+    },
+    ignored={
+        _S.OFFERED: frozenset({_E.UNCLAIMED}),
+        # Its time may be over: whoever holds a claim keeps it alive until the claim ends.
+        _S.CLAIMED: frozenset({_E.EXPIRE}),
+        **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
+    },
+)

@@ -1,0 +1,101 @@
+"""A transfer: what one producer rank contributes to one pull. Runs at the consumer's daemon.
+
+The rules, which the table below makes precise:
+
+- Nothing is read before the lease is granted, and a transfer is held only by a fence that was asked for after the last
+  byte landed. Everything else that can happen ends in `ended`, and its request in failure.
+- While a read is open at the transport the blocks are in quarantine, whatever became of the request: only `landed` and
+  `broke`, the transport's own words, end that.
+- The claim is let go only after the read is over, so that a producer never frees what is still being read.
+"""
+
+from enum import StrEnum
+
+from kvd.state.machine import Step, Table
+
+
+class State(StrEnum):
+    """What the transfer waits for."""
+
+    CONNECTING = "connecting"
+    """the handshake with the producer's daemon"""
+    CLAIMING = "claiming"
+    """the producer's grant"""
+    READING = "reading"
+    """the last byte"""
+    FENCING = "fencing"
+    """the producer's word that the lease was held"""
+    DRAINING = "draining"
+    """the transport's word that nothing writes any more, after the request has ended"""
+    HELD = "held"
+    """nothing: all bytes are here and proven"""
+    ENDED = "ended"
+    """nothing: it contributed nothing"""
+
+
+class Event(StrEnum):
+    """What happened."""
+
+    CONNECTED = "connected"
+    GRANTED = "granted"
+    REFUSED = "refused"
+    """by the producer: claim refused, lease broken, or the peer is lost"""
+    LANDED = "landed"
+    BROKE = "broke"
+    """the transport ended the read without all bytes"""
+    PROVEN = "proven"
+    """the fence came back: held"""
+    STOP = "stop"
+    """the request has ended otherwise: cancelled, past its deadline, or another transfer of it failed"""
+
+
+class Effect(StrEnum):
+    """What to do."""
+
+    CLAIM = "claim"
+    READ = "read"
+    FENCE = "fence"
+    ABORT = "abort"
+    """ask the transport to end the read early"""
+    LET_GO = "let_go"
+    """tell the producer that the claim is not wanted any more"""
+    FAIL = "fail"
+    """the request fails"""
+    CONTRIBUTE = "contribute"
+    """this transfer is done"""
+    FREE = "free"
+    """its blocks leave quarantine"""
+
+
+_S, _E, _F = State, Event, Effect
+
+TABLE: Table[State, Event, Effect] = Table(
+    "transfer",
+    initial=_S.CONNECTING,
+    final=frozenset({_S.HELD, _S.ENDED}),
+    steps={
+        (_S.CONNECTING, _E.CONNECTED): Step(_S.CLAIMING, (_F.CLAIM,)),
+        (_S.CONNECTING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
+        (_S.CONNECTING, _E.STOP): Step(_S.ENDED, (_F.FREE,)),
+        (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
+        (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
+        (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
+        (_S.READING, _E.BROKE): Step(_S.ENDED, (_F.LET_GO, _F.FREE, _F.FAIL)),
+        (_S.READING, _E.REFUSED): Step(_S.DRAINING, (_F.ABORT, _F.FAIL)),
+        (_S.READING, _E.STOP): Step(_S.DRAINING, (_F.ABORT,)),
+        (_S.FENCING, _E.PROVEN): Step(_S.HELD, (_F.FREE, _F.CONTRIBUTE)),
+        (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
+        (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+    },
+    ignored={
+        # Answers may come twice, since asks are sent again when an answer is late.
+        _S.READING: frozenset({_E.GRANTED}),
+        _S.FENCING: frozenset({_E.GRANTED}),
+        _S.DRAINING: frozenset({_E.GRANTED, _E.REFUSED, _E.STOP}),
+        _S.HELD: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
+        _S.ENDED: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
+    },
+)

@@ -1,0 +1,372 @@
+"""What runs on the NIXL transport's thread: peers, registrations, reads and the slices that are posted.
+
+A slice is *posted* from the moment NIXL takes it until NIXL says that it is done, or has failed and its handle could be
+released; NIXL has no cancel, and until then it may write. A read ends when nothing of it is posted and nothing waits.
+
+When a peer dies NIXL raises the same error for each of its slices, once it has closed the connection, and knows the
+peer no more. Its reads are failed as their slices end; a peer that is added again meanwhile waits for that, because
+NIXL must forget the old connection between the two.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvd import limits
+from kvd.errors import ErrorCode, InternalError
+from kvd.transport.interface import (
+    Deregistered,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+    RegisterFailed,
+)
+from kvd.transport.metadata import agent_of
+from kvd.transport.pace import PROMPT, Pace
+from kvd.transport.prepared import PreparedRead
+from kvd.transport.queue import Slice, SliceQueue
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
+
+Command = Callable[[], None]
+
+CHECKS_PER_POST = 32
+"""Slices looked at between two posts: thousands of small ones may be posted, and a look costs 1 us."""
+
+FLUSH_BYTES = 64 * limits.KIB
+"""Events wait while smaller slices than this are posted, 10 to 20 us each: a burst of them wakes the loop once."""
+
+_DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
+_GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
+"""What C++ exceptions become that a peer's malformed metadata may cause inside of NIXL."""
+
+_abandoned: list[object] = []
+"""Agents stopped with slices posted: to destroy one would free what UCX still uses."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """`lost` is why the peer is of no use any more; `again` is metadata to load when its reads have ended."""
+
+    agent: str
+    metadata: bytes
+    reads: set[int] = field(default_factory=set)
+    leaving: bool = False
+    lost: str = ""
+    again: bytes | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """`posted` counts slices that NIXL has; `failure` is why the read will not land."""
+
+    key: int
+    peer: _Peer
+    prepared: PreparedRead
+    posted: int = 0
+    started: float = 0.0
+    failure: str = ""
+    aborted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    """A slice that NIXL has; with `failure` it only waits for its handle to be released."""
+
+    read: _Read
+    piece: Slice
+    handle: Any
+    failure: Exception | None = None
+
+
+class NixlStateError(Exception):
+    """NIXL returned the state of a slice as an error instead of raising one."""
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Engine:
+    """Commands in, events out. Every method but `commands.put` belongs to the thread that calls `run`."""
+
+    def __init__(self, agent: Any, failures: tuple[type[Exception], ...]) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._nixl = agent
+        self._failures = failures
+        self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
+        self._emit: Callable[[Event], None]
+        self._flush: Callable[[], None]
+        self._pace = Pace()
+        self._slices = SliceQueue()
+        self._pools: dict[int, Any] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._posted: deque[_Posted] = deque()
+        self._stop_seconds: float | None = None
+
+    def run(self, emit: Callable[[Event], None], flush: Callable[[], None]) -> None:
+        """Serves until `stop`; what escapes it is a defect. Emitted events may wait for the next flush."""
+        self._emit, self._flush = emit, flush
+        busy = False
+        looked = 0.0
+        while self._stop_seconds is None:
+            heard = self._listen(0.0 if busy else self._pace.seconds(time.monotonic(), bool(self._posted)))
+            posted = self._post_next()
+            ended = self._check_posted(CHECKS_PER_POST if posted else len(self._posted))
+            if not posted:
+                flush()
+            now = time.monotonic()
+            if not posted or now - looked >= PROMPT:
+                self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
+                looked = now
+            busy = heard or posted or ended
+            if busy:
+                self._pace.touch(now)
+        self._shut_down(self._stop_seconds)
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """As `Transport.register`."""
+        region = np.array([[base, size, 0]], dtype=np.uint64)
+        try:
+            self._pools[pool] = self._nixl.register_memory(region, mem_type="DRAM")
+        except self._failures as error:
+            self._emit(RegisterFailed(pool, f"{_text(error)} for {size} bytes at {base:#x}"))
+        else:
+            self._emit(Registered(pool, self._nixl.get_agent_metadata()))
+
+    def deregister(self, pool: int) -> None:
+        """As `Transport.deregister`."""
+        self._nixl.deregister_memory(self._pools.pop(pool))
+        self._emit(Deregistered(pool, self._nixl.get_agent_metadata()))
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """As `Transport.add_peer`."""
+        named = agent_of(metadata)
+        known = self._peers.get(agent)
+        if named != agent:
+            self._emit(PeerFailed(agent, f"its metadata is about {named!r}" if named else "its metadata is not NIXL's"))
+            if known:
+                self._lose(known, "its metadata was replaced by some of no use")
+        elif known is None:
+            self._load(agent, metadata)
+        elif known.lost:
+            known.again = metadata
+        else:
+            known.leaving = False
+            self._merge(known, metadata)
+
+    def remove_peer(self, agent: str) -> None:
+        """As `Transport.remove_peer`."""
+        peer = self._peers.get(agent)
+        if peer:
+            peer.leaving, peer.again = True, None
+            self._forget_if_quiet(peer)
+
+    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+        """As `Transport.read`."""
+        if read in self._reads:
+            raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
+        peer = self._peers.get(agent)
+        if peer is None or peer.lost or peer.leaving:
+            self._emit(ReadFailed(read, f"agent {agent!r} is not known: add it before reading from it"))
+        elif self._slices.add(read, agent, descriptors):
+            self._reads[read] = _Read(read, peer, PreparedRead(self._nixl, agent, local_base, remote_base))
+            peer.reads.add(read)
+        else:
+            self._emit(Landed(read, 0.0))
+
+    def abort(self, read: int) -> None:
+        """As `Transport.abort`."""
+        opened = self._reads.get(read)
+        if opened and self._slices.waiting(read):
+            opened.aborted = True
+            self._fail(opened, "aborted")
+
+    def expect_readers(self, expected: bool) -> None:
+        """As `Transport.expect_readers`."""
+        self._pace.readers_expected = expected
+
+    def stop(self, seconds: float) -> None:
+        """Makes `run` return: no new posts, and `seconds` for those that are out."""
+        self._stop_seconds = seconds
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _listen(self, seconds: float) -> bool:
+        """Runs the commands that are there, waiting for the first; False where none came."""
+        try:
+            command = self.commands.get(timeout=seconds) if seconds else self.commands.get_nowait()
+        except queue.Empty:
+            return False
+        command()
+        for _ in range(self.commands.qsize()):
+            self.commands.get_nowait()()
+        return True
+
+    def _post_next(self) -> bool:
+        """Posts one slice; False where none may be posted."""
+        piece = self._slices.pick()
+        if piece is None:
+            return False
+        if piece.bytes >= FLUSH_BYTES:
+            self._flush()
+        read = self._reads[piece.read]
+        read.started = read.started or time.perf_counter()
+        read.posted += 1
+        try:
+            handle = read.prepared.transfer_of(piece)
+        except self._failures as error:
+            self._slice_ended(read, piece, error)
+            return True
+        posted = _Posted(read, piece, handle)
+        if not self._has_ended(posted, self._nixl.transfer):
+            self._posted.append(posted)
+        return True
+
+    def _check_posted(self, most: int) -> bool:
+        """Asks NIXL for the state of `most` slices, the oldest first; whether one ended."""
+        ended = False
+        for _ in range(min(most, len(self._posted))):
+            posted = self._posted.popleft()
+            if self._has_ended(posted, self._nixl.check_xfer_state):
+                ended = True
+            else:
+                self._posted.append(posted)
+        return ended
+
+    def _has_ended(self, posted: _Posted, ask: Callable[[Any], str]) -> bool:
+        """Whether nothing writes for this slice any more, as NIXL answers `ask`; if so, accounts for it."""
+        if posted.failure is None:
+            try:
+                state = ask(posted.handle)
+            except self._failures as error:
+                posted.failure = error
+            else:
+                if state == "DONE":
+                    self._slice_ended(posted.read, posted.piece, None)
+                    posted.handle.release()
+                    return True
+                if state == "PROC":
+                    return False
+                posted.failure = NixlStateError(f"state {state}")
+        try:
+            posted.handle.release()
+        except self._failures:
+            return False  # refused while a part of the slice is active
+        self._slice_ended(posted.read, posted.piece, posted.failure)
+        return True
+
+    def _slice_ended(self, read: _Read, piece: Slice, failure: Exception | None) -> None:
+        read.posted -= 1
+        self._slices.ended(read.peer.agent, piece)
+        if failure is not None and type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
+            self._emit(PeerFailed(read.peer.agent, _text(failure)))
+            self._lose(read.peer, _text(failure))
+        elif failure is not None:
+            self._fail(read, _text(failure))
+        else:
+            self._end_if_quiet(read)
+        read.prepared.slice_ended(piece)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, read: _Read, reason: str) -> None:
+        """The read will not land: drops what is not posted."""
+        read.failure = read.failure or reason
+        self._slices.drop(read.key)
+        self._end_if_quiet(read)
+
+    def _end_if_quiet(self, read: _Read) -> None:
+        if read.posted or self._slices.waiting(read.key) or read.key not in self._reads:
+            return
+        del self._reads[read.key]
+        if read.failure:
+            self._emit(ReadFailed(read.key, read.failure, read.aborted))
+        else:
+            self._emit(Landed(read.key, time.perf_counter() - read.started))
+        read.peer.reads.remove(read.key)
+        read.prepared.release()
+        self._forget_if_quiet(read.peer)
+
+    def _load(self, agent: str, metadata: bytes) -> None:
+        """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
+
+        NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
+        incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
+        """
+        try:
+            self._nixl.add_remote_agent(metadata)
+            self._nixl.make_connection(agent)
+        except self._metadata_failures as error:
+            self._remove(agent)
+            self._emit(PeerFailed(agent, _text(error)))
+        else:
+            self._peers[agent] = _Peer(agent, metadata)
+            self._emit(PeerAdded(agent))
+
+    def _merge(self, peer: _Peer, metadata: bytes) -> None:
+        """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
+        try:
+            if metadata != peer.metadata:
+                self._nixl.add_remote_agent(metadata)
+        except self._metadata_failures as error:
+            peer.again = metadata
+            self._lose(peer, f"its metadata was replaced: {_text(error)}")
+        else:
+            peer.metadata = metadata
+            self._emit(PeerAdded(peer.agent))
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """The peer is of no use any more: fails its reads, and forgets it when they have ended."""
+        peer.lost = reason
+        for read in list(peer.reads):
+            self._fail(self._reads[read], f"lost agent {peer.agent!r}: {reason}")
+        self._forget_if_quiet(peer)
+
+    def _forget_if_quiet(self, peer: _Peer) -> None:
+        if peer.reads or not (peer.lost or peer.leaving) or self._peers.get(peer.agent) is not peer:
+            return
+        del self._peers[peer.agent]
+        self._remove(peer.agent)
+        if peer.again is not None:
+            self._load(peer.agent, peer.again)
+
+    def _remove(self, agent: str) -> None:
+        try:
+            self._nixl.remove_remote_agent(agent)
+        except self._failures as error:
+            if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
+                raise
+
+    def _shut_down(self, seconds: float) -> None:
+        for key in list(self._reads):
+            self._slices.drop(key)
+        deadline = time.monotonic() + seconds
+        while self._posted and time.monotonic() < deadline:
+            self._nixl.get_new_notifs()
+            if not self._check_posted(len(self._posted)):
+                time.sleep(PROMPT)
+        if self._posted:
+            _abandoned.append(self._nixl)
+            return
+        for read in self._reads.values():
+            read.prepared.release()
+        for agent in self._peers:
+            self._remove(agent)
+        for registration in self._pools.values():
+            self._nixl.deregister_memory(registration)
+        del self._nixl

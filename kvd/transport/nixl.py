@@ -1,0 +1,145 @@
+"""The transport over NIXL: one agent (UCX backend) on one thread.
+
+NIXL posts block (a same-host read is copied inside of the post), and its agent is not locked, so every call of it is
+made on the thread; commands travel there on a queue, events travel back through an `Outbox`. Nothing else is shared.
+`kvd.transport.engine` is what runs on the thread; this file is its door, and the only one that imports nixl.
+
+At the end of the process: `stop()` shuts NIXL down in order, but NIXL's own teardown has crashed (signal 11) in
+processes that lost a peer in the middle of a read. A daemon therefore leaves by `os._exit` once its own clean-up is
+done, so that no destructor decides its exit status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvd.errors import ErrorCode, InternalError
+from kvd.transport.engine import Engine
+from kvd.transport.interface import Deregistered, Event, Registered, TransportDied
+from kvd.transport.metadata import agent_of
+from kvd.transport.outbox import Outbox
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
+
+STOP_SECONDS = 5.0
+"""How long `stop` waits for slices that are posted: at memory speed 64 MiB take 10 ms, over a bad network seconds."""
+
+ENVIRONMENT = {
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
+    "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
+    "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
+}
+"""What NIXL and UCX read once, when they are loaded; a value that the operator set stays."""
+
+
+def open_agent(name: str) -> Any:
+    """A NIXL agent with the UCX backend and without a progress thread: whoever holds it makes the progress.
+
+    Raises:
+        ImportError: nixl is not installed (it comes with the extra `daemon`).
+
+    """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    import nixl  # noqa: PLC0415 - workers and tests import this package without it
+
+    return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+
+class NixlTransport:
+    """`kvd.transport.interface.Transport` over NIXL. `agent` must be unique to this incarnation of the daemon.
+
+    Raises:
+        ImportError: nixl is not installed (it comes with the extra `daemon`).
+
+    """
+
+    def __init__(self, agent: str, loop: asyncio.AbstractEventLoop) -> None:
+        handle = open_agent(agent)
+        bindings = vars(sys.modules["nixl"]._bindings)
+        failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
+        self._agent = agent
+        self._loop = loop
+        self._metadata: bytes = handle.get_agent_metadata()
+        if agent_of(self._metadata) != agent:
+            raise InternalError(
+                ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
+            )
+        self._engine = Engine(handle, failures)
+        self._thread: threading.Thread | None = None
+        self._outbox: Outbox | None = None
+
+    @property
+    def agent(self) -> str:
+        """The name under which peers add this agent."""
+        return self._agent
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, as of the last event that changed it."""
+        return self._metadata
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Starts the thread; `on_event` is called on the loop, in the order of the events."""
+        if self._thread is not None:
+            raise InternalError(ErrorCode.INTERNAL, f"transport {self._agent!r} was started twice")
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, Registered | Deregistered):
+                self._metadata = event.metadata
+            on_event(event)
+
+        self._outbox = Outbox(self._loop, deliver)
+        self._thread = threading.Thread(target=self._run, args=(self._outbox,), name="kvd-transport", daemon=True)
+        self._thread.start()
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+        self._engine.commands.put(partial(self._engine.register, pool, base, size))
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
+        self._engine.commands.put(partial(self._engine.deregister, pool))
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
+        self._engine.commands.put(partial(self._engine.add_peer, agent, metadata))
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets `agent` once its reads have ended. No answer."""
+        self._engine.commands.put(partial(self._engine.remove_peer, agent))
+
+    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+        self._engine.commands.put(partial(self._engine.read, read, agent, local_base, remote_base, descriptors))
+
+    def abort(self, read: int) -> None:
+        """Asks for an early end of a read; unknown and ended reads are ignored."""
+        self._engine.commands.put(partial(self._engine.abort, read))
+
+    def expect_readers(self, expected: bool) -> None:
+        """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+        self._engine.commands.put(partial(self._engine.expect_readers, expected))
+
+    def stop(self) -> None:
+        """Ends everything in order, waiting for it, `STOP_SECONDS` at most for slices that are posted."""
+        if self._thread is None or self._outbox is None:
+            return
+        self._outbox.close()
+        self._engine.commands.put(partial(self._engine.stop, STOP_SECONDS))
+        self._thread.join()
+
+    def _run(self, outbox: Outbox) -> None:
+        try:
+            self._engine.run(outbox.put, outbox.flush)
+        except BaseException as error:
+            outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
+            outbox.flush()
+            raise

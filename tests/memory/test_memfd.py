@@ -1,0 +1,205 @@
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.memory.mapping import HUGE_PAGE
+from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
+
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    def state() -> tuple[list[str], str]:
+        maps = Path("/proc/self/maps").read_text()
+        return sorted(os.listdir("/proc/self/fd")), "\n".join(line for line in maps.splitlines() if "memfd:" in line)
+
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.fixture
+def hugetlb_pages() -> Iterator[int]:
+    before = NR_HUGEPAGES.read_text()
+    try:
+        NR_HUGEPAGES.write_text(str(int(before) + 4))
+    except OSError as error:
+        pytest.skip(f"hugetlb pages cannot be reserved here: {error}")
+    try:
+        if int(NR_HUGEPAGES.read_text()) < int(before) + 4:
+            pytest.skip("the kernel has no four free huge pages")
+        yield 4
+    finally:
+        NR_HUGEPAGES.write_text(before)
+
+
+def own_bytes(pool: MemfdPool) -> memoryview:
+    """The daemon's own view of its mapping."""
+    return memoryview((ctypes.c_char * pool.size).from_address(pool.base)).cast("B")
+
+
+def worker_map(pool: MemfdPool) -> mmap.mmap:
+    return mmap.mmap(pool.descriptor, os.fstat(pool.descriptor).st_size)
+
+
+def resident_bytes(pool: MemfdPool) -> int:
+    return os.fstat(pool.descriptor).st_blocks * 512
+
+
+@pytest.mark.parametrize("backing", [Backing.AUTO, Backing.PLAIN])
+def test_a_new_pool_is_zeroed_faulted_in_and_aligned(backing: Backing) -> None:
+    pool = MemfdProvider(backing).allocate("prefill-0", HUGE_PAGE + 1)
+    assert pool.size == HUGE_PAGE + 1
+    assert pool.base % HUGE_PAGE == 0
+    assert resident_bytes(pool) == 2 * HUGE_PAGE
+    assert bytes(own_bytes(pool)) == bytes(HUGE_PAGE + 1)
+    pool.close()
+
+
+def test_bytes_written_by_the_worker_are_the_daemons_and_the_other_way_round() -> None:
+    pool = MemfdProvider().allocate("prefill-0", 4096)
+    with worker_map(pool) as mapped:
+        mapped[7:11] = b"work"
+        own_bytes(pool)[20:24] = b"here"
+        assert bytes(own_bytes(pool)[7:11]) == b"work"
+        assert mapped[20:24] == b"here"
+    pool.close()
+
+
+def test_the_worker_can_neither_cut_nor_grow_nor_seal_a_pool() -> None:
+    pool = MemfdProvider().allocate("prefill-0", 4096)
+    lent = os.dup(pool.descriptor)
+    for attempt in (
+        lambda: os.ftruncate(lent, 0),
+        lambda: os.ftruncate(lent, 2 * HUGE_PAGE),
+        lambda: fcntl.fcntl(lent, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ):
+        with pytest.raises(PermissionError):
+            attempt()
+    os.close(lent)
+    pool.close()
+
+
+def test_plain_is_plain_even_where_huge_pages_can_be_had() -> None:
+    pool = MemfdProvider(Backing.PLAIN).allocate("prefill-0", HUGE_PAGE)
+    assert pool.backing == "plain"
+    pool.close()
+
+
+def test_transparent_huge_pages_are_counted_not_assumed() -> None:
+    try:
+        pool = MemfdProvider(Backing.THP).allocate("prefill-0", 3 * HUGE_PAGE)
+    except Unavailable as error:
+        pytest.skip(f"no transparent huge pages here: {error.text}")
+    assert pool.backing == "thp"
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = smaps[smaps.index(f"{pool.base:08x}-") :]
+    assert f"ShmemPmdMapped:{3 * HUGE_PAGE // 1024:>9} kB" in entry[: entry.index("VmFlags")]
+    pool.close()
+
+
+def test_hugetlb_pages_are_taken_where_the_system_has_them(hugetlb_pages: int) -> None:
+    pool = MemfdProvider().allocate("prefill-0", hugetlb_pages * HUGE_PAGE)
+    assert pool.backing == "hugetlb"
+    with worker_map(pool) as mapped:
+        mapped[-1] = 9
+    assert own_bytes(pool)[-1] == 9
+    pool.close()
+
+
+def test_hugetlb_pages_are_reserved_when_the_pool_is_made_not_when_it_is_touched(hugetlb_pages: int) -> None:
+    provider = MemfdProvider(Backing.HUGETLB)
+    first = provider.allocate("first", 3 * HUGE_PAGE)
+    with pytest.raises(Unavailable, match=r"needs 2 free hugetlb pages .* vm\.nr_hugepages") as caught:
+        provider.allocate("second", 2 * HUGE_PAGE)
+    assert caught.value.code is ErrorCode.OVERLOADED
+    first.close()
+
+
+def test_auto_does_without_hugetlb_pages_where_there_are_too_few(hugetlb_pages: int) -> None:
+    pool = MemfdProvider().allocate("prefill-0", (hugetlb_pages + 1) * HUGE_PAGE)
+    assert pool.backing in ("thp", "plain")
+    pool.close()
+
+
+def test_a_hugetlb_pool_is_adopted_with_its_bytes(hugetlb_pages: int) -> None:
+    first = MemfdProvider(Backing.HUGETLB).allocate("prefill-0", HUGE_PAGE)
+    own_bytes(first)[:4] = b"kept"
+    kept = os.dup(first.descriptor)
+    first.close()
+    second = MemfdProvider().adopt(kept, HUGE_PAGE)
+    assert second.backing == "hugetlb"
+    assert bytes(own_bytes(second)[:4]) == b"kept"
+    second.close()
+
+
+def test_more_memory_than_there_is_is_refused_with_both_numbers() -> None:
+    with pytest.raises(Unavailable, match=rf"needs {1 << 50} bytes of memory, \d+ are available") as caught:
+        MemfdProvider(Backing.PLAIN).allocate("prefill-0", 1 << 50)
+    assert caught.value.code is ErrorCode.OVERLOADED
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(BadRequest, match="pool 'prefill-0' of 0 bytes"):
+        MemfdProvider().allocate("prefill-0", 0)
+
+
+def test_an_adopted_pool_has_the_bytes_and_the_backing_it_had() -> None:
+    provider = MemfdProvider()
+    first = provider.allocate("prefill-0", HUGE_PAGE + 100)
+    own_bytes(first)[-4:] = b"kept"
+    backing = first.backing
+    kept = os.dup(first.descriptor)
+    first.close()
+    second = provider.adopt(kept, HUGE_PAGE + 100)
+    assert second.backing == backing
+    assert bytes(own_bytes(second)[-4:]) == b"kept"
+    second.close()
+
+
+def refusal(descriptor: int, size: int) -> str:
+    with pytest.raises(BadRequest) as caught:
+        MemfdProvider().adopt(descriptor, size)
+    assert caught.value.code is ErrorCode.BAD_POOL
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    return caught.value.text
+
+
+def test_a_descriptor_that_is_no_memfd_is_refused_and_closed() -> None:
+    assert "no memfd" in refusal(os.open("/dev/null", os.O_RDWR), 4096)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK, SEALS & ~fcntl.F_SEAL_SHRINK])
+def test_a_memfd_whose_size_could_change_is_refused_and_closed(seals: int) -> None:
+    descriptor = os.memfd_create("worker", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, HUGE_PAGE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    assert "could change under us" in refusal(descriptor, 4096)
+
+
+@pytest.mark.parametrize("size", [-1, 0, HUGE_PAGE + 1])
+def test_a_sealed_memfd_of_another_size_is_refused_and_closed(size: int) -> None:
+    pool = MemfdProvider().allocate("prefill-0", HUGE_PAGE)
+    assert f"the memfd has {HUGE_PAGE} bytes" in refusal(os.dup(pool.descriptor), size)
+    pool.close()
+
+
+def test_a_pool_that_cannot_be_written_to_is_refused_and_closed() -> None:
+    descriptor = os.memfd_create("worker", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, HUGE_PAGE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_WRITE)
+    assert "cannot be mapped writable" in refusal(descriptor, HUGE_PAGE)
+
+
+def test_closing_twice_closes_once() -> None:
+    pool = MemfdProvider().allocate("prefill-0", 4096)
+    pool.close()
+    pool.close()

@@ -1,0 +1,20 @@
+import pytest
+
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.memory.memfd import MemfdProvider
+from kvd.memory.provider import provider_for
+
+
+def test_host_memory_is_made_of_memfds() -> None:
+    assert isinstance(provider_for("cpu"), MemfdProvider)
+
+
+def test_a_cuda_device_is_refused_with_what_to_do() -> None:
+    with pytest.raises(Unavailable, match=r"no CUDA device: .*'cuda:0'; set the device to `cpu`") as caught:
+        provider_for("cuda:0")
+    assert caught.value.code is ErrorCode.NO_DEVICE
+
+
+def test_an_unknown_kind_of_device_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(BadRequest, match="device 'tpu' is neither `cpu` nor `cuda:N`"):
+        provider_for("tpu")

@@ -1,0 +1,62 @@
+"""Both loops that kvd runs on, a driver that waits for events and never sleeps, and a check that nothing is left."""
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    yield
+    gc.collect()
+    assert sorted(os.listdir(tmp_path)) == []
+    assert [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()] == []
+    sockets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if str(tmp_path) in target:
+            sockets.append(target)
+    assert sockets == []
+
+
+class Inbox:
+    """Collects events; `until` waits for a condition on all of them."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self._arrived = asyncio.Event()
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+        self._arrived.set()
+
+    async def until(self, condition: Callable[[list[Any]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition(self.events):
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def next(self, kind: type) -> Any:
+        """Removes and returns the first event of `kind`, waiting for it."""
+        await self.until(lambda events: any(isinstance(event, kind) for event in events))
+        index = next(i for i, event in enumerate(self.events) if isinstance(event, kind))
+        return self.events.pop(index)
+
+
+@pytest.fixture
+async def inbox() -> Inbox:
+    return Inbox()

@@ -1,0 +1,341 @@
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+from kvd.net.frames import HEADER, MAX_DESCRIPTORS, pack
+from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.net.stream import FrameStream
+from kvd.net.workers import MAX_CONNECTIONS, WorkerSockets
+from kvd.protocol.codec import session_replies
+from tests.net.conftest import Inbox
+
+
+class Daemon:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path / "kvd.sock")
+        self.inbox = Inbox()
+        self.port = WorkerSockets(self.path)
+        self.port.start(self.inbox)
+
+    async def session(self) -> tuple[socket.socket, int]:
+        """A connected worker's socket, and the daemon's number of it."""
+        worker = socket.socket(socket.AF_UNIX)
+        worker.connect(self.path)
+        opened = await self.inbox.next(SessionOpened)
+        return worker, opened.connection
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    daemon = Daemon(tmp_path)
+    yield daemon
+    daemon.port.close()
+
+
+async def read_frame(worker: socket.socket) -> tuple[bytes, list[int]]:
+    def read() -> tuple[bytes, list[int]]:
+        worker.settimeout(5)
+        data, descriptors, _, _ = socket.recv_fds(worker, 1 << 20, 4)
+        while len(data) < HEADER.size or len(data) < HEADER.size + HEADER.unpack_from(data)[0]:
+            data += worker.recv(1 << 20)
+        return data[HEADER.size :], list(descriptors)
+
+    return await asyncio.get_running_loop().run_in_executor(None, read)
+
+
+@pytest.fixture(autouse=True)
+async def _executor() -> AsyncIterator[None]:
+    yield
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_the_kernel_says_who_opened_a_session(daemon: Daemon) -> None:
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(daemon.path)
+        opened = await daemon.inbox.next(SessionOpened)
+        assert (opened.pid, opened.uid, opened.gid) == (os.getpid(), os.getuid(), os.getgid())
+
+
+async def test_the_sockets_are_for_their_owner_only_and_go_with_the_daemon(daemon: Daemon) -> None:
+    for path in (daemon.path, daemon.path + ".zmq"):
+        mode = os.stat(path).st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+    daemon.port.close()
+    assert os.listdir(os.path.dirname(daemon.path)) == []
+
+
+async def test_frames_and_descriptors_travel_both_ways(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        ours, theirs = os.pipe()
+        socket.send_fds(worker, [pack(b"attach")], [theirs])
+        frame = await daemon.inbox.next(SessionFrame)
+        assert (frame.connection, frame.frame, len(frame.descriptors)) == (connection, b"attach", 1)
+        assert not os.get_inheritable(frame.descriptors[0])
+        os.write(frame.descriptors[0], b"through the pipe")
+        assert os.read(ours, 100) == b"through the pipe"
+        daemon.port.send_session(connection, b"attached", (ours,))
+        content, descriptors = await read_frame(worker)
+        assert content == b"attached"
+        assert os.fstat(ours).st_ino == os.fstat(descriptors[0]).st_ino
+        for descriptor in (ours, theirs, *frame.descriptors, *descriptors):
+            os.close(descriptor)
+
+
+async def test_frames_sent_in_one_go_arrive_one_by_one(daemon: Daemon) -> None:
+    worker, _ = await daemon.session()
+    with worker:
+        worker.sendall(pack(b"one") + pack(b"two") + pack(b"")[:3])
+        assert (await daemon.inbox.next(SessionFrame)).frame == b"one"
+        assert (await daemon.inbox.next(SessionFrame)).frame == b"two"
+        worker.sendall(pack(b"")[3:])
+        assert (await daemon.inbox.next(SessionFrame)).frame == b""
+
+
+async def test_a_worker_that_goes_away_is_noticed(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    worker.close()
+    assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+    daemon.port.send_session(connection, b"too late")
+    daemon.port.close_session(connection)
+
+
+async def test_a_frame_larger_than_the_kernels_buffer_arrives_whole(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        large = os.urandom(3 * limits.MIB)
+        daemon.port.send_session(connection, large)
+        daemon.port.close_session(connection)
+        assert (await read_frame(worker))[0] == large
+        assert await asyncio.get_running_loop().run_in_executor(None, worker.recv, 1) == b""
+    assert daemon.inbox.events == []
+
+
+async def test_what_was_sent_before_hanging_up_is_read(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        worker.sendall(b"\x05\x00")
+        daemon.port.send_session(connection, b"refused")
+        daemon.port.close_session(connection)
+        assert (await read_frame(worker))[0] == b"refused"
+
+
+async def test_a_worker_that_never_reads_loses_its_session(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        for _ in range(4):
+            daemon.port.send_session(connection, bytes(limits.MAX_MESSAGE_BYTES))
+        assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+
+
+async def test_a_garbage_length_ends_the_session_with_a_typed_error_and_leaves_the_others(daemon: Daemon) -> None:
+    good, good_connection = await daemon.session()
+    bad, bad_connection = await daemon.session()
+    with good, bad:
+        bad.sendall(b"\xff" * 100)
+        closed = await daemon.inbox.next(SessionClosed)
+        assert closed.connection == bad_connection
+        assert closed.error.code is ErrorCode.TOO_LARGE
+        refused = session_replies.decode((await read_frame(bad))[0])
+        assert (refused.code, "4294967295 bytes" in refused.text) == ("too_large", True)
+        good.sendall(pack(b"attach"))
+        assert await daemon.inbox.next(SessionFrame) == SessionFrame(good_connection, b"attach", ())
+
+
+async def test_more_descriptors_than_a_frame_may_have_end_the_session_and_stay_open_nowhere(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        ours, theirs = os.pipe()
+        socket.send_fds(worker, [pack(b"attach")], [theirs] * (MAX_DESCRIPTORS + 3))
+        os.close(theirs)
+        closed = await daemon.inbox.next(SessionClosed)
+        assert (closed.connection, closed.error.code) == (connection, ErrorCode.BAD_MESSAGE)
+        assert os.read(ours, 1) == b""  # end of file: nobody has the other end any more
+        os.close(ours)
+
+
+async def test_descriptors_of_a_frame_cut_short_are_closed(daemon: Daemon) -> None:
+    worker, _ = await daemon.session()
+    ours, theirs = os.pipe()
+    socket.send_fds(worker, [pack(b"attach")[:5]], [theirs])
+    os.close(theirs)
+    worker.close()
+    await daemon.inbox.next(SessionClosed)
+    assert os.read(ours, 1) == b""
+    os.close(ours)
+
+
+async def test_frames_after_the_session_was_closed_are_dropped_with_their_descriptors(daemon: Daemon) -> None:
+    worker, _ = await daemon.session()
+    with worker:
+        ours, theirs = os.pipe()
+        seen: list[bytes] = []
+
+        def close_at_once(event: object) -> None:
+            if isinstance(event, SessionFrame):
+                seen.append(event.frame)
+                daemon.port.close_session(event.connection)
+
+        daemon.port._on_event = close_at_once
+        worker.sendall(pack(b"one") + pack(b"two"))
+        socket.send_fds(worker, [pack(b"three")], [theirs])
+        os.close(theirs)
+        assert await asyncio.get_running_loop().run_in_executor(None, os.read, ours, 1) == b""
+        assert seen == [b"one"]
+        os.close(ours)
+
+
+async def test_connections_beyond_the_bound_are_hung_up_on(daemon: Daemon) -> None:
+    workers = [socket.socket(socket.AF_UNIX) for _ in range(MAX_CONNECTIONS + 1)]
+    for worker in workers:
+        worker.connect(daemon.path)
+    await daemon.inbox.until(lambda events: len(events) == MAX_CONNECTIONS)
+    workers[-1].settimeout(5)
+    assert await asyncio.get_running_loop().run_in_executor(None, workers[-1].recv, 1) == b""
+    for worker in workers:
+        worker.close()
+
+
+async def test_a_live_daemons_path_is_not_taken(daemon: Daemon) -> None:
+    other = WorkerSockets(daemon.path)
+    with pytest.raises(BadRequest, match=f"another kvd serves {daemon.path}") as caught:
+        other.start(lambda event: None)
+    assert caught.value.code is ErrorCode.BAD_CONFIG
+    other.close()
+    worker, _ = await daemon.session()
+    worker.close()
+
+
+async def test_a_dead_daemons_files_are_replaced(tmp_path: Path) -> None:
+    path = str(tmp_path / "kvd.sock")
+    for name in (path, path + ".zmq"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(name)
+    os.close(os.open(path + ".lock", os.O_CREAT))
+    daemon = Daemon(tmp_path)
+    worker, _ = await daemon.session()
+    worker.close()
+    daemon.port.close()
+
+
+async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kvd.sock"
+    path.write_text("somebody's notes")
+    port = WorkerSockets(str(path))
+    with pytest.raises(BadRequest, match="exists and is no socket"):
+        port.start(lambda event: None)
+    port.close()
+    assert path.read_text() == "somebody's notes"
+    path.unlink()
+
+
+async def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    port = WorkerSockets(str(tmp_path / "missing" / "kvd.sock"))
+    with pytest.raises(BadRequest, match=r"missing/kvd\.sock"):
+        port.start(lambda event: None)
+    port.close()
+
+
+async def test_a_path_too_long_for_a_socket_is_refused() -> None:
+    with pytest.raises(BadRequest, match="too long"):
+        WorkerSockets("/run/" + "x" * 100)
+
+
+class TestRequests:
+    """The ZMQ half."""
+
+    @pytest.fixture
+    async def dealer(self, daemon: Daemon) -> AsyncIterator["zmq.Socket[bytes]"]:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVTIMEO, 5000)
+            dealer.setsockopt(zmq.ROUTING_ID, b"session-of-16-by")
+            dealer.connect(daemon.port.endpoint)
+            yield dealer
+
+    async def test_a_frame_comes_with_its_session_and_is_answered(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.send(b"offer")
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"offer")
+        assert daemon.port.send(b"session-of-16-by", b"offered")
+        assert await asyncio.get_running_loop().run_in_executor(None, dealer.recv) == b"offered"
+
+    async def test_a_worker_that_is_not_there_is_told_to_the_sender(self, daemon: Daemon) -> None:
+        assert not daemon.port.send(b"session-of-16-by", b"offered")
+
+    async def test_a_worker_that_does_not_read_fills_its_own_queue_only(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.setsockopt(zmq.RCVHWM, 10)
+        dealer.send(b"offer")
+        await daemon.inbox.next(WorkerFrame)
+        sent = 0
+        while daemon.port.send(b"session-of-16-by", bytes(1000)):
+            sent += 1
+            assert sent < 100_000
+            await asyncio.sleep(0)
+
+    async def test_one_flooding_worker_does_not_keep_the_loop(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.send(b"first")
+        await daemon.inbox.next(WorkerFrame)
+        for _ in range(500):
+            dealer.send(b"flood")
+        longest = turn = 0
+        while len(daemon.inbox.events) < 500:
+            before = len(daemon.inbox.events)
+            await asyncio.sleep(0)
+            turn = len(daemon.inbox.events) - before
+            longest = max(longest, turn)
+        assert longest <= 64
+
+    async def test_an_oversize_frame_costs_its_sender_the_connection_and_nothing_else(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.send(bytes(limits.MAX_MESSAGE_BYTES + 1))
+        while not daemon.inbox.events:
+            dealer.send(b"offer", zmq.NOBLOCK)
+            await asyncio.sleep(0.01)
+        assert daemon.inbox.events[0].frame == b"offer"
+
+    async def test_a_message_in_several_parts_is_passed_up_as_an_empty_frame(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.send_multipart([b"offer", b"and more"])
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"")
+
+    async def test_random_bytes_on_the_socket_change_nothing(self, daemon: Daemon, dealer: "zmq.Socket[bytes]") -> None:
+        for _ in range(10):
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.connect(daemon.path + ".zmq")
+                raw.sendall(os.urandom(500))
+        dealer.send(b"offer")
+        # Some bytes are a greeting of an old ZMTP: what follows them is a frame, for the actor to refuse.
+        await daemon.inbox.until(lambda events: WorkerFrame(b"session-of-16-by", b"offer") in events)
+
+
+async def test_a_stream_tells_what_the_kernel_did_not_take_yet() -> None:
+    left, right = socket.socketpair()
+    stream, other = FrameStream(left), FrameStream(right)
+    stream.send(bytes(limits.MIB))
+    assert stream.waiting > 0
+    received = []
+    while not received:
+        stream.flush()
+        received = other.receive()
+    assert received[0].content == bytes(limits.MIB)
+    assert stream.waiting == 0
+    stream.close()
+    assert other.receive() is None
+    other.close()

@@ -1,0 +1,218 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd import limits
+from kvd.transport.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, cut
+
+from .descriptors import Descriptors, descriptors
+
+LENGTHS = st.lists(
+    st.one_of(st.integers(0, 70_000), st.integers(limits.SLICE_BYTES - 2, 3 * limits.SLICE_BYTES + 2)), max_size=40
+)
+
+
+def packed(lengths: list[int]) -> Descriptors:
+    ends = np.cumsum([0, *lengths])
+    return descriptors((int(e), int(e) + 7, n) for e, n in zip(ends, lengths, strict=False))
+
+
+def blocks(count: int, size: int) -> Descriptors:
+    start = np.arange(count, dtype=np.uint64) * np.uint64(size)
+    return Descriptors(start, start, np.full(count, size, np.uint64))
+
+
+def pieces(piece: Slice) -> list[tuple[int, int, int]]:
+    part = slice(piece.start, piece.stop)
+    chunk = piece.chunk
+    return [
+        (int(s), int(d), int(n)) for s, d, n in zip(chunk.src[part], chunk.dst[part], chunk.length[part], strict=True)
+    ]
+
+
+def take(queue: SliceQueue) -> Slice:
+    piece = queue.pick()
+    assert piece is not None
+    return piece
+
+
+@given(LENGTHS)
+def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[int]) -> None:
+    at = 0
+    for piece in cut(1, packed(lengths)):
+        assert piece.bytes == sum(n for _, _, n in pieces(piece))
+        for src, dst, length in pieces(piece):
+            assert (src, dst) == (at, at + 7)
+            at += length
+    assert at == sum(lengths)
+
+
+@given(LENGTHS)
+def test_no_slice_exceeds_a_limit_and_none_is_empty(lengths: list[int]) -> None:
+    for piece in cut(1, packed(lengths)):
+        assert 0 < piece.bytes <= limits.SLICE_BYTES
+        assert 0 < piece.stop - piece.start <= limits.SLICE_DESCRIPTORS
+        assert all(n > 0 for _, _, n in pieces(piece))
+
+
+def test_a_read_of_many_descriptors_is_cut_a_chunk_at_a_time() -> None:
+    found = list(cut(1, blocks(2 * CHUNK_DESCRIPTORS + 5, 16)))
+    assert [len(chunk.length) for chunk in dict.fromkeys(piece.chunk for piece in found)] == [
+        CHUNK_DESCRIPTORS,
+        CHUNK_DESCRIPTORS,
+        5,
+    ]
+    assert found[0].chunk.slices_left == CHUNK_DESCRIPTORS // limits.SLICE_DESCRIPTORS
+
+
+def test_a_slice_is_as_large_as_the_limits_allow() -> None:
+    quarter_mib = list(cut(1, blocks(64, 256 * limits.KIB)))
+    assert [piece.bytes for piece in quarter_mib] == [limits.SLICE_BYTES] * 4
+    small = list(cut(1, blocks(1024, 64)))
+    assert [piece.stop - piece.start for piece in small] == [limits.SLICE_DESCRIPTORS] * 2
+
+
+def test_a_read_without_bytes_has_no_slices() -> None:
+    queue = SliceQueue()
+    assert not queue.add(1, "p", descriptors([]))
+    assert not queue.add(2, "p", descriptors([(0, 0, 0)]))
+    assert not queue
+    assert queue.pick() is None
+
+
+def test_a_short_read_overtakes_a_long_one() -> None:
+    queue = SliceQueue()
+    queue.add(1, "p", blocks(64, limits.MIB))
+    for _ in range(2):
+        first = take(queue)
+        assert first.read == 1
+    queue.add(2, "p", blocks(1, 16))
+    second = take(queue)
+    assert second.read == 2
+
+
+def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
+    queue = SliceQueue()
+    queue.add(0, "p", blocks(40, limits.SLICE_BYTES))
+    picked = []
+    for short in range(1, 101):
+        queue.add(short, "p", blocks(1, 16))
+        piece = take(queue)
+        queue.ended("p", piece)
+        picked.append(piece.read)
+    assert picked.count(0) >= len(picked) // limits.OLDEST_TURN
+
+
+def test_the_oldest_turn_spans_the_peers() -> None:
+    queue = SliceQueue()
+    queue.add(0, "p", blocks(400, limits.SLICE_BYTES))
+    queue.add(1, "q", blocks(400, limits.SLICE_BYTES))
+    picked = []
+    for _ in range(40):
+        piece = take(queue)
+        queue.ended("pq"[piece.read], piece)
+        picked.append(piece.read)
+    assert 16 <= picked.count(1) <= 24
+
+
+def test_bytes_in_flight_are_bounded_for_each_peer_and_a_stuck_peer_takes_no_room_of_another() -> None:
+    queue = SliceQueue()
+    queue.add(1, "stuck", blocks(1024, limits.MIB))
+    posted = 0
+    while (piece := queue.pick()) is not None:
+        posted += piece.bytes
+    assert posted == queue.bytes_in_flight("stuck") == limits.MAX_BYTES_IN_FLIGHT
+    queue.add(2, "well", blocks(1, 16))
+    piece = take(queue)
+    assert piece.read == 2
+
+
+def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> None:
+    queue = SliceQueue()
+    queue.add(1, "p", blocks(64, limits.MIB))
+    piece = take(queue)
+    queue.drop(1)
+    assert not queue.waiting(1)
+    assert queue.pick() is None
+    assert queue.bytes_in_flight("p") == piece.bytes
+    queue.ended("p", piece)
+    assert queue.bytes_in_flight("p") == 0
+
+
+def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> None:
+    queue = SliceQueue()
+    queue.add(0, "p", blocks(64, limits.MIB))
+    while (piece := queue.pick()) is not None:
+        last = piece
+    for read in range(1, 1000):
+        queue.add(read, "p", blocks(1, limits.MIB))
+        queue.drop(read)
+    lane = queue._lanes["p"]
+    assert len(lane.by_posted) < 100
+    assert last.read == 0
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from("abc"), LENGTHS),
+        st.tuples(st.just("pick"), st.integers(1, 20)),
+        st.tuples(st.just("end"), st.integers(0, 50)),
+        st.tuples(st.just("drop"), st.integers(0, 10)),
+    ),
+    max_size=40,
+)
+
+
+class Model:
+    """What a queue is asked to do, checked against the plainest account of it."""
+
+    def __init__(self) -> None:
+        self.queue = SliceQueue()
+        self.agent: list[str] = []
+        self.wanted: list[int] = []
+        self.posted: list[int] = []
+        self.dropped: set[int] = set()
+        self.flying: list[Slice] = []
+
+    def add(self, agent: str, lengths: list[int]) -> None:
+        size = sum(lengths)
+        assert self.queue.add(len(self.agent), agent, packed(lengths)) == (size > 0)
+        self.agent.append(agent)
+        self.wanted.append(size)
+        self.posted.append(0)
+
+    def pick(self, times: int) -> None:
+        for _ in range(times):
+            piece = self.queue.pick()
+            if piece is None:
+                return
+            assert piece.read not in self.dropped
+            self.posted[piece.read] += piece.bytes
+            self.flying.append(piece)
+            agent = self.agent[piece.read]
+            in_flight = sum(other.bytes for other in self.flying if self.agent[other.read] == agent)
+            assert in_flight == self.queue.bytes_in_flight(agent) <= limits.MAX_BYTES_IN_FLIGHT
+
+    def end(self, which: int) -> None:
+        if self.flying:
+            piece = self.flying.pop(which % len(self.flying))
+            self.queue.ended(self.agent[piece.read], piece)
+
+    def drop(self, read: int) -> None:
+        if self.queue.waiting(read):
+            self.dropped.add(read)
+        self.queue.drop(read)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS)
+def test_whatever_happens_every_byte_is_posted_once_or_dropped_and_the_bounds_hold(actions: list[tuple]) -> None:
+    model = Model()
+    for kind, *arguments in actions:
+        getattr(model, kind)(*arguments)
+    while model.queue or model.flying:
+        model.pick(1000)
+        model.end(0)
+    kept = [read for read in range(len(model.wanted)) if read not in model.dropped]
+    assert [model.posted[read] for read in kept] == [model.wanted[read] for read in kept]
+    assert not model.queue._lanes
