@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvd.engines.demo import processes as module
+from kvd import processes as module
 from kvd.processes import ProcessEndedError, Processes
 
 TALKER = """
