@@ -1,0 +1,40 @@
+"""The models of the laboratory, by name, and prompts for them. `models` writes them."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+VOCABULARY: Final = 512
+WINDOW: Final = 64
+"""Sliding window of the hybrid model, in tokens."""
+
+BLOCK: Final = 16
+"""Tokens a block, of every model."""
+
+MODELS: Final = ("llama", "gemma", "deepseek", "bench")
+
+FLAGS: Final[dict[str, tuple[str, ...]]] = {"gemma": ("--no-disable-hybrid-kv-cache-manager",)}
+"""What a server needs for a model beside the flags that all have."""
+
+
+def write_models(folder: Path, *names: str) -> None:
+    """Writes models into `folder`/name, in a process of its own: transformers and torch are heavy.
+
+    Raises:
+        subprocess.CalledProcessError: It failed; what it said is on standard error.
+
+    """
+    command = [sys.executable, "-m", "kvd.engines.vllm_lab.models", str(folder), *names]
+    subprocess.run(command, check=True, env=os.environ | OFFLINE, timeout=300)  # noqa: S603  # the command is ours
+
+
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def make_prompt(tokens: int, seed: int) -> list[int]:
+    """A prompt of `tokens` random token ids; equal seeds give prompts of which one begins the other."""
+    source = random.Random(seed)  # noqa: S311  # no secret
+    return [source.randrange(2, VOCABULARY) for _ in range(tokens)]
