@@ -19,7 +19,7 @@ class Completion:
     times: list[float] = field(default_factory=list)
     """When each token arrived, by `time.perf_counter`."""
     finish: str | None = None
-    """Why it ended: `length`, `stop`, or what vLLM says of an error."""
+    """Why it ended: `length`, or what vLLM says of an error."""
 
     @property
     def gaps(self) -> list[float]:
@@ -72,7 +72,7 @@ async def complete(url: str, body: dict[str, Any]) -> Completion:
     """Sends `body` and reads the tokens as they come.
 
     Raises:
-        HttpError: There was no good answer, or it broke off.
+        HttpError: There was no good answer, or it broke off, or it has fewer tokens than were asked for.
 
     """
     completion = Completion()
@@ -83,6 +83,10 @@ async def complete(url: str, body: dict[str, Any]) -> Completion:
             if "error" in event:
                 raise HttpError(int(event["error"].get("code") or 500), str(event["error"].get("message")))
             _add(completion, event["choices"], time.perf_counter())
+    if completion.finish != "length":
+        raise HttpError(
+            0, f"{url}: the completion ended with {completion.finish!r} after {len(completion.tokens)} tokens"
+        )
     return completion
 
 

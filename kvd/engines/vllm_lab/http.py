@@ -76,6 +76,8 @@ async def request(url: str, path: str, body: object | None = None) -> AsyncItera
             yield await _response(reader)
         finally:
             writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
     except (OSError, EOFError, ValueError) as error:
         raise HttpError(0, f"{url}{path}: {type(error).__name__}: {error}") from error
 

@@ -55,6 +55,7 @@ def _gemma() -> PretrainedConfig:
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
+        tie_word_embeddings=False,
         layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
         initializer_range=0.2,
         **_COMMON,

@@ -1,26 +1,28 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
-from kvd.engines.vllm_lab.servers import Daemon, Engine, Server
+from kvd.engines.vllm_lab.servers import BLOCKS, Daemon, Engine, Server
 from kvd.engines.vllm_lab.service import Service
 
 
 class Pair(ABC):
-    """The prefill server on the first core, the decode server on the second."""
+    """The prefill server on the first core, the decode server on the second.
+
+    `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
+    of either KV cache.
+    """
 
     name: str
 
-    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", flags: Sequence[str] = ()) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", blocks: int = BLOCKS) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, core, tuple(flags)), self._config(side))
+            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks), self._config(side))
             for core, side in enumerate(("prefill", "decode"))
         )
 
@@ -47,20 +49,15 @@ class Pair(ABC):
         params = await prefill(self.prefill.url, body)
         return await complete(self.decode.url, body | {"kv_transfer_params": params})
 
-    def stop(self) -> None:
-        """Ends all processes, the last one first."""
-        for service in reversed(self.services):
-            service.stop()
-
 
 class KvdPair(Pair):
     """With two daemons."""
 
     name = "kvd"
 
-    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", flags: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", blocks: int = BLOCKS) -> None:
         self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy, flags)
+        super().__init__(folder, models, model, policy, blocks)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the socket of the daemon of that side."""

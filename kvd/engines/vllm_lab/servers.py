@@ -10,13 +10,15 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.engines.vllm_lab.catalog import FLAGS, OFFLINE
+from kvd.engines.vllm_lab.catalog import BLOCK, FLAGS, OFFLINE
 from kvd.engines.vllm_lab.http import HttpError, get
 from kvd.engines.vllm_lab.service import Service, free_cores, with_environment
 
-KV_GIB = 1
 LONGEST = 2048
 """Tokens of a prompt and its completion."""
+
+BLOCKS = 512
+"""Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Engine:
     models: Path
     model: str
     core: int
-    flags: tuple[str, ...] = ()
+    blocks: int = BLOCKS
+    """Of the KV cache."""
 
 
 class Server(Service):
@@ -52,15 +55,15 @@ class Server(Service):
             "VLLM_CPU_OMP_THREADS_BIND": str(cores[engine.core % len(cores)]),
             "OMP_NUM_THREADS": "1",
             "KMP_BLOCKTIME": "0",
-            "VLLM_SLEEP_WHEN_IDLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
         }
         command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
-        command += [*FLAGS.get(engine.model, ()), *engine.flags]
+        command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(engine.blocks)]
+        command += FLAGS.get(engine.model, ())
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         return with_environment(variables, command)
@@ -76,6 +79,8 @@ class Server(Service):
 
 class Daemon(Service):
     """A kvd daemon; it listens on other ports after every start, and on the same session socket."""
+
+    needed_first = True
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str] = ()) -> None:
         super().__init__(name, folder)

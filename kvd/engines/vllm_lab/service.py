@@ -20,6 +20,9 @@ _POLL_SECONDS = 0.1
 class Service(ABC):
     """One process; `folder` gets a log for every start."""
 
+    needed_first = False
+    """Whether others fail to start while this is not up."""
+
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
@@ -88,7 +91,7 @@ def with_environment(variables: dict[str, str], command: Sequence[str]) -> list[
 
 
 async def start_all(services: Sequence[Service]) -> None:
-    """Starts services at once and waits until all are up.
+    """Starts services and waits until all are up; those that others need to start come first and are waited for.
 
     Raises:
         ProcessEndedError: One ended instead.
@@ -97,9 +100,16 @@ async def start_all(services: Sequence[Service]) -> None:
     """
     for service in services:
         service.start()
-    async with asyncio.TaskGroup() as group:
-        for service in services:
-            group.create_task(service.ready())
+        if service.needed_first:
+            await service.ready()
+    for service in services:
+        await service.ready()
+
+
+def stop_all(services: Sequence[Service]) -> None:
+    """Ends services, the last one first."""
+    for service in reversed(services):
+        service.stop()
 
 
 def free_cores() -> list[int]:
