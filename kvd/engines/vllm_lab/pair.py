@@ -1,7 +1,9 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
@@ -18,7 +20,7 @@ class Pair(ABC):
 
     name: str
 
-    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
@@ -51,20 +53,30 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With two daemons."""
+    """With two daemons; `extra` are further settings of the connector."""
 
     name = "kvd"
 
-    def __init__(self, folder: Path, models: Path, model: str, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        extra: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._extra = extra
         self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy, blocks)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the socket of the daemon of that side."""
         return {
             "kv_connector": "KvdConnector",
             "kv_connector_module_path": "kvd.engines.vllm",
-            "kv_connector_extra_config": {"socket": str(self.daemons[side].socket)},
+            "kv_connector_extra_config": {"socket": str(self.daemons[side].socket), **self._extra},
         }
 
     @property

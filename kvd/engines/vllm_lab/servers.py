@@ -137,13 +137,22 @@ class RouterProcess(Service):
         return True
 
 
-async def scrape(url: str) -> dict[str, float]:
-    """The metrics of a server or a daemon: every sample's value by its name, added up over its labels."""
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families((await get(url, "/metrics")).decode()):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return totals
+class Metrics:
+    """What a server or a daemon counts, as of one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The samples of this name that have these labels, added up; 0 where there are none."""
+        return sum(
+            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+async def scrape(service: "Server | Daemon") -> Metrics:
+    """The metrics of a server or a daemon now."""
+    return Metrics((await get(service.url, "/metrics")).decode())
 
 
 def _free_port() -> int:
