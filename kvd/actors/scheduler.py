@@ -81,6 +81,10 @@ class _Pull:
     outcome: str = ""
     quarantined: bool = False
 
+    def asks(self, address: str) -> bool:
+        """Whether one of its producer ranks is there."""
+        return any(rank.address == address for rank in self.ticket.ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
@@ -210,8 +214,10 @@ class SchedulerActor(Actor):
             if all(address != message.address for address, *_ in key[1])
         }
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
-        if not message.restarted:
-            for pull in [pull for pull in self._pulls.values() if message.address in pull.awaited]:
+        for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
+            if message.restarted:
+                pull.awaited.add(message.address)
+            else:
                 self._end(pull, error)
         for transfer in list(self._transfers.values()):
             if transfer.address == message.address:
