@@ -25,7 +25,7 @@ MODEL = "bench"
 """The model with the largest KV cache: a prompt of 400 tokens moves 50 MB, so that deaths find transfers at work."""
 
 TOKENS = 6
-BLOCKS = 192
+BLOCKS = 96
 OVERWRITING = 4
 """Prompts of 1,000 tokens that together need more blocks than there are."""
 

@@ -17,7 +17,7 @@ from kvd.engines.vllm_lab.service import Service, free_cores, with_environment
 LONGEST = 2048
 """Tokens of a prompt and its completion."""
 
-BLOCKS = 512
+BLOCKS = 256
 """Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
 
 
