@@ -152,9 +152,10 @@ class Worker:
             case wire.Detached():
                 self._on_detached()
             case wire.Refused():
-                if self.session is not None and not self.detaching:
+                if self.detaching:
+                    self._on_detached()  # it leaves; its pool goes when the last read into it has ended
+                elif self.session is not None:
                     self.session.hang_up(lose=False)
-                self.detaching = False
 
     def _on_attached(self, attached: wire.Attached, descriptor: int) -> None:
         kernel, session = self.world.kernel, self.session
