@@ -23,6 +23,11 @@ FLAGS: Final[dict[str, tuple[str, ...]]] = {
 """What a server needs for a model beside the flags that all have."""
 
 
+LATENT: Final = frozenset({"deepseek"})
+"""Models with latent attention. vLLM keeps no prefix cache of them on a CPU, and its CPU kernels for prefill and decode
+disagree on them: by 0.1 to 1 in a token's log-probability, on one server, without any connector."""
+
+
 def write_models(folder: Path, *names: str) -> None:
     """Writes models into `folder`/name, in a process of its own: transformers and torch are heavy.
 
