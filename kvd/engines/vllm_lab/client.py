@@ -68,14 +68,14 @@ async def prefill(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-async def complete(url: str, body: dict[str, Any]) -> Completion:
-    """Sends `body` and reads the tokens as they come.
+async def complete(url: str, body: dict[str, Any], into: Completion | None = None) -> Completion:
+    """Sends `body` and reads the tokens as they come, into `into` where somebody watches.
 
     Raises:
         HttpError: There was no good answer, or it broke off, or it has fewer tokens than were asked for.
 
     """
-    completion = Completion()
+    completion = into or Completion()
     async with request(url, PATH, body | {"stream": True}) as response:
         if response.status != 200:
             raise HttpError(response.status, (await response.read()).decode(errors="replace"))
