@@ -21,11 +21,12 @@ class Router:
 
     async def serve(self, port: int) -> None:
         """Serves on 127.0.0.1, until cancelled."""
-        server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        server = await asyncio.start_server(self.connected, "127.0.0.1", port)
         async with server:
             await server.serve_forever()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: one request."""
         try:
             await self._answer(reader, writer)
         except HttpError as error:
