@@ -23,6 +23,9 @@ FLAGS: Final[dict[str, tuple[str, ...]]] = {
 """What a server needs for a model beside the flags that all have."""
 
 
+GROUPS: Final = {"gemma": 6}
+"""KV-cache groups, where there are several: a request takes blocks for each of them."""
+
 LATENT: Final = frozenset({"deepseek"})
 """Models with latent attention. vLLM keeps no prefix cache of them on a CPU, and its CPU kernels for prefill and decode
 disagree on them: by 0.1 to 1 in a token's log-probability, on one server, without any connector."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.engines.vllm_lab.catalog import BLOCK, FLAGS, OFFLINE
+from kvd.engines.vllm_lab.catalog import BLOCK, FLAGS, GROUPS, OFFLINE
 from kvd.engines.vllm_lab.http import HttpError, get
 from kvd.engines.vllm_lab.service import Service, free_cores, with_environment
 
@@ -29,7 +29,7 @@ class Engine:
     model: str
     core: int
     blocks: int = BLOCKS
-    """Of the KV cache."""
+    """Of the KV cache, a group."""
 
 
 class Server(Service):
@@ -62,7 +62,8 @@ class Server(Service):
         command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
-        command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(engine.blocks)]
+        blocks = engine.blocks * GROUPS.get(engine.model, 1)
+        command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += FLAGS.get(engine.model, ())
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
