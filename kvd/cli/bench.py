@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
+from kvd.cli import bench_vllm
 
 _WINDOW = 32
 """Small pulls open at a time: as many requests as a busy decode engine has waiting for their KV."""
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
     parser.set_defaults(run=run)
+    bench_vllm.add_parser(parser.add_subparsers(title="with an engine", metavar="engine"))
 
 
 def run(args: argparse.Namespace) -> int:
