@@ -46,4 +46,10 @@ class Metrics:
             "kvd_requests_refused_total", "Requests refused, by socket and error code.", "socket", "code"
         )
         self.actor_failures = counter("kvd_actor_failures_total", "Messages that an actor could not handle.", "actor")
+        self.probe_seconds = gauge(
+            "kvd_probe_seconds", "How long a part (an actor, the transport) took to answer the watchdog.", "part"
+        )
+        self.watchdog_misses = counter(
+            "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
+        )
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")

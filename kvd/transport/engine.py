@@ -21,6 +21,7 @@ import numpy as np
 
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import (
+    Answered,
     Deregistered,
     Event,
     Landed,
@@ -188,6 +189,10 @@ class Engine:
     def expect_readers(self, expected: bool) -> None:
         """As `Transport.expect_readers`."""
         self._pace.readers_expected = expected
+
+    def ping(self, number: int) -> None:
+        """As `Transport.ping`."""
+        self._emit(Answered(number))
 
     def stop(self, seconds: float) -> None:
         """Makes `run` return: no new posts, and `seconds` for those that are out."""

@@ -128,6 +128,10 @@ class NixlTransport:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""
         self._engine.commands.put(partial(self._engine.expect_readers, expected))
 
+    def ping(self, number: int) -> None:
+        """Asks whether the thread turns; answered by `Answered`."""
+        self._engine.commands.put(partial(self._engine.ping, number))
+
     def stop(self) -> None:
         """Ends everything in order, waiting for it, `STOP_SECONDS` at most for slices that are posted."""
         if self._thread is None or self._outbox is None:
