@@ -44,11 +44,6 @@ class Child:
         """Becomes readable when the process ends."""
 
     @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
-
-    @property
     def source(self) -> int:
         """Descriptor of what the process writes."""
         assert self._process.stdout is not None  # noqa: S101

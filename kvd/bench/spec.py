@@ -3,21 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.layout import CacheSpec, Full, Group, Shard
-from kvd.layout.presets import latent
+from kvd.layout import CacheSpec, Full, Group, Shard, View, strided
 
 _BLOCK_TOKENS = 16
 
 
 def flat_spec(blocks: int, block_bytes: int) -> CacheSpec:
     """A pool of `blocks` blocks of `block_bytes` bytes, a multiple of 16, one behind the other."""
-    view = latent(
-        "layer block token byte",
-        [0],
-        num_blocks=blocks,
-        block_tokens=_BLOCK_TOKENS,
-        token_bytes=block_bytes // _BLOCK_TOKENS,
-    )
+    sizes = {"layer": 1, "block": blocks, "token": _BLOCK_TOKENS, "byte": block_bytes // _BLOCK_TOKENS}
+    view = View(component="latent", offset=0, axes=strided("layer block token byte", sizes), layers=(0,))
     group = Group(window=Full(), block_tokens=_BLOCK_TOKENS, num_blocks=blocks, views=(view,))
     shard = Shard(stages=((0, 1),))
     return CacheSpec(dtype="uint8", pool_bytes=blocks * block_bytes, groups=(group,), shard=shard)

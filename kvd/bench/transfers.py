@@ -15,7 +15,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One size: `count` blocks of `block_bytes` bytes, adjacent or scattered over the pools, measured `rounds` times."""
+    """`count` blocks of `block_bytes` bytes, adjacent or scattered over the pools, measured `rounds` times."""
 
     block_bytes: int
     count: int

@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure pulls against memcpy and raw NIXL in one run",
-        description="Measures pulls between two daemons on this machine, beside memcpy and raw NIXL on the same memory.",
+        description="Measures pulls between two daemons of this machine, beside memcpy and raw NIXL.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--load", action="store_true", help="status and small pulls while a pull of 1 GiB runs")

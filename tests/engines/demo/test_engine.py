@@ -1,8 +1,8 @@
 import pytest
 import torch
-from kvd.layout.presets import LAYOUTS
 
 from kvd.engines.demo.model import Model, generate_by_recomputation
+from kvd.layout.presets import LAYOUTS
 
 from .sides import Side, copy_tokens, make_side
 

@@ -16,8 +16,8 @@ from kvd.engines.demo.messages import (
     ToDecode,
     ToPrefill,
 )
-from kvd.processes import ProcessEndedError
 from kvd.engines.demo.router import CONCURRENT, Request, RequestFailedError, Router
+from kvd.processes import ProcessEndedError
 
 
 class Scripted:
