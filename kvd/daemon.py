@@ -62,6 +62,7 @@ class Daemon:
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
+        provider = provider_for(config.device, config.memory)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         self._transport = NixlTransport(identity, loop)
@@ -79,7 +80,7 @@ class Daemon:
             worker_port=self._worker_sockets,
             peer_port=self._peer_sockets,
             transport=self._transport,
-            provider=provider_for(config.device, config.memory),
+            provider=provider,
             background=_Background(loop),
             draw_session=lambda: os.urandom(16),
             describe=self._describe,

@@ -1,0 +1,35 @@
+"""What a worker imports: `Worker` (blocking) or `AsyncWorker`, `Blocks`, and the events that they return."""
+
+from kvd.client.aio import AsyncWorker
+from kvd.client.blocking import Worker
+from kvd.client.blocks import Blocks
+from kvd.client.events import (
+    Cancelled,
+    DaemonError,
+    Disconnected,
+    Done,
+    Event,
+    Failed,
+    Freed,
+    Offered,
+    OfferRefused,
+    Reattached,
+    Released,
+)
+
+__all__ = [
+    "AsyncWorker",
+    "Blocks",
+    "Cancelled",
+    "DaemonError",
+    "Disconnected",
+    "Done",
+    "Event",
+    "Failed",
+    "Freed",
+    "OfferRefused",
+    "Offered",
+    "Reattached",
+    "Released",
+    "Worker",
+]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvd import limits
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import (
     Answered,
@@ -43,6 +44,9 @@ Command = Callable[[], None]
 
 CHECKS_PER_POST = 32
 """Slices looked at between two posts: thousands of small ones may be posted, and a look costs 1 us."""
+
+FLUSH_BYTES = 64 * limits.KIB
+"""Events wait while smaller slices than this are posted, 10 to 20 us each: a burst of them wakes the loop once."""
 
 _DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
@@ -104,6 +108,7 @@ class Engine:
         self._failures = failures
         self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
         self._emit: Callable[[Event], None]
+        self._flush: Callable[[], None]
         self._pace = Pace()
         self._slices = SliceQueue()
         self._pools: dict[int, Any] = {}
@@ -112,18 +117,24 @@ class Engine:
         self._posted: deque[_Posted] = deque()
         self._stop_seconds: float | None = None
 
-    def run(self, emit: Callable[[Event], None]) -> None:
-        """Serves until `stop`; what escapes it is a defect."""
-        self._emit = emit
+    def run(self, emit: Callable[[Event], None], flush: Callable[[], None]) -> None:
+        """Serves until `stop`; what escapes it is a defect. Emitted events may wait for the next flush."""
+        self._emit, self._flush = emit, flush
         busy = False
+        looked = 0.0
         while self._stop_seconds is None:
             heard = self._listen(0.0 if busy else self._pace.seconds(time.monotonic(), bool(self._posted)))
             posted = self._post_next()
             ended = self._check_posted(CHECKS_PER_POST if posted else len(self._posted))
-            self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
+            if not posted:
+                flush()
+            now = time.monotonic()
+            if not posted or now - looked >= PROMPT:
+                self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
+                looked = now
             busy = heard or posted or ended
             if busy:
-                self._pace.touch(time.monotonic())
+                self._pace.touch(now)
         self._shut_down(self._stop_seconds)
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -216,6 +227,8 @@ class Engine:
         piece = self._slices.pick()
         if piece is None:
             return False
+        if piece.bytes >= FLUSH_BYTES:
+            self._flush()
         read = self._reads[piece.read]
         read.started = read.started or time.perf_counter()
         read.posted += 1
@@ -295,7 +308,11 @@ class Engine:
         self._forget_if_quiet(read.peer)
 
     def _load(self, agent: str, metadata: bytes) -> None:
-        """Takes in the metadata of an agent that NIXL does not know, and starts to connect."""
+        """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
+
+        NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
+        incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
+        """
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)

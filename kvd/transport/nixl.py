@@ -142,7 +142,8 @@ class NixlTransport:
 
     def _run(self, outbox: Outbox) -> None:
         try:
-            self._engine.run(outbox.put)
+            self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
+            outbox.flush()
             raise

@@ -10,7 +10,11 @@ from kvd.transport.interface import Event
 
 
 class Outbox:
-    """A queue that one thread fills and the loop empties; a burst of events wakes the loop once."""
+    """A queue that one thread fills and the loop empties.
+
+    `put` does not wake the loop, `flush` does: each wake-up takes the interpreter's lock from the thread for as long as
+    the loop runs, so a burst of events should cost one.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
         self._loop = loop
@@ -20,11 +24,12 @@ class Outbox:
         self._closed = False
 
     def put(self, event: Event) -> None:
-        """Any thread: `event` is delivered on the loop, after all that were put before it."""
-        if self._closed:
-            return
+        """On the thread: `event` is delivered after the next `flush`, and after all that were put before it."""
         self._events.append(event)
-        if not self._woken:
+
+    def flush(self) -> None:
+        """On the thread: wakes the loop if there is something to deliver."""
+        if self._events and not self._woken and not self._closed:
             self._woken = True
             self._loop.call_soon_threadsafe(self._deliver)
 

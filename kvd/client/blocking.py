@@ -1,0 +1,115 @@
+"""The client of a worker without a loop of its own."""
+
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvd.client.blocks import Blocks
+from kvd.client.driver import Driver
+from kvd.client.events import Event
+from kvd.client.session import Session, Spec
+from kvd.errors import ErrorCode, Unavailable
+
+T = TypeVar("T")
+
+
+class Worker(Session):
+    """A worker's session with its daemon; made by `attach`. One thread, one process; also a context manager."""
+
+    @classmethod
+    def attach(cls, socket_path: str, *, name: str, spec: Spec, timeout: float = 10.0) -> Self:
+        """Attaches as `name` and maps the pool that `spec` describes; waits for a daemon that is still starting.
+
+        Raises:
+            BadRequest: the daemon refused: `BAD_SPEC`, `BAD_VERSION`, `NOT_PERMITTED`, ...
+            Unavailable: not attached within `timeout` seconds: `DAEMON_LOST`, nobody answers; else what was refused
+                last (`POOL_BUSY`, another process has this name; `OVERLOADED`, not enough memory).
+
+        """
+        driver = Driver(socket_path, name, spec.encode(), spec.pool_bytes)
+        worker = cls(driver)
+        attached = None
+        try:
+            attached = worker._until(worker._take_attached, timeout)
+        finally:
+            if attached is None:
+                worker.close()
+        if attached is None:
+            raise driver.no_answer(timeout)
+        return worker
+
+    def offer(self, offer: str, *, tokens: int, blocks: Iterable[Blocks], ttl: float, timeout: float = 10.0) -> str:
+        """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds and returns the ticket for their consumer.
+
+        The blocks must not be written to until `Released` comes by `poll`. Other events that arrive wait for `poll`.
+
+        Raises:
+            KvdError: as `offer_nowait`; or what the daemon refused with.
+            Unavailable: `DEADLINE`, no answer within `timeout` seconds; the offer is withdrawn, and either
+                `OfferRefused` or `Released` comes by `poll`.
+
+        """
+        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl)
+        ticket = self._until(lambda: self._take_offer(offer), timeout)
+        if ticket is None:
+            raise self._offer_overdue(offer, timeout)
+        return ticket
+
+    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+        """The daemon at this moment, as its JSON document.
+
+        Raises:
+            Unavailable: `DAEMON_LOST`, the daemon cannot be reached; `DEADLINE`, no answer within `timeout` seconds.
+
+        """
+        call = self._ask_status()
+        report = self._until(lambda: self._take_status(call), timeout)
+        if report is None:
+            raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
+        return report
+
+    def wait(self, timeout: float) -> list[Event]:
+        """As `poll`, but waits up to `timeout` seconds for the first event."""
+        return self._until(lambda: self._driver.core.take_events() or None, timeout) or []
+
+    def detach(self, timeout: float = 10.0) -> None:
+        """Gives the pool back and closes. Returns when nothing reads from the pool or writes to it any more.
+
+        Raises:
+            Unavailable: `DEADLINE`, transfers still use the pool; `DAEMON_LOST`, nobody is there to take it. The
+                session is closed all the same.
+
+        """
+        self._driver.detach()
+        try:
+            if self._until(self._take_detached, timeout) is None:
+                raise Unavailable(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the session; the daemon keeps the pool, with its bytes, for whoever attaches next under this name.
+
+        Memory that tensors still lie on stays mapped until they are gone. A second call does nothing.
+        """
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _until(self, take: Callable[[], T | None], timeout: float) -> T | None:
+        until = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            self._driver.step(now)
+            if (taken := take()) is not None:
+                return taken
+            if now >= until:
+                return None
+            self._driver.wait_readable(until)

@@ -1,0 +1,43 @@
+"""Blocks as a worker names them."""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol.types import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Consecutive blocks of one KV-cache group: `ids[i]` holds position `first + i` of the sequence, in blocks.
+
+    `ids` are block ids of the worker's own pool: integers, or their little-endian unsigned 32-bit bytes.
+    """
+
+    group: int
+    first: int
+    ids: Sequence[int] | bytes
+
+
+def spans(blocks: Iterable[Blocks]) -> tuple[Span, ...]:
+    """`blocks` as they travel.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, an id is no unsigned 32-bit integer, or the bytes are not whole ids.
+
+    """
+    return tuple(Span(part.group, part.first, _packed(part)) for part in blocks)
+
+
+def _packed(blocks: Blocks) -> bytes:
+    if isinstance(blocks.ids, bytes):
+        if len(blocks.ids) % 4:
+            raise BadRequest(
+                ErrorCode.BAD_BLOCKS, f"group {blocks.group}: {len(blocks.ids)} bytes of block ids are not whole u32s"
+            )
+        return blocks.ids
+    try:
+        return struct.pack(f"<{len(blocks.ids)}I", *blocks.ids)
+    except (struct.error, TypeError) as error:
+        raise BadRequest(ErrorCode.BAD_BLOCKS, f"group {blocks.group}: block ids must be u32s ({error})") from error

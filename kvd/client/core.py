@@ -1,0 +1,320 @@
+"""The client without its sockets: requests in, frames out; frames in, events out. It knows no clock but its arguments.
+
+Notifications carry sequence numbers, from 1 on within one incarnation of the daemon. The core takes each of them once
+and in order: what it has seen already is dropped, and so is what comes too early, because the daemon sends it again. If
+the missing part does not follow within a time, `lost_notifications` says so and the connection is made anew, which
+makes the daemon send everything that is not acknowledged. What one `poll` returned is acknowledged by the next.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+from enum import Enum, auto
+
+import msgspec
+
+from kvd.client.blocks import Blocks, spans
+from kvd.client.events import DaemonError, Disconnected, Event, Reattached
+from kvd.client.offers import Offers
+from kvd.client.pulls import Pulls
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.protocol import codec
+from kvd.protocol import worker as wire
+from kvd.protocol.ticket import Ticket, TicketRank
+
+GAP_SECONDS = 1.0
+"""How long a missing notification may take before the connection is made anew; the daemon repeats within 0.05 s."""
+
+
+class _Ask(Enum):
+    OFFER = auto()
+    PULL = auto()
+    CANCEL = auto()
+    """of the worker's; its outcome comes as that of what it cancels"""
+    SETTLE = auto()
+    """a cancel of the core's own, to learn whether the daemon knows a request"""
+    STATUS = auto()
+    """of the worker's"""
+    BARRIER = auto()
+    """a status of the core's own, to learn whether all notifications have arrived"""
+
+
+class Core:
+    """Everything about one worker's session but its sockets."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._attached: wire.Attached | None = None
+        self._connected = False
+        self._pulls = Pulls()
+        self._offers = Offers()
+        self._calls = itertools.count(1)
+        self._asks: dict[int, tuple[_Ask, str]] = {}
+        self._calls_of: dict[str, list[int]] = {}
+        self._events: list[Event] = []
+        self._frames: list[bytes] = []
+        self._expected = 1
+        self._handed_out = 0
+        self._acknowledged = 0
+        self._gap_since = math.inf
+        self._barriers: list[tuple[int, str]] = []
+        self._settled: dict[int, wire.Status | KvdError] = {}
+
+    @property
+    def attached(self) -> wire.Attached:
+        """What the daemon said when it last lent the pool."""
+        if self._attached is None:
+            raise BadRequest(ErrorCode.NOT_ATTACHED, "the worker is not attached")
+        return self._attached
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def offer(self, offer: str, tokens: int, blocks: Iterable[Blocks], ttl: float) -> bytes:
+        """The frame of an offer."""
+        self._check_new(offer)
+        frame = _checked(wire.Offer(self._ask(_Ask.OFFER, offer), offer, tokens, spans(blocks), ttl))
+        self._offers.add(offer)
+        return frame
+
+    def pull(self, request: str, ticket: str, blocks: Iterable[Blocks], timeout: float, now: float) -> bytes:
+        """The frame of a pull that has to end `timeout` seconds from `now`."""
+        self._check_new(request)
+        kept = tuple(blocks)
+        frame = _checked(wire.Pull(self._ask(_Ask.PULL, request), request, ticket, spans(kept), timeout))
+        self._pulls.add(request, kept, now + timeout)
+        return frame
+
+    def cancel(self, request: str) -> bytes:
+        """The frame that stops a pull or withdraws an offer; its outcome still comes."""
+        self._check_connected()
+        if request not in self._pulls and request not in self._offers:
+            raise BadRequest(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
+        return self._cancel(request, _Ask.CANCEL)
+
+    def abandon(self, offer: str) -> None:
+        """Nobody waits for the answer to this offer any more: it is withdrawn, and its end told as an event."""
+        if self._connected:
+            self._frames.append(self._cancel(offer, _Ask.SETTLE))
+
+    def status(self) -> tuple[int, bytes]:
+        """The frame that asks for a status, and the call that `status_answer` gives the answer to."""
+        self._check_connected()
+        return self._status(_Ask.STATUS, "")
+
+    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks]) -> str:
+        """The ticket that the daemon gives to this offer, without asking it."""
+        attached = self.attached
+        rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0)
+        return Ticket(tokens, (rank,), (spans(blocks),)).encode()
+
+    def status_answer(self, call: int) -> bytes | None:
+        """The report, once it is there.
+
+        Raises:
+            KvdError: it was refused, or the daemon is gone.
+
+        """
+        answer = self._settled.pop(call, None)
+        if isinstance(answer, KvdError):
+            raise answer
+        return None if answer is None else answer.report
+
+    def not_sent(self, request: str) -> None:
+        """The frame of this offer or pull found no room: it never was a request."""
+        self._offers.refused(request, "", "")
+        self._pulls.refused(request, "", "")
+        self._forget(request)
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def on_attached(self, attached: wire.Attached) -> None:
+        """The daemon lent the pool, for the first time or again."""
+        before = self._attached
+        self._attached, self._connected, self._gap_since = attached, True, math.inf
+        if before is None:
+            return
+        same = before.incarnation == attached.incarnation
+        if not same:
+            self.on_daemon_gone()
+            self._expected, self._handed_out, self._acknowledged = 1, 0, 0
+        for request in (*self._offers.asked(), *self._pulls.overdue()):
+            self._frames.append(self._cancel(request, _Ask.SETTLE))
+        self._events.append(Reattached(attached.incarnation, same))
+
+    def on_disconnected(self, error: KvdError) -> None:
+        """The session ended. Nothing is decided by that: see `kvd.client.pulls`."""
+        if not self._connected:
+            return
+        self._connected = False
+        self._frames.clear()
+        self._barriers.clear()
+        self._gap_since = math.inf
+        for call, (ask, _) in self._asks.items():
+            if ask is _Ask.STATUS:
+                self._settled[call] = Unavailable(ErrorCode.DAEMON_LOST, error.text)
+        self._asks.clear()
+        self._calls_of.clear()
+        self._events.append(Disconnected(error.code, error.text))
+
+    def on_daemon_gone(self) -> None:
+        """The daemon's process is no more: everything that it was asked for ends."""
+        self._events += self._pulls.daemon_gone()
+        self._events += self._offers.daemon_gone()
+
+    def on_frame(self, frame: bytes, now: float) -> None:
+        """A frame of the daemon.
+
+        Raises:
+            BadRequest: it is no reply, or one that makes no sense; the connection has to be made anew.
+
+        """
+        match codec.worker_replies.decode(frame):
+            case wire.Notifications() as batch:
+                self._notified(batch, now)
+            case wire.Offered(call, ticket):
+                ask, request = self._asks.pop(call, (None, ""))
+                if ask is _Ask.OFFER:
+                    self._events += self._offers.offered(request, ticket)
+            case wire.Error() as error:
+                self._refused(error)
+            case wire.Status() as status:
+                self._reported(status)
+
+    def on_time(self, now: float) -> None:
+        """Ends what should have ended by `now`."""
+        if now < self._pulls.next_expiry:
+            return
+        for event in self._pulls.expire(now):
+            self._events.append(event)
+            if self._connected:
+                self._frames.append(self._cancel(event.request, _Ask.SETTLE))
+
+    # --- what follows -----------------------------------------------------------------------------------------------
+
+    @property
+    def next_timer(self) -> float:
+        """When `on_time` or `lost_notifications` have something to do; infinite where they have not."""
+        return min(self._pulls.next_expiry, self._gap_since + GAP_SECONDS)
+
+    def lost_notifications(self, now: float) -> bool:
+        """Whether a notification is missing that the daemon did not repeat."""
+        return now >= self._gap_since + GAP_SECONDS
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call; the worker has it from now on."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        self._handed_out = self._expected - 1
+        return events
+
+    def take_offer(self, offer: str) -> Event | None:
+        """Takes the answer to one offer out of the events that wait, for a caller that waits for it."""
+        for position, event in enumerate(self._events):
+            if getattr(event, "offer", None) == offer:
+                return self._events.pop(position)
+        return None
+
+    def take_frames(self) -> list[bytes]:
+        """What the core itself has to say: an acknowledgement, and questions about requests that seem lost."""
+        if self._connected and self._handed_out > self._acknowledged:
+            self._acknowledged = self._handed_out
+            self._frames.append(codec.encode(wire.Acknowledge(self._handed_out)))
+        if not self._frames:
+            return []
+        frames, self._frames = self._frames, []
+        return frames
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_connected(self) -> None:
+        if not self._connected:
+            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached; poll() until `Reattached`")
+
+    def _check_new(self, request: str) -> None:
+        self._check_connected()
+        if request in self._pulls or request in self._offers:
+            raise BadRequest(
+                ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
+            )
+
+    def _ask(self, ask: _Ask, request: str) -> int:
+        call = next(self._calls)
+        self._asks[call] = (ask, request)
+        if request:
+            self._calls_of.setdefault(request, []).append(call)
+        return call
+
+    def _forget(self, request: str) -> None:
+        """Drops the calls of a request that has ended: most of them have no answer of their own."""
+        if request not in self._pulls and request not in self._offers:
+            for call in self._calls_of.pop(request, ()):
+                self._asks.pop(call, None)
+
+    def _cancel(self, request: str, ask: _Ask) -> bytes:
+        return codec.encode(wire.Cancel(self._ask(ask, request), request))
+
+    def _status(self, ask: _Ask, request: str) -> tuple[int, bytes]:
+        call = self._ask(ask, request)
+        return call, codec.encode(wire.StatusRequest(call))
+
+    def _notified(self, batch: wire.Notifications, now: float) -> None:
+        if batch.first > self._expected:
+            self._gap_since = min(self._gap_since, now)
+            return
+        for item in batch.items[self._expected - batch.first :]:
+            self._expected += 1
+            if isinstance(item, wire.Released):
+                self._events += self._offers.released(item.offer, item.reason)
+                self._forget(item.offer)
+            else:
+                self._events += self._pulls.notified(item)
+                self._forget(item.request)
+        self._gap_since = math.inf
+        self._pass_barriers()
+
+    def _refused(self, error: wire.Error) -> None:
+        ask, request = self._asks.pop(error.call, (None, ""))
+        match ask:
+            case None:
+                if error.call == 0:
+                    self._events.append(DaemonError(error.code, error.text))
+            case _Ask.OFFER:
+                self._events += self._offers.refused(request, error.code, error.text)
+            case _Ask.PULL:
+                self._events += self._pulls.refused(request, error.code, error.text)
+            case _Ask.SETTLE:
+                self._events += self._offers.unknown(request)
+                if request in self._pulls:
+                    self._frames.append(self._status(_Ask.BARRIER, request)[1])
+            case _Ask.STATUS:
+                self._settled[error.call] = error_from_code(error.code, error.text)
+            case _Ask.CANCEL | _Ask.BARRIER:
+                pass  # what was to be cancelled has ended, and its outcome is on the way
+        self._forget(request)
+
+    def _reported(self, status: wire.Status) -> None:
+        ask, request = self._asks.pop(status.call, (None, ""))
+        if ask is _Ask.STATUS:
+            self._settled[status.call] = status
+        elif ask is _Ask.BARRIER:
+            try:
+                upcoming = msgspec.json.decode(status.report)["completion"][self._name]["next"]
+            except (msgspec.MsgspecError, KeyError, TypeError) as error:
+                raise BadRequest(ErrorCode.BAD_MESSAGE, f"a status without completion.next ({error!r})") from error
+            self._barriers.append((upcoming, request))
+            self._pass_barriers()
+
+    def _pass_barriers(self) -> None:
+        passed = [request for upcoming, request in self._barriers if upcoming <= self._expected]
+        self._barriers = [barrier for barrier in self._barriers if barrier[0] > self._expected]
+        for request in passed:
+            self._events += self._pulls.unknown(request)
+            self._forget(request)
+
+
+def _checked(message: wire.Request) -> bytes:
+    """The frame of `message`, which the daemon can read: it could not tell which request an unreadable one was."""
+    frame = codec.encode(message)
+    codec.worker_requests.decode(frame)
+    return frame

@@ -1,0 +1,268 @@
+"""Turns the client's wheels: moves frames between the core and the connection, and connects again after a loss.
+
+Nothing here blocks. `Worker` waits with poll(2) on the descriptors, `AsyncWorker` with its loop's readers; both
+call `step` when something is there or `next_timer` has come.
+
+When the session ends, nothing is known but that: the daemon may have hung up and live. It is taken for gone, and what
+it was asked for ends, as soon as
+
+- its process has exited (a process descriptor from the session's peer credentials says so), or
+- a daemon of another incarnation answers on the same path, or
+- where its process cannot be watched (another PID namespace): nobody listens on the path for `GONE_SECONDS`. A daemon
+  closes its listener as the last of all, after its transport has stopped.
+
+Until then pulls stay open, up to their own deadline. If the same incarnation answers, nothing was lost.
+"""
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvd.client.connection import Connection, Phase
+from kvd.client.core import Core
+from kvd.client.pool import PoolMap
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
+from kvd.protocol.worker import Attach, Attached, Detached
+
+GONE_SECONDS = 0.2
+"""How long nobody must listen for a daemon that cannot be watched to count as gone."""
+
+FIRST_RETRY_SECONDS = 0.01
+LAST_RETRY_SECONDS = 0.5
+"""Attempts to connect again come this far apart at first and at last, doubling."""
+
+STABLE_SECONDS = 1.0
+"""A session that lasted as long was a good one: the next loss is answered at once."""
+
+FRAMES_PER_STEP = 256
+"""Frames taken in by one step, which bounds what one `poll` costs a step of the engine."""
+
+
+class Driver:
+    """One worker's session, its pool and its requests; see the module's text."""
+
+    def __init__(self, path: str, name: str, spec: bytes, pool_bytes: int) -> None:
+        self.core = Core(name)
+        self.pool: PoolMap | None = None
+        self.failed: KvdError | None = None
+        """Why the daemon will not have us any more; requests raise it."""
+        self.detached = False
+        self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
+        """Told what to wait on for reading, whenever that changes."""
+        self._connection = Connection(path)
+        self._path = path
+        self._attach = Attach(name, os.urandom(16), spec)
+        self._pool_bytes = pool_bytes
+        self._poller = select.poll()
+        self._watched: tuple[int, ...] = ()
+        self._closed = False
+        self._outbox: deque[bytes] = deque()
+        self._last_error: KvdError | None = None
+        self._attached_at = 0.0
+        self._retry_at = 0.0
+        self._retry_after = 0.0
+        self._unheard_since: float | None = None
+
+    # --- what a front needs -----------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether requests can be made."""
+        return self._connection.phase is Phase.ATTACHED
+
+    @property
+    def unread(self) -> bool:
+        """Whether to call `step` before waiting: what is there already wakes nobody up."""
+        return self._connection.unread
+
+    @property
+    def unsent(self) -> bool:
+        """Whether to call `step` again soon although nothing is readable."""
+        return self._connection.unsent or bool(self._outbox)
+
+    def next_timer(self) -> float:
+        """When `step` has something to do although nothing is readable, on the clock of `time.monotonic`."""
+        retry = self._retry_at if self._connection.phase is Phase.DOWN and self.failed is None else float("inf")
+        return min(self.core.next_timer, retry)
+
+    def no_answer(self, timeout: float) -> KvdError:
+        """Why attaching did not succeed in time."""
+        reason = "" if self._last_error is None else f": {self._last_error.text}"
+        code = ErrorCode.DAEMON_LOST if self._last_error is None else self._last_error.code
+        return Unavailable(code, f"no pool from {self._path} within {timeout} s{reason}")
+
+    def request(self, frame: bytes, name: str = "") -> None:
+        """Sends a request; `name` is that of the pull or offer that it begins.
+
+        Raises:
+            Unavailable: `OVERLOADED`, the queue to the daemon is full.
+
+        """
+        if not self._outbox and self._connection.send(frame):
+            return
+        if name:
+            self.core.not_sent(name)
+        raise Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")
+
+    def check(self) -> None:
+        """Raises the reason for which requests are of no use any more, if there is one."""
+        if self.failed is not None:
+            raise self.failed
+
+    def step(self, now: float) -> None:
+        """Does everything that can be done now without waiting."""
+        if self._connection.phase is Phase.ATTACHED:
+            self._send_frames()
+            if self._connection.unread or self._poller.poll(0):
+                self._receive(now)
+        elif self._connection.phase is Phase.ATTACHING:
+            self._connection.flush()
+            if self._poller.poll(0):
+                self._receive_session(now)
+        elif now >= self._retry_at and self.failed is None:
+            self._retry(now)
+        if now >= self.core.next_timer:
+            self.core.on_time(now)
+            if self.core.lost_notifications(now):
+                self._drop(Unavailable(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
+
+    def wait_readable(self, until: float) -> None:
+        """Waits until there is something to do, or until `until`; for fronts without a loop."""
+        if self.unread:
+            return
+        seconds = min(until, self.next_timer()) - time.monotonic()
+        if self.unsent:
+            seconds = min(seconds, FIRST_RETRY_SECONDS)
+        if seconds > 0:
+            self._poller.poll(min(seconds, 3600.0) * 1000)
+
+    def detach(self) -> None:
+        """Asks the daemon to take the pool back; `detached` says when it has.
+
+        Raises:
+            Unavailable: `DAEMON_LOST`, not connected.
+
+        """
+        if not self.connected:
+            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, and so cannot take the pool back")
+        self._send_frames()
+        self._connection.detach()
+
+    def close(self) -> None:
+        """Closes the sockets and the pool; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.connected:
+            self._send_frames()
+        self._watch(())
+        self._connection.close()
+        if self.pool is not None:
+            self.pool.close()
+        self.failed = BadRequest(ErrorCode.WRONG_STATE, "the worker is closed")
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _send_frames(self) -> None:
+        self._outbox.extend(self.core.take_frames())
+        while self._outbox and self._connection.send(self._outbox[0]):
+            self._outbox.popleft()
+
+    def _receive(self, now: float) -> None:
+        try:
+            for _ in range(FRAMES_PER_STEP):
+                frame = self._connection.receive()
+                if frame is None:
+                    self._receive_session(now)  # last, so that a daemon's last words are heard before its end
+                    return
+                self.core.on_frame(frame, now)
+        except BadRequest as error:
+            self._drop(error, now)
+
+    def _receive_session(self, now: float) -> None:
+        try:
+            answer = self._connection.receive_session()
+            if isinstance(answer, Detached):
+                self.detached = True
+            elif answer is not None:
+                self._attached(*answer, now)
+        except Unavailable as error:
+            self._drop(error, now)
+        except (BadRequest, InternalError) as error:
+            # On the first attach this is final; later a daemon that talks nonsense may be replaced by a better one.
+            if error.code is not ErrorCode.BAD_MESSAGE or self.pool is None:
+                self.failed = error
+            self._drop(error, now)
+
+    def _attached(self, attached: Attached, descriptor: int, now: float) -> None:
+        if attached.pool_bytes != self._pool_bytes:
+            os.close(descriptor)
+            text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
+        if self.pool is None:
+            self.pool = PoolMap(descriptor, attached.pool_bytes)
+        else:
+            same = self.pool.is_same(descriptor)
+            os.close(descriptor)
+            if not same:
+                text = (
+                    "the daemon lent another pool than before, and the engine's tensors lie on that; restart the worker"
+                )
+                raise BadRequest(ErrorCode.BAD_POOL, text)
+        self._connection.attach(attached)
+        self._watch(self._connection.filenos())
+        self._attached_at, self._unheard_since, self._last_error = now, None, None
+        self.core.on_attached(attached)
+
+    def _drop(self, error: KvdError, now: float) -> None:
+        """The session is over. Connects again at once if it was a good one, else after a growing while."""
+        if self._connection.phase is Phase.ATTACHED and now - self._attached_at >= STABLE_SECONDS:
+            self._retry_after = 0.0
+        self._last_error = error
+        self._outbox.clear()
+        self._watch(())
+        self._connection.drop()
+        self.core.on_disconnected(error)
+        self._back_off(now)
+
+    def _retry(self, now: float) -> None:
+        kept = None if self.pool is None else self.pool.descriptor
+        try:
+            self._connection.open(self._attach, kept)
+            self._watch(self._connection.filenos())
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            self._unheard_since = self._unheard_since or now
+            self._not_connected(error, now)
+        except OSError as error:
+            self._not_connected(error, now)
+        if self._is_gone(now):
+            self.core.on_daemon_gone()
+
+    def _not_connected(self, error: OSError, now: float) -> None:
+        if self._connection.phase is not Phase.DOWN:
+            self._connection.drop()
+        self._last_error = Unavailable(ErrorCode.DAEMON_LOST, f"cannot connect to {self._path}: {error.strerror}")
+        self._back_off(now)
+
+    def _is_gone(self, now: float) -> bool:
+        exited = self._connection.daemon_exited()
+        if exited is None:
+            return self._unheard_since is not None and now - self._unheard_since >= GONE_SECONDS
+        return exited
+
+    def _back_off(self, now: float) -> None:
+        self._retry_at = now + self._retry_after
+        self._retry_after = min(max(2 * self._retry_after, FIRST_RETRY_SECONDS), LAST_RETRY_SECONDS)
+
+    def _watch(self, filenos: tuple[int, ...]) -> None:
+        """Names the descriptors to wait on. Called with none before any of them is closed: their numbers come again."""
+        if filenos == self._watched:
+            return
+        for fileno in self._watched:
+            self._poller.unregister(fileno)
+        for fileno in filenos:
+            self._poller.register(fileno, select.POLLIN)
+        self._watched = filenos
+        self.on_descriptors(filenos)

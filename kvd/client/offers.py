@@ -1,0 +1,70 @@
+"""The offers of a worker that have not ended. Pure: events in, events out.
+
+An offer's blocks are the worker's again only when the daemon said so, or when its process is gone: an offer whose
+answer was lost is withdrawn, and counts as standing until the daemon answered that.
+"""
+
+from enum import Enum, auto
+
+from kvd.client.events import Event, Offered, OfferRefused, Released
+from kvd.errors import ErrorCode
+
+LOST_ANSWER = "the daemon's answer was lost and the offer is withdrawn; make it again under another name"
+
+
+class _State(Enum):
+    ASKED = auto()
+    STANDING = auto()
+
+
+class Offers:
+    """Every offer between its request and its last event."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, _State] = {}
+
+    def __contains__(self, offer: str) -> bool:
+        return offer in self._offers
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def add(self, offer: str) -> None:
+        """An offer was sent."""
+        self._offers[offer] = _State.ASKED
+
+    def asked(self) -> list[str]:
+        """Offers that the daemon has not answered yet."""
+        return [offer for offer, state in self._offers.items() if state is _State.ASKED]
+
+    def offered(self, offer: str, ticket: str) -> list[Event]:
+        """The daemon's word that it stands."""
+        if self._offers.get(offer) is not _State.ASKED:
+            return []
+        self._offers[offer] = _State.STANDING
+        return [Offered(offer, ticket)]
+
+    def refused(self, offer: str, code: str, text: str) -> list[Event]:
+        """The daemon's word that it does not stand."""
+        return [] if self._offers.pop(offer, None) is None else [OfferRefused(offer, code, text)]
+
+    def unknown(self, offer: str) -> list[Event]:
+        """The daemon knows no such offer: it was refused, or its `Released` is on the way."""
+        if self._offers.get(offer) is not _State.ASKED:
+            return []
+        return self.refused(offer, ErrorCode.DAEMON_LOST, LOST_ANSWER)
+
+    def released(self, offer: str, reason: str) -> list[Event]:
+        """The daemon's word that it has ended."""
+        return [] if self._offers.pop(offer, None) is None else [Released(offer, reason)]
+
+    def daemon_gone(self) -> list[Event]:
+        """Its process is no more, so no lease is held any more."""
+        events: list[Event] = []
+        for offer, state in self._offers.items():
+            if state is _State.STANDING:
+                events.append(Released(offer, "daemon lost"))
+            else:
+                events.append(OfferRefused(offer, ErrorCode.DAEMON_LOST, "the daemon died; make the offer again"))
+        self._offers.clear()
+        return events

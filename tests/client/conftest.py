@@ -1,0 +1,183 @@
+"""A small scripted daemon over the real sockets, in a thread: it does what a test tells it and nothing else."""
+
+import asyncio
+import gc
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvd.errors import KvdError
+from kvd.memory.memfd import Backing, MemfdPool, MemfdProvider
+from kvd.net.interface import SessionClosed, SessionFrame, WorkerEvent, WorkerFrame
+from kvd.net.workers import WorkerSockets
+from kvd.protocol import codec
+from kvd.protocol.types import Message
+from kvd.protocol.worker import Attach, Attached, Detach, Detached, Notification, Notifications, Refused
+
+T = TypeVar("T")
+WAIT = 10
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What `attach` needs of a `CacheSpec`."""
+
+    pool_bytes: int = 65_536
+
+    def encode(self) -> bytes:
+        return b"a spec"
+
+
+class ScriptedDaemon:
+    """Attaches whoever asks, keeps what workers send in `inbox`, sends what a test tells it."""
+
+    def __init__(self, path: str, incarnation: int = 1) -> None:
+        self.path = path
+        self.incarnation = incarnation
+        self.refusal: KvdError | None = None
+        self.silent = False
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        self.sessions: list[tuple[int, bytes]] = []
+        self.attaches: list[Attach] = []
+        self.pools: dict[str, MemfdPool] = {}
+        self._provider = MemfdProvider(Backing.PLAIN)
+        self._port = WorkerSockets(path)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="scripted daemon")
+        self._thread.start()
+        self._call(lambda: self._port.start(self._on_event))
+
+    def expect(self, kind: type[T]) -> T:
+        """The next thing that a worker sent; it must be of `kind`."""
+        message = self.inbox.get(timeout=WAIT)
+        assert isinstance(message, kind), message
+        return message
+
+    def send(self, *messages: Message) -> None:
+        self.send_raw(*[codec.encode(message) for message in messages])
+
+    def send_raw(self, *frames: bytes) -> None:
+        """Sends to the worker that attached last, which must have sent something before."""
+
+        def work() -> None:
+            for frame in frames:
+                assert self._port.send(self.sessions[-1][1], frame)
+
+        self._call(work)
+
+    def notify(self, first: int, *items: Notification) -> None:
+        self.send(Notifications(first, items))
+
+    def try_notify(self, first: int, *items: Notification) -> bool:
+        frame = codec.encode(Notifications(first, items))
+        return self._call(lambda: self._port.send(self.sessions[-1][1], frame))
+
+    def send_session(self, frame: bytes) -> None:
+        self._call(lambda: self._port.send_session(self.sessions[-1][0], frame))
+
+    def hang_up(self) -> None:
+        """Ends the session of the worker that attached last."""
+        self._call(lambda: self._port.close_session(self.sessions[-1][0]))
+
+    def stop(self) -> None:
+        """Ends as a process that dies: sessions closed, files gone, pools only where somebody has them mapped."""
+        if self._thread.is_alive():
+            self._call(self._port.close)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            for pool in self.pools.values():
+                pool.close()
+
+    def _call(self, work: Callable[[], T]) -> T:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+                result.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return result.result(WAIT)
+
+    def _on_event(self, event: WorkerEvent) -> None:
+        match event:
+            case SessionFrame(connection, frame, descriptors):
+                self._session_frame(connection, codec.session_requests.decode(frame), descriptors)
+            case WorkerFrame(_, frame):
+                self.inbox.put(codec.worker_requests.decode(frame))
+            case SessionClosed():
+                self.inbox.put(event)
+
+    def _session_frame(self, connection: int, request: Attach | Detach, descriptors: tuple[int, ...]) -> None:
+        if isinstance(request, Detach):
+            self._port.send_session(connection, codec.encode(Detached()))
+            return
+        self.attaches.append(request)
+        if self.refusal is not None or self.silent:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if self.refusal is not None:
+                self._port.send_session(connection, codec.encode(Refused(self.refusal.code, self.refusal.text)))
+            return
+        kept = request.worker in self.pools or bool(descriptors)
+        if request.worker in self.pools:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif descriptors:
+            self.pools[request.worker] = self._provider.adopt(descriptors[0], Spec().pool_bytes)
+        else:
+            self.pools[request.worker] = self._provider.allocate(request.worker, Spec().pool_bytes)
+        pool = self.pools[request.worker]
+        session = os.urandom(16)
+        self.sessions.append((connection, session))
+        attached = Attached(
+            session,
+            self._port.endpoint,
+            "daemon-0",
+            self.incarnation,
+            "tcp://127.0.0.1:7071",
+            pool.size,
+            pool.backing,
+            kept,
+        )
+        self._port.send_session(connection, codec.encode(attached), (pool.descriptor,))
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> str:
+    return str(tmp_path / "kvd.sock")
+
+
+@pytest.fixture
+def daemon(socket_path: str) -> Iterator[ScriptedDaemon]:
+    daemon = ScriptedDaemon(socket_path)
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    def descriptors() -> list[str]:
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+            except FileNotFoundError:
+                continue
+        return [name for name in found if "memfd:kvd" in name or str(tmp_path) in name or "pidfd" in name]
+
+    yield
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    assert descriptors() == []
+    assert "memfd:kvd" not in Path("/proc/self/maps").read_text()
+    assert threading.enumerate() == [threading.main_thread()]

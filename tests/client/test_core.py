@@ -1,0 +1,198 @@
+"""The client without sockets, against schedules that no test over sockets would meet."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.client.blocks import Blocks
+from kvd.client.core import GAP_SECONDS, Core
+from kvd.client.events import Cancelled, Done, Event, Failed, Freed, Released
+from kvd.client.pulls import GRACE_SECONDS
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.protocol import codec
+from kvd.protocol import worker as wire
+
+BLOCKS = (Blocks(0, 0, [1, 2]),)
+
+
+def attached(incarnation: int = 1) -> wire.Attached:
+    return wire.Attached(b"s" * 16, "ipc://x", "daemon-0", incarnation, "tcp://h:1", 4096, "plain", False)
+
+
+def connected() -> Core:
+    core = Core("w")
+    core.on_attached(attached())
+    return core
+
+
+def batch(first: int, *items: wire.Notification) -> bytes:
+    return codec.encode(wire.Notifications(first, items))
+
+
+outcomes = st.sampled_from(["done", "failed", "quarantined", "cancelled"])
+
+
+@given(
+    st.lists(outcomes, min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=40),
+    st.lists(st.integers(0, 40), max_size=5),
+)
+def test_lost_doubled_and_reordered_batches_tell_every_outcome_exactly_once(
+    kinds: list[str], deliveries: list[tuple[int, int]], losses: list[int]
+) -> None:
+    core = connected()
+    log: list[wire.Notification] = []
+    for number, kind in enumerate(kinds):
+        request = f"req-{number}"
+        core.pull(request, "t", BLOCKS, 30.0, now=0.0)
+        match kind:
+            case "done":
+                log.append(wire.Done(request))
+            case "failed":
+                log.append(wire.Failed(request, "peer_lost", "", False))
+            case "cancelled":
+                log.append(wire.Cancelled(request, False))
+            case _:
+                log += [wire.Failed(request, "deadline", "", True), wire.Freed(request)]
+    events: list[Event] = []
+    acknowledged = 0
+    for turn, (start, length) in enumerate(deliveries):
+        if turn in losses:
+            core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "hung up"))
+            core.on_attached(attached())
+        else:
+            first = max(start, acknowledged)  # a daemon drops what was acknowledged
+            core.on_frame(batch(first + 1, *log[first : first + length]), now=1.0)
+        events += core.take_events()
+        for frame in core.take_frames():
+            message = codec.worker_requests.decode(frame)
+            if isinstance(message, wire.Acknowledge):
+                assert message.sequence > acknowledged
+                acknowledged = message.sequence
+    core.on_frame(batch(acknowledged + 1, *log[acknowledged:]), now=2.0)
+    events += core.take_events()
+    told = Counter((type(event), event.request) for event in events if hasattr(event, "request"))
+    assert set(told.values()) <= {1}
+    ends = [event.request for event in events if isinstance(event, Done | Failed | Cancelled)]
+    assert sorted(ends) == sorted(f"req-{number}" for number in range(len(kinds)))
+    freed = [event.request for event in events if isinstance(event, Freed)]
+    assert sorted(freed) == sorted(f"req-{number}" for number, kind in enumerate(kinds) if kind == "quarantined")
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    core = connected()
+    for number in range(100):
+        core.pull(f"pull-{number}", "t", BLOCKS, 30.0, now=0.0)
+        core.cancel(f"pull-{number}")
+        core.offer(f"offer-{number}", 10, BLOCKS, 60.0)
+        core.cancel(f"offer-{number}")
+        core.on_frame(
+            batch(2 * number + 1, wire.Done(f"pull-{number}"), wire.Released(f"offer-{number}", "withdrawn")), now=0.0
+        )
+        core.take_events()
+        core.take_frames()
+    assert (len(core._asks), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
+
+
+def test_a_gap_is_lost_only_after_a_time() -> None:
+    core = connected()
+    core.on_frame(batch(2, wire.Done("x")), now=5.0)
+    assert core.next_timer == 5.0 + GAP_SECONDS
+    assert not core.lost_notifications(5.0)
+    core.on_frame(batch(3, wire.Done("y")), now=5.5)
+    assert core.lost_notifications(5.0 + GAP_SECONDS)
+
+
+def test_a_pull_is_overdue_at_its_deadline_and_a_grace_and_not_before() -> None:
+    core = connected()
+    core.pull("late", "t", BLOCKS, 2.0, now=10.0)
+    core.pull("later", "t", BLOCKS, 3.0, now=10.0)
+    core.on_time(12.0 + GRACE_SECONDS - 0.001)
+    assert core.take_events() == []
+    core.on_time(12.0 + GRACE_SECONDS)
+    (event,) = core.take_events()
+    assert isinstance(event, Failed)
+    assert (event.request, event.quarantined) == ("late", True)
+    assert core.next_timer == 13.0 + GRACE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("word", "events"),
+    [
+        (wire.Done("r"), [Freed("r", BLOCKS)]),
+        (wire.Failed("r", "peer_lost", "", False), [Freed("r", BLOCKS)]),
+        (wire.Cancelled("r", False), [Freed("r", BLOCKS)]),
+        (wire.Failed("r", "deadline", "", True), []),
+        (wire.Cancelled("r", True), []),
+    ],
+)
+def test_an_overdue_pull_is_never_told_an_outcome_again(word: wire.Notification, events: list[Event]) -> None:
+    core = connected()
+    core.pull("r", "t", BLOCKS, 1.0, now=0.0)
+    core.on_time(10.0)
+    core.take_events()
+    core.on_frame(batch(1, word), now=10.0)
+    assert core.take_events() == events
+    if not events:
+        core.on_frame(batch(2, wire.Freed("r")), now=10.0)
+        assert core.take_events() == [Freed("r", BLOCKS)]
+
+
+def test_a_daemon_that_is_gone_frees_quarantined_blocks() -> None:
+    core = connected()
+    for request in ("running", "overdue", "quarantined"):
+        core.pull(request, "t", BLOCKS, 1.0 if request == "overdue" else 30.0, now=0.0)
+    core.on_time(5.0)
+    core.on_frame(batch(1, wire.Failed("quarantined", "deadline", "", True)), now=5.0)
+    core.take_events()
+    core.on_daemon_gone()
+    core.on_daemon_gone()
+    failed, *freed = core.take_events()
+    assert isinstance(failed, Failed)
+    assert (failed.request, failed.quarantined) == ("running", False)
+    assert sorted(event.request for event in freed) == ["overdue", "quarantined"]
+
+
+def test_a_pull_freed_before_it_ended_makes_no_sense() -> None:
+    core = connected()
+    core.pull("r", "t", BLOCKS, 1.0, now=0.0)
+    with pytest.raises(BadRequest, match="freed the pull 'r' before it ended it"):
+        core.on_frame(batch(1, wire.Freed("r")), now=0.0)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_reply_or_a_bad_request_and_end_no_pull(frame: bytes) -> None:
+    core = connected()
+    core.pull("r", "t", BLOCKS, 1.0, now=0.0)
+    try:
+        core.on_frame(frame, now=0.0)
+    except BadRequest:
+        assert core.take_events() == []
+
+
+def test_a_status_without_the_sequence_frees_nothing() -> None:
+    core = connected()
+    core.pull("r", "t", BLOCKS, 1.0, now=0.0)
+    core.on_time(10.0)
+    cancel = codec.worker_requests.decode(core.take_frames()[0])
+    core.on_frame(codec.encode(wire.Error(cancel.call, "unknown_request", "")), now=10.0)
+    core.take_events()
+    status = codec.worker_requests.decode(core.take_frames()[0])
+    with pytest.raises(BadRequest, match=r"a status without completion\.next"):
+        core.on_frame(codec.encode(wire.Status(status.call, b"{}")), now=10.0)
+    assert core.take_events() == []
+
+
+def test_a_new_incarnation_starts_its_sequence_anew() -> None:
+    core = connected()
+    core.offer("first", 10, BLOCKS, 60.0)
+    core.on_frame(batch(1, wire.Released("first", "read")), now=0.0)
+    core.take_events()
+    core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "died"))
+    core.on_attached(attached(2))
+    core.offer("second", 10, BLOCKS, 60.0)
+    core.take_events()
+    core.on_frame(batch(1, wire.Released("second", "read")), now=0.0)
+    assert core.take_events() == [Released("second", "read")]

@@ -1,0 +1,522 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd import limits
+from kvd.client import (
+    Blocks,
+    Cancelled,
+    DaemonError,
+    Disconnected,
+    Done,
+    Event,
+    Failed,
+    Freed,
+    Offered,
+    OfferRefused,
+    Reattached,
+    Released,
+    Worker,
+)
+from kvd.client.connection import Connection
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.net.interface import SessionClosed
+from kvd.protocol import worker as wire
+from tests.client.conftest import WAIT, ScriptedDaemon, Spec
+
+BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
+
+
+@pytest.fixture
+def worker(daemon: ScriptedDaemon) -> Iterator[Worker]:
+    with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=WAIT) as worker:
+        yield worker
+
+
+def wait_for(worker: Worker, count: int) -> list[Event]:
+    """Exactly the next `count` events."""
+    events: list[Event] = []
+    while len(events) < count:
+        arrived = worker.wait(WAIT)
+        assert arrived, f"only {events} arrived"
+        events += arrived
+    assert len(events) == count, events
+    return events
+
+
+def eventually(condition: Callable[[], bool], worker: Worker) -> None:
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        worker.wait(0.01)
+
+
+def pull(worker: Worker, daemon: ScriptedDaemon, request: str = "req-1", timeout: float = 30.0) -> wire.Pull:
+    worker.pull(request, "a ticket", blocks=BLOCKS, timeout=timeout)
+    return daemon.expect(wire.Pull)
+
+
+class TestAttaching:
+    def test_the_pool_is_mapped_and_written_to_from_both_sides(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        assert len(worker.pool) == Spec().pool_bytes
+        worker.pool[10:14] = b"work"
+        descriptor = daemon.pools["prefill-0"].descriptor
+        assert os.pread(descriptor, 4, 10) == b"work"
+        os.pwrite(descriptor, b"here", 65_532)
+        assert bytes(worker.pool[-4:]) == b"here"
+
+    def test_the_worker_knows_who_lent_the_pool(self, worker: Worker) -> None:
+        facts = (worker.daemon, worker.address, worker.incarnation, worker.backing, worker.kept, worker.connected)
+        assert facts == ("daemon-0", "tcp://127.0.0.1:7071", 1, "plain", False, True)
+
+    def test_a_successor_gets_the_pool_with_its_bytes(self, daemon: ScriptedDaemon) -> None:
+        with Worker.attach(daemon.path, name="prefill-0", spec=Spec()) as first:
+            first.pool[:4] = b"kept"
+        with Worker.attach(daemon.path, name="prefill-0", spec=Spec()) as second:
+            assert second.kept
+            assert bytes(second.pool[:4]) == b"kept"
+        assert daemon.attaches[0].instance != daemon.attaches[1].instance
+
+    def test_a_refusal_is_raised_as_the_error_it_is(self, daemon: ScriptedDaemon) -> None:
+        daemon.refusal = BadRequest(ErrorCode.BAD_SPEC, "two views overlap")
+        with pytest.raises(BadRequest, match="two views overlap") as caught:
+            Worker.attach(daemon.path, name="prefill-0", spec=Spec())
+        assert caught.value.code is ErrorCode.BAD_SPEC
+        assert len(daemon.attaches) == 1
+
+    def test_a_refusal_that_may_pass_is_tried_again_until_the_time_is_over(self, daemon: ScriptedDaemon) -> None:
+        daemon.refusal = Unavailable(ErrorCode.POOL_BUSY, "another process has prefill-0")
+        with pytest.raises(Unavailable, match=r"within 0\.2 s: another process has prefill-0") as caught:
+            Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=0.2)
+        assert caught.value.code is ErrorCode.POOL_BUSY
+        assert len(daemon.attaches) > 1
+
+    def test_where_nobody_listens_the_error_names_the_path(self, socket_path: str) -> None:
+        with pytest.raises(Unavailable, match=rf"cannot connect to {socket_path}: No such file") as caught:
+            Worker.attach(socket_path, name="prefill-0", spec=Spec(), timeout=0.05)
+        assert caught.value.code is ErrorCode.DAEMON_LOST
+
+    def test_a_daemon_that_does_not_answer_is_not_waited_for_longer_than_asked(self, daemon: ScriptedDaemon) -> None:
+        daemon.silent = True
+        with pytest.raises(Unavailable, match=r"no pool from .* within 0\.05 s"):
+            Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=0.05)
+
+    def test_a_pool_of_another_size_is_not_accepted(self, daemon: ScriptedDaemon) -> None:
+        with pytest.raises(BadRequest, match="asked for a pool of 4096 bytes, the daemon lent 65536"):
+            Worker.attach(daemon.path, name="prefill-0", spec=Spec(4096))
+
+    def test_detaching_gives_the_pool_back_and_closes(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        worker.detach()
+        assert daemon.expect(SessionClosed)
+        with pytest.raises(BadRequest, match="the worker is closed"):
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
+        assert worker.poll() == []
+
+    def test_memory_that_is_still_looked_at_stays_mapped_after_closing(self, worker: Worker) -> None:
+        tensor = worker.pool[:8]
+        worker.close()
+        tensor[:4] = b"safe"
+        assert bytes(tensor[:4]) == b"safe"
+        tensor.release()
+
+
+class TestOffers:
+    def test_an_offer_returns_its_ticket(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        offer = daemon.expect(wire.Offer)
+        assert (offer.offer, offer.tokens, offer.ttl) == ("req-1", 1000, 60)
+        assert offer.spans[0].ids == bytes([3, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])
+        daemon.send(wire.Offered(offer.call, "the ticket"))
+        assert wait_for(worker, 1) == [Offered("req-1", "the ticket")]
+        daemon.notify(1, wire.Released("req-1", "read"))
+        assert wait_for(worker, 1) == [Released("req-1", "read")]
+
+    def test_a_local_ticket_is_the_one_that_the_daemon_gives(self, worker: Worker) -> None:
+        from kvd.protocol import ticket  # noqa: PLC0415
+
+        decoded = ticket.decode(worker.ticket("req-1", 1000, BLOCKS))
+        rank = decoded.ranks[0]
+        assert (rank.daemon, rank.address, rank.incarnation) == ("daemon-0", "tcp://127.0.0.1:7071", 1)
+        assert (rank.pool, rank.offer, decoded.tokens) == ("prefill-0", "req-1", 1000)
+
+    def test_a_refused_offer_can_be_made_again(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        daemon.send(wire.Error(daemon.expect(wire.Offer).call, "bad_blocks", "block 3 is not yours"))
+        assert wait_for(worker, 1) == [OfferRefused("req-1", "bad_blocks", "block 3 is not yours")]
+        worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        assert daemon.expect(wire.Offer)
+
+    def test_an_offer_without_an_answer_is_withdrawn(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        with pytest.raises(Unavailable, match=r"no answer to the offer 'req-1' within 0\.05 s") as caught:
+            worker.offer("req-1", tokens=1000, blocks=BLOCKS, ttl=60, timeout=0.05)
+        assert caught.value.code is ErrorCode.DEADLINE
+        worker.poll()
+        offer, cancel = daemon.expect(wire.Offer), daemon.expect(wire.Cancel)
+        assert cancel.request == "req-1"
+        daemon.send(wire.Offered(offer.call, "late"))
+        daemon.notify(1, wire.Released("req-1", "withdrawn"))
+        assert wait_for(worker, 2) == [Offered("req-1", "late"), Released("req-1", "withdrawn")]
+
+    def test_an_offer_without_an_answer_that_never_stood_is_refused(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        with pytest.raises(Unavailable):
+            worker.offer("req-1", tokens=1000, blocks=BLOCKS, ttl=60, timeout=0.01)
+        worker.poll()
+        daemon.expect(wire.Offer)
+        daemon.send(wire.Error(daemon.expect(wire.Cancel).call, "unknown_request", "no such offer"))
+        assert isinstance(wait_for(worker, 1)[0], OfferRefused)
+
+
+class TestPulls:
+    @pytest.mark.parametrize(
+        ("word", "event"),
+        [
+            (wire.Done("req-1"), Done("req-1")),
+            (wire.Failed("req-1", "peer_lost", "gone", False), Failed("req-1", "peer_lost", "gone", False, BLOCKS)),
+            (wire.Cancelled("req-1", False), Cancelled("req-1", False, BLOCKS)),
+        ],
+    )
+    def test_the_outcome_is_told_once_and_the_name_is_free_again(
+        self, daemon: ScriptedDaemon, worker: Worker, word: wire.Notification, event: Event
+    ) -> None:
+        asked = pull(worker, daemon)
+        assert (asked.request, asked.ticket, asked.timeout) == ("req-1", "a ticket", 30)
+        daemon.notify(1, word)
+        assert wait_for(worker, 1) == [event]
+        worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
+
+    def test_quarantined_blocks_are_told_free_later_and_the_name_with_them(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        pull(worker, daemon)
+        daemon.notify(1, wire.Failed("req-1", "deadline", "late", True))
+        assert wait_for(worker, 1) == [Failed("req-1", "deadline", "late", True, BLOCKS)]
+        with pytest.raises(BadRequest, match="'req-1' names an open pull"):
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
+        daemon.notify(2, wire.Freed("req-1"))
+        assert wait_for(worker, 1) == [Freed("req-1", BLOCKS)]
+
+    def test_an_immediate_refusal_is_a_failure_with_the_blocks(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        asked = pull(worker, daemon)
+        daemon.send(wire.Error(asked.call, "bad_ticket", "cut short"))
+        assert wait_for(worker, 1) == [Failed("req-1", "bad_ticket", "cut short", False, BLOCKS)]
+
+    def test_a_name_in_use_is_refused_without_asking_the_daemon(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        for attempt in (
+            lambda: worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30),
+            lambda: worker.offer_nowait("req-1", tokens=1, blocks=BLOCKS, ttl=60),
+        ):
+            with pytest.raises(BadRequest) as caught:
+                attempt()
+            assert caught.value.code is ErrorCode.DUPLICATE_REQUEST
+        assert daemon.inbox.empty()
+
+    @pytest.mark.parametrize(
+        ("change", "code"),
+        [
+            ({"request": ""}, ErrorCode.BAD_MESSAGE),
+            ({"request": "x" * 257}, ErrorCode.BAD_MESSAGE),
+            ({"timeout": -1.0}, ErrorCode.BAD_MESSAGE),
+            ({"blocks": [Blocks(-1, 0, [1])]}, ErrorCode.BAD_MESSAGE),
+            ({"blocks": [Blocks(0, 0, [-1])]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [Blocks(0, 0, [1 << 32])]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [Blocks(0, 0, b"123")]}, ErrorCode.BAD_BLOCKS),
+            ({"ticket": "x" * (limits.MAX_MESSAGE_BYTES + 1)}, ErrorCode.TOO_LARGE),
+        ],
+    )
+    def test_what_the_daemon_could_not_read_is_not_sent(
+        self, daemon: ScriptedDaemon, worker: Worker, change: dict[str, object], code: ErrorCode
+    ) -> None:
+        arguments = {"request": "req-1", "ticket": "a ticket", "blocks": BLOCKS, "timeout": 30.0} | change
+        with pytest.raises(BadRequest) as caught:
+            worker.pull(**arguments)
+        assert caught.value.code is code
+        pull(worker, daemon)  # the name was not used up, and the first thing that the daemon hears is this
+
+    def test_cancelling_asks_the_daemon_and_the_outcome_follows(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        worker.cancel("req-1")
+        assert daemon.expect(wire.Cancel).request == "req-1"
+        daemon.notify(1, wire.Cancelled("req-1", False))
+        assert wait_for(worker, 1) == [Cancelled("req-1", False, BLOCKS)]
+
+    def test_a_cancel_that_came_too_late_is_no_event(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        worker.cancel("req-1")
+        cancel = daemon.expect(wire.Cancel)
+        daemon.send(wire.Error(cancel.call, "unknown_request", "no pull and no offer is called 'req-1'"))
+        daemon.notify(1, wire.Done("req-1"))
+        assert wait_for(worker, 1) == [Done("req-1")]
+
+    def test_cancelling_what_is_not_there_is_refused(self, worker: Worker) -> None:
+        with pytest.raises(BadRequest, match="'req-9'") as caught:
+            worker.cancel("req-9")
+        assert caught.value.code is ErrorCode.UNKNOWN_REQUEST
+
+    def test_a_daemon_that_says_nothing_does_not_keep_a_pull_open(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon, timeout=0.01)
+        (failed,) = wait_for(worker, 1)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.quarantined, failed.blocks) == (ErrorCode.DEADLINE, True, BLOCKS)
+        worker.poll()
+        assert daemon.expect(wire.Cancel).request == "req-1"
+        daemon.notify(1, wire.Done("req-1"))
+        assert wait_for(worker, 1) == [Freed("req-1", BLOCKS)]
+
+    def test_a_pull_that_the_daemon_never_heard_of_is_freed_when_all_it_said_has_arrived(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        pull(worker, daemon, timeout=0.01)
+        wait_for(worker, 1)
+        worker.poll()
+        cancel = daemon.expect(wire.Cancel)
+        daemon.send(wire.Error(cancel.call, "unknown_request", "no pull and no offer is called 'req-1'"))
+        worker.wait(0.05)
+        worker.poll()
+        status = daemon.expect(wire.StatusRequest)
+        daemon.send(wire.Status(status.call, b'{"completion": {"prefill-0": {"next": 2, "kept": 1}}}'))
+        assert worker.wait(0.05) == []
+        daemon.notify(1, wire.Released("an offer of long ago", "read"))
+        assert wait_for(worker, 1) == [Freed("req-1", BLOCKS)]
+
+
+class TestNotifications:
+    def test_what_was_seen_already_is_dropped(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        for number in range(1, 5):
+            pull(worker, daemon, f"req-{number}")
+        daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"))
+        daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"), wire.Done("req-3"))
+        daemon.notify(2, wire.Done("req-2"))
+        daemon.notify(4, wire.Done("req-4"))
+        assert wait_for(worker, 4) == [Done(f"req-{number}") for number in range(1, 5)]
+
+    def test_what_one_poll_returned_is_acknowledged_by_the_next_in_one_message(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        for number in range(1, 4):
+            pull(worker, daemon, f"req-{number}")
+        daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"))
+        wait_for(worker, 2)
+        assert daemon.inbox.empty()
+        worker.poll()
+        assert daemon.expect(wire.Acknowledge).sequence == 2
+        daemon.notify(3, wire.Done("req-3"))
+        wait_for(worker, 1)
+        worker.poll()
+        worker.poll()
+        assert daemon.expect(wire.Acknowledge).sequence == 3
+        assert daemon.inbox.empty()
+
+    def test_a_gap_that_the_daemon_closes_is_no_reason_to_attach_again(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        for number in range(1, 3):
+            pull(worker, daemon, f"req-{number}")
+        daemon.notify(2, wire.Done("req-2"))
+        assert worker.wait(0.05) == []
+        daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"))
+        assert wait_for(worker, 2) == [Done("req-1"), Done("req-2")]
+        assert len(daemon.attaches) == 1
+
+    def test_a_gap_that_stays_makes_the_worker_attach_again_and_nothing_is_lost(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        for number in range(1, 3):
+            pull(worker, daemon, f"req-{number}")
+        daemon.notify(2, wire.Done("req-2"))
+        lost, back = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert back == Reattached(1, same=True)
+        assert daemon.attaches[0].instance == daemon.attaches[1].instance
+        assert daemon.expect(SessionClosed)
+        while not daemon.try_notify(1, wire.Done("req-1"), wire.Done("req-2")):
+            worker.wait(0.01)
+        assert wait_for(worker, 2) == [Done("req-1"), Done("req-2")]
+
+
+class TestStatus:
+    def test_it_is_the_daemons_document(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        call = worker._ask_status()
+        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b'{"pulls": 0}'))
+        assert worker._until(lambda: worker._take_status(call), WAIT) == {"pulls": 0}
+
+    def test_no_answer_is_a_deadline(self, worker: Worker) -> None:
+        with pytest.raises(Unavailable, match=r"no status within 0\.01 s"):
+            worker.status(timeout=0.01)
+
+
+class TestLosingTheDaemon:
+    def test_the_same_daemon_is_found_again_and_pulls_go_on(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        worker.pool[:4] = b"kept"
+        daemon.hang_up()
+        lost, back = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert back == Reattached(1, same=True)
+        pull(worker, daemon, "req-2")
+        daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"))
+        assert wait_for(worker, 2) == [Done("req-1"), Done("req-2")]
+        assert bytes(worker.pool[:4]) == b"kept"
+
+    def test_an_offer_whose_answer_was_lost_is_withdrawn_from_the_same_daemon(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.offer_nowait("req-1", tokens=1, blocks=BLOCKS, ttl=60)
+        daemon.expect(wire.Offer)
+        daemon.hang_up()
+        wait_for(worker, 2)
+        worker.poll()
+        assert daemon.expect(wire.Cancel).request == "req-1"
+        daemon.notify(1, wire.Released("req-1", "withdrawn"))
+        assert wait_for(worker, 1) == [Released("req-1", "withdrawn")]
+
+    def test_a_new_daemon_gets_the_same_bytes_and_what_the_old_one_did_ends(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        pull(worker, daemon)
+        worker.offer_nowait("req-2", tokens=1, blocks=BLOCKS, ttl=60)
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "a ticket"))
+        wait_for(worker, 1)
+        worker.offer_nowait("req-3", tokens=1, blocks=BLOCKS, ttl=60)
+        daemon.expect(wire.Offer)
+        worker.pool[:4] = b"kept"
+        daemon.stop()
+        assert isinstance(wait_for(worker, 1)[0], Disconnected)
+        assert not worker.connected
+        with pytest.raises(Unavailable) as caught:
+            worker.pull("req-4", "a ticket", blocks=BLOCKS, timeout=30)
+        assert caught.value.code is ErrorCode.DAEMON_LOST
+        successor = ScriptedDaemon(daemon.path, incarnation=2)
+        failed, released, refused, back = wait_for(worker, 4)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.quarantined, failed.blocks) == (ErrorCode.DAEMON_LOST, False, BLOCKS)
+        assert released == Released("req-2", "daemon lost")
+        assert isinstance(refused, OfferRefused)
+        assert back == Reattached(2, same=False)
+        assert (worker.incarnation, worker.kept) == (2, True)
+        assert os.pread(successor.pools["prefill-0"].descriptor, 4, 0) == b"kept"
+        assert successor.attaches[0].instance == daemon.attaches[0].instance
+        pull(worker, successor, "req-1")
+        successor.notify(1, wire.Done("req-1"))
+        assert wait_for(worker, 1) == [Done("req-1")]
+        successor.stop()
+
+    def test_a_pull_ends_as_soon_as_the_daemons_process_has(self, socket_path: str) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DAEMON_PROCESS, socket_path], stdout=subprocess.PIPE, env={"PYTHONPATH": "."}
+        )
+        assert process.stdout is not None
+        with process, Worker.attach(socket_path, name="prefill-0", spec=Spec(), timeout=WAIT) as worker:
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
+            worker.wait(0.01)
+            process.send_signal(signal.SIGSTOP)
+            assert worker.wait(0.1) == []
+            killed = time.monotonic()
+            process.kill()
+            lost, failed = wait_for(worker, 2)
+            assert isinstance(lost, Disconnected)
+            assert isinstance(failed, Failed)
+            assert (failed.code, failed.quarantined) == (ErrorCode.DAEMON_LOST, False)
+            assert time.monotonic() - killed < 2
+        for name in os.listdir(os.path.dirname(socket_path)):
+            os.unlink(os.path.join(os.path.dirname(socket_path), name))
+
+    def test_a_daemon_that_cannot_be_watched_is_gone_when_nobody_listens_for_a_while(
+        self, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Connection, "_watch_process", lambda self, pid: None)
+        with Worker.attach(daemon.path, name="prefill-0", spec=Spec()) as worker:
+            pull(worker, daemon)
+            daemon.stop()
+            lost, failed = wait_for(worker, 2)
+            assert isinstance(lost, Disconnected)
+            assert isinstance(failed, Failed)
+            assert not failed.quarantined
+
+    def test_a_daemon_that_hung_up_but_lives_may_still_write(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon, timeout=0.2)
+        daemon.silent = True
+        daemon.hang_up()
+        lost, failed = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.quarantined) == (ErrorCode.DEADLINE, True)
+
+    def test_a_daemon_that_will_not_have_the_worker_any_more_is_said_by_every_request(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        daemon.refusal = BadRequest(ErrorCode.BAD_POOL, "that is no pool")
+        daemon.hang_up()
+        eventually(lambda: worker._driver.failed is not None, worker)
+        with pytest.raises(BadRequest, match="that is no pool"):
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
+        assert len(daemon.attaches) == 2
+
+    def test_another_pool_than_before_is_not_put_under_the_engines_tensors(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        daemon.pools["prefill-0"].close()
+        daemon.pools["prefill-0"] = daemon._provider.allocate("other", Spec().pool_bytes)
+        daemon.hang_up()
+        eventually(lambda: worker._driver.failed is not None, worker)
+        with pytest.raises(BadRequest, match="another pool than before"):
+            worker.offer("req-1", tokens=1, blocks=BLOCKS, ttl=60)
+
+    def test_polling_without_a_daemon_takes_about_no_time(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        daemon.stop()
+        wait_for(worker, 1)
+        longest = 0.0
+        for _ in range(200):
+            before = time.thread_time()
+            worker.poll()
+            longest = max(longest, time.thread_time() - before)
+            worker.wait(0.001)
+        assert longest < 0.005
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("garbage", [b"", b"\xff\x00garbage", b"\x93\xa7offered", bytes(100_000)])
+    def test_on_the_requests_socket_it_makes_the_worker_attach_again(
+        self, daemon: ScriptedDaemon, worker: Worker, garbage: bytes
+    ) -> None:
+        pull(worker, daemon)
+        daemon.send_raw(garbage)
+        lost, back = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert lost.code == ErrorCode.BAD_MESSAGE
+        assert back == Reattached(1, same=True)
+
+    @pytest.mark.parametrize("garbage", [b"", b"\xff\x00garbage", b"\x91\xa8detached\x00"])
+    def test_on_the_session_it_makes_the_worker_attach_again(
+        self, daemon: ScriptedDaemon, worker: Worker, garbage: bytes
+    ) -> None:
+        daemon.send_session(garbage)
+        lost, back = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert back == Reattached(1, same=True)
+
+    def test_a_message_that_the_daemon_could_not_read_is_an_event(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        daemon.send(wire.Error(0, "bad_message", "no message: truncated"))
+        assert wait_for(worker, 1) == [DaemonError("bad_message", "no message: truncated")]
+
+    def test_outcomes_of_requests_that_never_were_are_ignored(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        pull(worker, daemon)
+        daemon.notify(1, wire.Done("req-9"), wire.Freed("req-8"), wire.Released("req-7", "read"), wire.Done("req-1"))
+        daemon.send(wire.Offered(999, "a ticket"), wire.Status(998, b"{}"), wire.Error(997, "internal", "?"))
+        daemon.notify(5, wire.Done("req-1"))
+        assert wait_for(worker, 1) == [Done("req-1")]
+
+
+DAEMON_PROCESS = """
+import sys
+from tests.client.conftest import ScriptedDaemon
+ScriptedDaemon(sys.argv[1])
+"""

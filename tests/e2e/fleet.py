@@ -1,0 +1,168 @@
+"""Real daemons and workers as processes, for the end-to-end tests."""
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvd.processes import Child, Processes
+
+ANSWER_SECONDS = 30.0
+
+
+class RemoteError(Exception):
+    """A worker's call raised a KvdError: `code` says which."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class Daemon:
+    """A `kvd serve` that can be killed, paused and started again at the same place."""
+
+    def __init__(self, processes: Processes, folder: Path, name: str, flags: dict[str, str]) -> None:
+        self._processes, self._folder = processes, folder
+        self.name, self.flags = name, flags
+        self.socket = folder / f"{name}.sock"
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", "heartbeat": "0.3", **self.flags}
+        arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
+        run = f"{self.name}-{self.starts}"
+        self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments)
+        self.log = self._folder / f"{run}.log"
+
+    def kill(self) -> None:
+        send(self.child, signal.SIGKILL)
+        assert self.child.wait(10)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with paused(self.child):
+            yield
+
+    def serving(self) -> dict[str, Any]:
+        """What the log says of where the daemon serves; waits for it."""
+        for _ in until(20, f"{self.name} serves"):
+            for line in self.log.read_text().splitlines():
+                entry = json.loads(line)
+                if entry.get("event") == "serving":
+                    return dict(entry)
+        raise AssertionError("unreachable")
+
+
+class Worker:
+    """A worker process; every method of `worker_main.Remote` can be called."""
+
+    def __init__(
+        self, processes: Processes, daemon: Daemon, name: str, run: str, blocks: int, block_bytes: int
+    ) -> None:
+        self.name = name
+        self.child = processes.start(run, "tests.e2e.worker_main", piped=True)
+        self._unread = b""
+        self.attached = self.call(
+            "attach", socket=str(daemon.socket), name=name, blocks=blocks, block_bytes=block_bytes
+        )
+
+    def order(self, order: str, **arguments: Any) -> None:
+        """Starts a call without waiting for its answer."""
+        self.child.write(json.dumps([order, arguments]).encode() + b"\n")
+
+    def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
+        """The answer to the oldest order that has none yet."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self.child.source], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{self.name} did not answer within {seconds} s"
+            data = os.read(self.child.source, 1 << 16)
+            if not data:
+                raise self.child.ended()
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RemoteError(answer["error"], answer["text"])
+        return answer["ok"]
+
+    def call(self, order: str, **arguments: Any) -> Any:
+        self.order(order, **arguments)
+        return self.answer()
+
+    def outcome(self, request: str, seconds: float) -> dict[str, Any]:
+        """The event that ends `request`, within so many seconds; other events are dropped."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for event in self.call("wait", timeout=max(0.05, deadline - time.monotonic())):
+                if event.get("request") == request and event["kind"] in {"Done", "Failed", "Cancelled"}:
+                    return dict(event)
+                if event.get("offer") == request and event["kind"] == "Released":
+                    return dict(event)
+        raise AssertionError(f"{request!r} of {self.name} had no outcome within {seconds} s")
+
+    def kill(self) -> None:
+        send(self.child, signal.SIGKILL)
+        assert self.child.wait(10)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with paused(self.child):
+            yield
+
+
+class Fleet:
+    """Starts daemons and workers; ends what it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes = Processes(folder)
+        self._runs = 0
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._processes.__exit__(*details)
+
+    def daemon(self, name: str, **flags: str) -> Daemon:
+        return Daemon(
+            self._processes, self._folder, name, {key.replace("_", "-"): value for key, value in flags.items()}
+        )
+
+    def worker(self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096) -> Worker:
+        self._runs += 1
+        return Worker(self._processes, daemon, name, f"{name}-worker-{self._runs}", blocks, block_bytes)
+
+
+def send(child: Child, number: int) -> None:
+    os.kill(child.pid, number)
+
+
+@contextmanager
+def paused(child: Child) -> Iterator[None]:
+    send(child, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(child, signal.SIGCONT)
+
+
+def until(seconds: float, what: str) -> Iterator[None]:
+    """Yields until the caller stops asking, at most so many seconds: for conditions that nobody announces."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield
+        select.select([], [], [], 0.005)
+    raise AssertionError(f"{what}: not within {seconds} s")

@@ -1,0 +1,206 @@
+"""SIGKILL and SIGSTOP of everybody at each step of a pull: every request ends in time, and never in wrong bytes.
+
+A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
+the same host needs only the producer's memory, during the read, so that the fence is not answered. Over TCP a paused
+producer stalls the read itself.
+"""
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from tests.e2e.fleet import Fleet, RemoteError, send, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+BLOCKS, BLOCK_BYTES = 192, 1 << 20
+HALF = list(range(BLOCKS // 2))
+TIMEOUT = 2.0
+VICTIMS = ("producer-daemon", "consumer-daemon", "producer-worker", "consumer-worker")
+STEPS = ("connecting", "claiming", "reading", "fencing", "done")
+
+
+class Stage:
+    """Two daemons, their workers and an observer at the consumer; whoever was killed is brought back."""
+
+    def __init__(self, fleet, transport):
+        self.fleet = fleet
+        self.turn = 0
+        if transport == "tcp":
+            os.environ["UCX_TLS"] = "tcp"
+        try:
+            self.producer, self.consumer = fleet.daemon("p"), fleet.daemon("d")
+        finally:
+            os.environ.pop("UCX_TLS", None)
+        self.prefill = self._worker(self.producer, "prefill")
+        self.decode = self._worker(self.consumer, "decode")
+        self.observer = fleet.worker(self.consumer, "observer", blocks=1)
+
+    def _worker(self, daemon, name):
+        for _ in until(40, f"{name} is attached"):
+            with contextlib.suppress(RemoteError):
+                return self.fleet.worker(daemon, name, blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+        raise AssertionError("unreachable")
+
+    def victim(self, name):
+        return {
+            "producer-daemon": self.producer,
+            "consumer-daemon": self.consumer,
+            "producer-worker": self.prefill,
+            "consumer-worker": self.decode,
+        }[name]
+
+    def start_pull(self, before_pull=lambda: None):
+        """The blocks of the first half, all of one value, into those of the second half, all zero before."""
+        self.turn += 1
+        self.value = 1 + self.turn % 250
+        self.request = f"r{self.turn}"
+        self.target = list(range(BLOCKS // 2, BLOCKS))
+        self.prefill.call("fill", ids=HALF, value=self.value)
+        self.decode.call("fill", ids=list(range(BLOCKS)), value=0)
+        ticket = self.prefill.call("offer", name=self.request, ids=HALF)
+        before_pull()
+        self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
+
+    def wait_attached(self, worker):
+        for _ in until(40, f"{worker.name} is attached again"):
+            with contextlib.suppress(RemoteError):
+                return worker.call("status")
+        raise AssertionError("unreachable")
+
+    def wait_for(self, state):
+        for _ in until(10, f"a transfer is {state}"):
+            scheduler = self.wait_attached(self.observer)["scheduler"]
+            if state == "connecting" and scheduler["connecting"]:
+                return True
+            if state in scheduler["transfers"]:
+                return True
+            if not scheduler["pulls"]:
+                return False
+        raise AssertionError("unreachable")
+
+    def hold_at(self, step, held):
+        """Starts a pull and has it wait at `step`; pauses of the producer's daemon go onto `held`."""
+        if step == "connecting":
+            self.consumer.restart()  # it forgets whom it knew
+            for worker in (self.decode, self.observer):
+                self.wait_attached(worker)
+        if step in {"connecting", "claiming"}:
+            self.start_pull(before_pull=lambda: held.enter_context(self.producer.paused()))
+            assert self.wait_for(step)
+        elif step == "done":
+            self.start_pull()
+            assert self.decode.outcome(self.request, 20)["kind"] == "Done"
+        else:
+            self._hold_while_reading(step, held)
+
+    def _hold_while_reading(self, step, held):
+        for _ in until(60, f"a pull is caught {step}"):
+            self.start_pull()
+            if self.wait_for("reading"):
+                pause = held.enter_context(contextlib.ExitStack())
+                pause.enter_context(self.producer.paused())
+                if self.wait_for(step):
+                    return
+                pause.close()
+            self.decode.outcome(self.request, 10)
+
+    def recover(self):
+        """Brings back who is dead, and waits until a pull works again."""
+        for daemon in (self.producer, self.consumer):
+            if daemon.child.wait(0):
+                daemon.start()
+        if self.prefill.child.wait(0):
+            self.prefill = self._worker(self.producer, "prefill")
+        if self.decode.child.wait(0):
+            self.decode = self._worker(self.consumer, "decode")
+        for _ in until(40, "a pull works again"):
+            try:
+                self.start_pull()
+            except RemoteError as error:
+                assert error.code in {"daemon_lost", "overloaded", "not_attached"}  # noqa: PT017
+                self.prefill.call("wait", timeout=0.2)
+                self.decode.call("wait", timeout=0.2)
+                continue
+            if self.decode.outcome(self.request, 20)["kind"] == "Done":
+                self.check_bytes()
+                return
+
+    def check_bytes(self):
+        assert self.decode.call("values", ids=self.target) == [self.value] * len(self.target)
+
+    def check_end(self, ended):
+        """Done only with the right bytes; and no byte outside of the pull's blocks is touched, whatever it became."""
+        if ended["kind"] == "Done":
+            self.check_bytes()
+        assert self.decode.call("untouched", ids=self.target, value=0)
+
+
+@pytest.fixture(scope="module", params=["cma", "tcp"])
+def stage(request, tmp_path_factory):
+    with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
+        yield Stage(fleet, request.param)
+
+
+@pytest.fixture
+def held():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def _steps(stage_name):
+    """Over TCP only the read differs; a paused producer never lets it get to the fence."""
+    return ("reading",) if stage_name == "tcp" else STEPS
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_every_request_ends_when_one_is_killed(stage, held, victim, step, request):
+    if step not in _steps(request.node.callspec.params["stage"]):
+        pytest.skip("the same as without TCP, where it is tested")
+    stage.hold_at(step, held)
+    stage.victim(victim).kill()
+    if victim != "consumer-worker" and step != "done":
+        if victim != "producer-daemon":
+            held.close()
+        stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
+    held.close()
+    stage.recover()
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, request):
+    if step not in _steps(request.node.callspec.params["stage"]):
+        pytest.skip("the same as without TCP, where it is tested")
+    stage.hold_at(step, held)
+    child = stage.victim(victim).child
+    send(child, signal.SIGSTOP)
+    held.callback(send, child, signal.SIGCONT)
+    if step != "done":
+        if victim == "consumer-worker":  # it can be asked again only when it runs
+            for _ in until(TIMEOUT + 1.0, "the pull has an outcome"):
+                if not stage.observer.call("status")["scheduler"]["pulls"]:
+                    break
+                if stage.observer.call("status")["scheduler"]["quarantined"]:
+                    break
+            held.close()
+        stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
+    held.close()
+    stage.recover()
+
+
+def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(stage, held, request):
+    if request.node.callspec.params["stage"] != "tcp":
+        pytest.skip("a read of the same host's memory does not hang")
+    stage.hold_at("reading", held)
+    ended = stage.decode.outcome(stage.request, TIMEOUT + 1.0)
+    assert (ended["kind"], ended["quarantined"]) == ("Failed", True)
+    assert stage.observer.call("status")["scheduler"]["busy_blocks"]["decode"] == len(stage.target)
+    held.close()
+    for _ in until(20, "the blocks are free"):
+        if any(event["kind"] == "Freed" for event in stage.decode.call("wait", timeout=1)):
+            break
+    stage.recover()

@@ -1,0 +1,74 @@
+"""A worker in a process of its own, told what to do by JSON lines on standard input: so that tests can kill it."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+
+from kvd.bench.spec import flat_spec
+from kvd.client import Blocks, Worker
+from kvd.errors import KvdError
+
+
+class Remote:
+    """Executes the orders; `pool` is uint8 [blocks, block_bytes]."""
+
+    def attach(self, socket, name, blocks, block_bytes):
+        self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=20)
+        self.pool = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(blocks, block_bytes)
+        return {"kept": self.worker.kept, "backing": self.worker.backing, "incarnation": self.worker.incarnation}
+
+    def fill(self, ids, value):
+        self.pool[ids] = value
+
+    def values(self, ids):
+        """The one value that each block holds, or -1 where its bytes differ from each other."""
+        blocks = self.pool[ids]
+        same = (blocks == blocks[:, :1]).all(axis=1)
+        return [int(block[0]) if equal else -1 for block, equal in zip(blocks, same, strict=True)]
+
+    def untouched(self, ids, value):
+        """Whether every byte outside of these blocks is `value`."""
+        mask = np.ones(len(self.pool), dtype=bool)
+        mask[ids] = False
+        return bool((self.pool[mask] == value).all())
+
+    def offer(self, name, ids, ttl=60.0):
+        blocks = [Blocks(group=0, first=0, ids=ids)]
+        return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl)
+
+    def pull(self, name, ticket, ids, timeout=10.0):
+        self.worker.pull(name, ticket, blocks=[Blocks(group=0, first=0, ids=ids)], timeout=timeout)
+
+    def cancel(self, name):
+        self.worker.cancel(name)
+
+    def wait(self, timeout):
+        found = []
+        for event in self.worker.wait(timeout):
+            fields = {key: value for key, value in asdict(event).items() if key != "blocks"}
+            found.append({"kind": type(event).__name__, **fields})
+        return found
+
+    def status(self):
+        return self.worker.status()
+
+    def detach(self):
+        self.worker.detach()
+
+
+def main():
+    remote = Remote()
+    for line in sys.stdin:
+        order, arguments = json.loads(line)
+        try:
+            answer = {"ok": getattr(remote, order)(**arguments)}
+        except KvdError as error:
+            answer = {"error": error.code, "text": error.text}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

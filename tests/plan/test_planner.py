@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+from layout_buffers import engine, model
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import Full
+from kvd.layout.models import LayerKind
+from kvd.layout.presets import LAYOUTS, Attention
+from kvd.limits import MAX_DESCRIPTORS
+from kvd.plan import Descriptors, Planner, Span, check_ids, route
+
+HEADS, HEAD, LAYERS, BLOCK = 8, 4, 3, 4
+MODEL = model(LayerKind(Full(), tuple(range(LAYERS)), (Attention(HEADS, HEAD),)))
+
+
+def planner_between(sources, destination) -> Planner:
+    return Planner(sources[0], destination, route(sources, destination).shares[0])
+
+
+def span(source, destination) -> list[Span]:
+    return [Span(0, np.array(source, np.uint32), 0, np.array(destination, np.uint32))]
+
+
+def test_descriptors_are_unsigned_offsets_with_a_count_and_bytes() -> None:
+    (spec,) = engine(MODEL, "packed-hnd")
+    plan = planner_between([spec], spec).plan(span([3], [5]))
+    page = HEADS * BLOCK * 2 * HEAD
+    assert {array.dtype for array in (plan.src, plan.dst, plan.length)} == {np.dtype(np.uint64)}
+    assert plan.src.tolist() == [(layer * 64 + 3) * page for layer in range(LAYERS)]
+    assert plan.dst.tolist() == [(layer * 64 + 5) * page for layer in range(LAYERS)]
+    assert (plan.count, plan.bytes) == (LAYERS, LAYERS * page)
+
+
+def test_an_empty_plan_has_no_bytes() -> None:
+    (spec,) = engine(MODEL, "packed-hnd")
+    plan = planner_between([spec], spec).plan(span([], []))
+    assert (plan.count, plan.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (1, 4), (2, 4), (2, 8)])
+def test_slices_of_a_wider_consumer_lie_where_vllms_formula_says(ours: int, theirs: int) -> None:
+    """base + (r mod T/R) * (L / (T/R)) + b * stride, for the K and V regions of every layer."""
+    sources, destinations = engine(MODEL, "flash-hnd", tp=ours), engine(MODEL, "flash-hnd", tp=theirs)
+    ratio = theirs // ours
+    length = HEADS // ours * BLOCK * HEAD
+    for rank, destination in enumerate(destinations):
+        (share,) = route(sources, destination).shares
+        assert share.source == rank * ours // theirs
+        plan = Planner(sources[share.source], destination, share).plan(span([11], [2]))
+        regions = [region * 64 * length for region in range(LAYERS * 2)]
+        assert plan.src.tolist() == [base + rank % ratio * (length // ratio) + 11 * length for base in regions]
+        assert set(plan.length.tolist()) == {length // ratio}
+
+
+def test_flashinfer_values_lie_half_a_page_behind_the_keys() -> None:
+    sources, destinations = engine(MODEL, "flashinfer-hnd"), engine(MODEL, "flashinfer-hnd", tp=2)
+    page = 2 * HEADS * BLOCK * HEAD
+    plan = planner_between(sources, destinations[1]).plan(span([5], [0]))
+    keys = [(layer * 64 + 5) * page + page // 4 for layer in range(LAYERS)]
+    assert plan.src.tolist() == [address for key in keys for address in (key, key + page // 2)]
+
+
+def test_a_descriptor_may_span_the_last_block_of_a_layer_and_the_first_of_the_next() -> None:
+    (spec,) = engine(MODEL, "packed-hnd")
+    plan = planner_between([spec], spec).plan(span([0, 63], [0, 63]))
+    assert plan.count == 2 * LAYERS - (LAYERS - 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_pool_is_one_descriptor(layout: str) -> None:
+    (spec,) = engine(MODEL, layout)
+    plan = planner_between([spec], spec).plan(span(np.random.default_rng(0).permutation(64), range(64)))
+    assert plan.bytes == spec.pool_bytes
+    plan = planner_between([spec], spec).plan(span(range(64), range(64)))
+    assert (plan.count, plan.bytes) == (1, spec.pool_bytes)
+
+
+def test_more_descriptors_than_a_transfer_may_have_are_refused_before_they_are_made(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.plan.planner.MAX_DESCRIPTORS", 2 * LAYERS - 1)
+    (spec,) = engine(MODEL, "packed-hnd")
+    with pytest.raises(BadRequest, match=f"at least {2 * LAYERS} descriptors") as refused:
+        planner_between([spec], spec).plan(span([1, 5], [9, 2]))
+    assert refused.value.code == ErrorCode.TOO_LARGE
+
+
+def test_a_block_that_would_take_more_descriptors_than_any_transfer_may_have_is_refused() -> None:
+    kind = model(LayerKind(Full(), (0,), (Attention(1 << 13, 2),)))
+    ours, theirs = (engine(kind, layout, block=1 << 11, blocks=1) for layout in ("packed-hnd", "packed-nhd"))
+    assert MAX_DESCRIPTORS == (1 << 13) * (1 << 11)
+    kind = model(LayerKind(Full(), (0, 1), (Attention(1 << 13, 2),)))
+    ours, theirs = (engine(kind, layout, block=1 << 11, blocks=1) for layout in ("packed-hnd", "packed-nhd"))
+    with pytest.raises(BadRequest, match="a block would take"):
+        planner_between(ours, theirs[0])
+
+
+def test_the_first_block_id_that_a_group_does_not_have_is_named() -> None:
+    (spec,) = engine(MODEL, "packed-hnd")
+    check_ids(spec.groups[0], np.array([0, 63], np.uint32))
+    check_ids(spec.groups[0], np.array([], np.uint32))
+    with pytest.raises(BadRequest, match="block id 64 is not below num_blocks = 64") as refused:
+        check_ids(spec.groups[0], np.array([1, 64, 2, 4_000_000_000], np.uint32))
+    assert refused.value.code == ErrorCode.BAD_BLOCKS
+
+
+def test_a_source_block_may_be_read_into_several_blocks() -> None:
+    (spec,) = engine(MODEL, "cross-layer-hnd")
+    plan: Descriptors = planner_between([spec], spec).plan(span([7, 7], [1, 2]))
+    assert sorted(plan.dst.tolist()) == [spec.groups[0].block_bytes, 2 * spec.groups[0].block_bytes]
+    assert len(set(plan.src.tolist())) == 1

@@ -1,0 +1,121 @@
+"""What cannot be mapped is refused when two specs meet, with the field and both values."""
+
+import msgspec
+import pytest
+from layout_buffers import engine, model
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import Chunked, Full, Sliding, State
+from kvd.layout.models import LayerKind, Model
+from kvd.layout.presets import Attention, Latent, Recurrent, Section
+from kvd.plan import check_compatible, route
+
+replace = msgspec.structs.replace
+
+
+def spec(heads=8, head_bytes=16, *, window=None, layers=(0, 1), block=16, dtype="bfloat16", **options):
+    kind = LayerKind(window or Full(), tuple(layers), (Attention(heads, head_bytes),))
+    return engine(Model("test", (kind,), dtype), "packed-hnd", block=block, **options)[0]
+
+
+def recurrent(taps=3, width=4, ssm_dtype=None):
+    cache = Recurrent((Section("x", 8, width),), taps, ssm_heads=8, ssm_head_bytes=8, ssm_dtype=ssm_dtype)
+    return engine(model(LayerKind(State(), (0, 1), (cache,))), "packed-hnd")[0]
+
+
+def two_groups(first, second):
+    kinds = [LayerKind(Full(), tuple(layers), (Attention(8, 16),)) for layers in (first, second)]
+    return engine(model(*kinds), "packed-hnd", block=16)[0]
+
+
+def latent():
+    return engine(model(LayerKind(Full(), (0, 1), (Latent(16),))), "packed-hnd", block=16)[0]
+
+
+REFUSED = {
+    "dtype": (spec(), spec(dtype="fp8"), "groups[0].kv.dtype: source has bfloat16, destination has fp8"),
+    "dtype of one component": (
+        recurrent(),
+        recurrent(ssm_dtype="float32"),
+        "groups[0].ssm.dtype: source has bfloat16, destination has float32",
+    ),
+    "head size": (spec(), spec(head_bytes=32), "(head size): source has 16, destination has 32"),
+    "KV heads": (spec(), spec(heads=4), "groups[0].kv.heads: source has 8, destination has 4"),
+    "block ratio": (
+        spec(block=16),
+        spec(block=24),
+        "groups[0].block_tokens (one must divide the other): source has 16, destination has 24",
+    ),
+    "window": (
+        spec(window=Sliding(24)),
+        spec(window=Sliding(32)),
+        "groups[0].window: source has Sliding(window=24), destination has Sliding(window=32)",
+    ),
+    "kind of window": (spec(window=Chunked(32)), spec(), "source has Chunked(chunk=32), destination has Full()"),
+    "number of layers": (spec(), spec(layers=(0, 1, 2)), "layers of the model: source has 2, destination has 3"),
+    "number of groups": (two_groups((0,), (1,)), spec(), "number of groups: source has 2, destination has 1"),
+    "layer sets": (
+        two_groups((0, 1), (2,)),
+        two_groups((0,), (1, 2)),
+        "groups[0].kv.layers: source has [0, 1], destination has [0]",
+    ),
+    "components": (spec(), latent(), "groups[0].components: source has ['kv'], destination has ['latent']"),
+    "taps": (recurrent(), recurrent(taps=2), "groups[0].conv_x: taps: source has 3, destination has 2"),
+    "channels": (recurrent(), recurrent(width=2), "groups[0].conv_x: channels: source has 4, destination has 2"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_both_values_are_named_where_the_sides_differ_in(field: str) -> None:
+    ours, theirs, text = REFUSED[field]
+    with pytest.raises(BadRequest) as refused:
+        check_compatible(ours, theirs)
+    assert refused.value.code == ErrorCode.INCOMPATIBLE
+    assert text in refused.value.text
+
+
+def with_kernel_blocks(pages: int, tokens: int):
+    whole = spec(block=pages * tokens)
+    view = whole.groups[0].views[0]
+    axes = []
+    for axis in view.axes:
+        if axis.dim == "token":
+            axes.append(replace(axis, size=pages, stride=axis.stride * tokens))
+        axes.append(replace(axis, size=tokens) if axis.dim == "token" else axis)
+    group = replace(whole.groups[0], views=(replace(view, axes=tuple(axes)),))
+    return replace(whole, groups=(group,))
+
+
+def test_kernel_blocks_that_do_not_nest_are_refused() -> None:
+    check_compatible(with_kernel_blocks(3, 16), with_kernel_blocks(6, 8))
+    with pytest.raises(BadRequest, match=r"kernel block .*: source has \[3, 16\], destination has \[1, 24\]"):
+        check_compatible(with_kernel_blocks(3, 16), with_kernel_blocks(1, 24))
+
+
+def test_the_same_model_is_compatible_however_it_is_cut_and_laid_out() -> None:
+    (ours,) = engine(model(LayerKind(Full(), (0, 1), (Attention(8, 16),))), "flash-hnd", block=16)
+    theirs = engine(model(LayerKind(Full(), (0, 1), (Attention(8, 16),))), "cross-layer-nhd", block=64, tp=8, pp=2)
+    for rank in theirs:
+        check_compatible(ours, rank)
+        check_compatible(rank, ours)
+
+
+def test_pipeline_ranks_without_a_common_layer_have_nothing_to_disagree_on() -> None:
+    first, second = engine(model(LayerKind(Full(), (0, 1), (Attention(8, 16),))), "flash-hnd", pp=2)
+    check_compatible(first, second)
+    assert route([first, second], second).readers == (1, 1)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 1], []])
+def test_a_route_needs_each_rank_of_the_producer_once(ranks: list[int]) -> None:
+    engine_ranks = engine(model(LayerKind(Full(), (0, 1), (Attention(8, 16),))), "flash-hnd", tp=2)
+    with pytest.raises(BadRequest, match="source ranks: given are") as refused:
+        route([engine_ranks[rank] for rank in ranks], engine_ranks[0])
+    assert refused.value.code == ErrorCode.INCOMPATIBLE
+
+
+def test_a_route_needs_ranks_of_one_engine() -> None:
+    kind = model(LayerKind(Full(), (0, 1), (Attention(8, 16),)))
+    wide, deep = engine(kind, "flash-hnd", tp=2), engine(kind, "flash-hnd", pp=2)
+    with pytest.raises(BadRequest, match="source ranks of one engine"):
+        route([wide[0], deep[1]], wide[0])

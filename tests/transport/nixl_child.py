@@ -1,0 +1,115 @@
+"""The contract's checks over NIXL, in a process that ends by os._exit: NIXL's teardown must not decide a test's result.
+
+Run as `python -m tests.transport.nixl_child CHECK...`: prints one JSON object a check. Producers are processes too.
+"""
+
+import asyncio
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from kvd.transport.contract import Contract
+from kvd.transport.nixl import NixlTransport
+from kvd.transport.site import PRODUCED, Bytes, pattern
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def allocate(size: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+
+
+async def produce(agent: str, pipe: Connection) -> None:
+    """Registers what the pipe asks for, and exits when it ends."""
+    transport = NixlTransport(agent, asyncio.get_running_loop())
+    events: asyncio.Queue = asyncio.Queue()
+    transport.start(events.put_nowait)
+    transport.expect_readers(True)
+    kept = []
+    for pool in itertools.count():
+        try:
+            size, seed = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            os._exit(0)
+        kept.append(allocate(size))
+        kept[-1][:] = pattern(seed, size)
+        transport.register(pool, kept[-1].ctypes.data, size)
+        pipe.send(((await events.get()).metadata, kept[-1].ctypes.data))
+
+
+def run_producer(agent: str, pipe: Connection) -> None:
+    asyncio.run(produce(agent, pipe))
+
+
+class NixlProducer:
+    def __init__(self, agent: str, size: int, seed: int) -> None:
+        self.agent, self.size, self.seed = agent, size, seed
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=run_producer, args=(agent, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def open(self) -> "NixlProducer":
+        self.metadata, self.base = await self.register_more(self.size, self.seed)
+        return self
+
+    async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
+        self._pipe.send((size, seed))
+        return await asyncio.to_thread(self._pipe.recv)
+
+    async def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+
+class NixlSite:
+    def __init__(self) -> None:
+        self._names = map("agent-{}".format, itertools.count())
+        self._shared: NixlProducer | None = None
+        self._spare = allocate(PRODUCED)  # faulted in once: a fresh 256 MiB for each check is a second of page faults
+
+    def transport(self) -> NixlTransport:
+        return NixlTransport(next(self._names), asyncio.get_running_loop())
+
+    def memory(self, size: int) -> tuple[int, Bytes]:
+        memory = self._spare[:size] if size > PRODUCED // 2 else allocate(size)
+        memory[:] = 0
+        return memory.ctypes.data, memory
+
+    async def shared(self) -> NixlProducer:
+        if self._shared is None:
+            self._shared = await self.producer(PRODUCED, 5)
+        return self._shared
+
+    async def producer(self, size: int, seed: int) -> NixlProducer:
+        return await NixlProducer(next(self._names), size, seed).open()
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.kill()
+
+
+async def main(checks: list[str]) -> None:
+    site = NixlSite()
+    for check in checks:
+        error = None
+        try:
+            async with asyncio.timeout(30):
+                await Contract(site).run(check)
+        except Exception:  # noqa: BLE001 - it is told to the test
+            error = traceback.format_exc()
+        print(json.dumps({"check": check, "error": error}), flush=True)
+    await site.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))
+    os._exit(0)

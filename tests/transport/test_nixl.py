@@ -1,0 +1,37 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvd.transport.contract import CHECKS
+
+pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
+
+WAYS = {"same_host": {}, "tcp": {"UCX_TLS": "tcp"}}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """The error of each check, None where it passed; a check that is missing never ended."""
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"} | WAYS[request.param]
+    run = subprocess.run(  # noqa: S603 - our own
+        [sys.executable, "-m", "tests.transport.nixl_child", *CHECKS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return {result["check"]: result["error"] for result in found} | {"": run.stderr[-4000:] if run.returncode else None}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_nixl_keeps_the_contract(results: dict[str, str | None], check: str) -> None:
+    assert results.get(check, f"it never ended: {results['']}") is None, results[check]
+
+
+def test_a_process_that_stopped_its_transports_and_lost_a_peer_exits_cleanly(results: dict[str, str | None]) -> None:
+    assert results[""] is None
