@@ -38,6 +38,13 @@ class Metrics:
         self.fences = counter("kvd_fences_total", "Fences of peers, by answer (held, broken).", "answer")
         self.peers = gauge("kvd_peers", "Peers that this daemon connects to, by state.", "state")
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")
+        self.peer_paths = gauge(
+            "kvd_peer_paths", "Peers that this daemon reads from, by the best lane that leads there.", "kind"
+        )
+        self.peers_slow = gauge("kvd_peers_slow", "Peers whose path is slower than the hardware allows.")
+        self.slow_paths = counter(
+            "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
+        )
         self.workers = gauge("kvd_workers", "Workers that are attached.")
         self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by what they are made of.", "backing")
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")

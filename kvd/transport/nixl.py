@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.engine import Engine
 from kvd.transport.interface import Deregistered, Event, Registered, TransportDied
+from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.outbox import Outbox
 
@@ -72,7 +73,7 @@ class NixlTransport:
             raise InternalError(
                 ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
             )
-        self._engine = Engine(handle, failures)
+        self._engine = Engine(handle, failures, Lanes(agent))
         self._thread: threading.Thread | None = None
         self._outbox: Outbox | None = None
 

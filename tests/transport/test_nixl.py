@@ -16,7 +16,7 @@ WAYS = {"same_host": {}, "tcp": {"UCX_TLS": "tcp"}}
 def results(request: pytest.FixtureRequest) -> dict[str, str | None]:
     """The error of each check, None where it passed; a check that is missing never ended."""
     environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"} | WAYS[request.param]
-    run = subprocess.run(  # noqa: S603 - our own
+    run = subprocess.run(
         [sys.executable, "-m", "tests.transport.nixl_child", *CHECKS],
         env=environment,
         capture_output=True,
