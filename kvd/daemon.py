@@ -186,6 +186,7 @@ class Daemon:
             "device": config.device,
             "ready": not self.health.reasons,
             "not_ready": self.health.reasons,
+            "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
         }
 
 

@@ -1,6 +1,7 @@
 """What Prometheus scrapes: base units, `kvd_` prefix, labels of bounded number and never a request's id."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 _TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -60,3 +61,24 @@ class Metrics:
             "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
         )
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
+
+    def totals(self) -> dict[str, object]:
+        """What a status says of the counters: `kvd.protocol.status.Totals`, without the time."""
+        return {
+            "read_bytes": sum(_values(self.read_bytes).values()),
+            "read_descriptors": sum(_values(self.read_descriptors).values()),
+            "pulls": _values(self.pulls),
+            "refused": sum(_values(self.refused).values()),
+            "peers_lost": sum(_values(self.peers_lost).values()),
+            "pull_buckets": _values(self.pull_seconds, "_bucket"),
+        }
+
+
+def _values(metric: MetricWrapperBase, suffix: str = "_total") -> dict[str, int]:
+    """The samples of `metric` by the values of their labels."""
+    return {
+        ",".join(sample.labels.values()): int(sample.value)
+        for family in metric.collect()
+        for sample in family.samples
+        if sample.name.endswith(suffix)
+    }
