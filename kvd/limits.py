@@ -59,6 +59,9 @@ MAX_WORKERS: Final = 256
 MAX_PEERS: Final = 4096
 """Daemons that one daemon talks to."""
 
+MAX_RENEWALS: Final = 65_536
+"""Claims that one message renews; more are renewed by several."""
+
 NOTIFICATIONS_PER_BATCH: Final = 256
 """Notifications in one message to a worker."""
 

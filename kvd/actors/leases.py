@@ -210,7 +210,9 @@ class LeasesActor(Actor):
             self._grant(key, held)
         elif key in self._broken:
             self._refuse(key, self._broken[key])
-        elif key not in self._waiting and key not in self._fenced:
+        elif key in self._waiting:
+            self._waits_due.set(key, self.loop.time() + self._house.settings.claim_wait)
+        elif key not in self._fenced:
             self._claim(key, request)
 
     def _claim(self, key: ClaimKey, request: Claim) -> None:
@@ -288,9 +290,7 @@ class LeasesActor(Actor):
             lease = self._held.get(key)
             if lease is not None:
                 self._claims_due.set(key, now + lease.claims[key].ttl)
-            elif key in self._waiting:
-                self._waits_due.set(key, now + self._house.settings.claim_wait)
-            elif key not in self._fenced:
+            elif key not in self._waiting and key not in self._fenced:
                 self._say_broken(key)
 
     def _say_broken(self, key: ClaimKey) -> None:

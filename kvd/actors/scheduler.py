@@ -47,6 +47,9 @@ from kvd.transport.interface import Landed, ReadFailed, Transport
 PullKey = tuple[str, str]
 """(worker, request)."""
 
+_LOOKS = 3
+"""How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way."""
+
 
 @dataclass(slots=True)
 class _Transfer:
@@ -80,6 +83,14 @@ class _Pull:
     transfers: list[_Transfer] = field(default_factory=list)
     outcome: str = ""
     quarantined: bool = False
+    looks: int = 0
+    """How often the peers' pools were looked through."""
+    views: dict[str, PeerView] = field(default_factory=dict)
+    """The producers as they were when the pull was routed: one that has done its part may be gone since."""
+
+    def asks(self, address: str) -> bool:
+        """Whether one of its producer ranks is there."""
+        return any(rank.address == address for rank in self.ticket.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +159,13 @@ class SchedulerActor(Actor):
             view = self._views.get(rank.address)
             if view is not None and rank.incarnation <= view.incarnation:
                 record.awaited.discard(rank.address)
-        if not record.awaited:
+        if record.awaited:
+            self._need(record)
+        else:
             self._route(record)
-        for address in sorted(record.awaited):
+
+    def _need(self, pull: _Pull) -> None:
+        for address in sorted(pull.awaited):
             self._house.handshake.tell(NeedPeer(address, stale=address in self._views))
 
     def _check(self, key: PullKey, pool: Pool) -> None:
@@ -166,6 +181,14 @@ class SchedulerActor(Actor):
 
     def _route(self, pull: _Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
+        if pull.looks < _LOOKS:
+            # A pool may be younger than what its daemon told us when we met.
+            pull.awaited = {rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools}
+            pull.looks += 1
+        if pull.awaited:
+            self._need(pull)
+            return
+        pull.views = {rank.address: self._views[rank.address] for rank in pull.ticket.ranks}
         try:
             sources = self._sources(pull)
         except KvdError as error:
@@ -182,9 +205,9 @@ class SchedulerActor(Actor):
             self._contributed(pull)
 
     def _sources(self, pull: _Pull) -> tuple[Source, ...]:
-        key = route_key(pull.pool, pull.ticket.ranks, self._views)
+        key = route_key(pull.pool, pull.ticket.ranks, pull.views)
         if key not in self._routes:
-            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, self._views)
+            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
         return self._routes[key]
 
     @handles(PeerUp)
@@ -210,8 +233,10 @@ class SchedulerActor(Actor):
             if all(address != message.address for address, *_ in key[1])
         }
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
-        if not message.restarted:
-            for pull in [pull for pull in self._pulls.values() if message.address in pull.awaited]:
+        for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
+            if message.restarted:
+                pull.awaited.add(message.address)
+            else:
                 self._end(pull, error)
         for transfer in list(self._transfers.values()):
             if transfer.address == message.address:
@@ -257,6 +282,7 @@ class SchedulerActor(Actor):
         if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
             return False
         transfer.planned = False
+        pull.views[rank.address] = view
         try:
             sources = {source.rank: source for source in self._sources(pull)}
         except KvdError as error:
@@ -297,13 +323,19 @@ class SchedulerActor(Actor):
 
     @handles(_RenewAll)
     def renew(self, _message: _RenewAll) -> None:
-        """Renews every claim that is still needed, drains included: the producer must not free what is being read."""
+        """Renews every claim that is held, drains included: the producer must not free what is being read.
+
+        One that is not granted yet is asked for again instead: a renewal that overtakes it would be answered `Broken`.
+        """
         by_address: dict[str, list[int]] = {}
         for transfer in self._transfers.values():
-            by_address.setdefault(transfer.address, []).append(transfer.number)
+            if transfer.state is not State.CLAIMING:
+                by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
-            self._house.handshake.tell(AskPeer(address, Renew(tuple(numbers))))
-        self._renewing = bool(by_address)
+            for start in range(0, len(numbers), limits.MAX_RENEWALS):
+                batch = tuple(numbers[start : start + limits.MAX_RENEWALS])
+                self._house.handshake.tell(AskPeer(address, Renew(batch)))
+        self._renewing = bool(self._transfers)
         if self._renewing:
             self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
 

@@ -5,6 +5,7 @@ a run's addresses are those of the unit plus offsets that are the same for every
 (addresses of the units) + (offsets of the runs).
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,17 +84,17 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
 
     """
     ours, theirs = source.groups[group], destination.groups[group]
+    tokens = 1 if isinstance(ours.window, State) else min(ours.block_tokens, theirs.block_tokens)
     found: dict[tuple[Side, Side], list[tuple[Ints, Ints, Ints]]] = {}
     for part in parts:
-        for view in ours.views:
-            for other in theirs.views:
-                layers = sorted(set(view.layers) & set(other.layers))
-                if part.component == view.component == other.component and part.group == group and layers:
-                    sides = _side(ours, theirs, view), _side(theirs, ours, other)
-                    cut = _Cut(view, source.shard.heads(view.heads), other, destination.shard.heads(other.heads))
-                    unit = min(ours.block_tokens, theirs.block_tokens)
-                    tokens = 1 if isinstance(ours.window, State) else unit
-                    found.setdefault(sides, []).append(cut.runs(layers, part.heads, tokens))
+        held = [view for view in ours.views if (group, view.component) == (part.group, part.component)]
+        wanted = [view for view in theirs.views if (group, view.component) == (part.group, part.component)]
+        for view, other in itertools.product(held, wanted):
+            layers = sorted(set(view.layers).intersection(other.layers))
+            if layers:
+                sides = _side(ours, theirs, view), _side(theirs, ours, other)
+                cut = _Cut(view, source.shard.heads(view.heads), other, destination.shard.heads(other.heads))
+                found.setdefault(sides, []).append(cut.runs(layers, part.heads, tokens))
     return [_template(sides, runs) for sides, runs in found.items()]
 
 

@@ -45,7 +45,7 @@ class Claim(Message, frozen=True, tag="claim"):
 class Renew(Message, frozen=True, tag="renew"):
     """These claims are still wanted. Answered only where one is not held any more, by `Broken`."""
 
-    claims: Annotated[tuple[Count, ...], Meta(max_length=65536)]
+    claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
 
 
 class Fence(Message, frozen=True, tag="fence"):

@@ -31,12 +31,13 @@ class Stage:
         if transport == "tcp":
             os.environ["UCX_TLS"] = "tcp"
         try:
-            self.producer, self.consumer = fleet.daemon("p"), fleet.daemon("d")
+            self.producer, self.consumer = (fleet.daemon(name, heartbeat="1.0") for name in "pd")
         finally:
             os.environ.pop("UCX_TLS", None)
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")
         self.observer = fleet.worker(self.consumer, "observer", blocks=1)
+        self.recover()
 
     def _worker(self, daemon, name):
         for _ in until(40, f"{name} is attached"):

@@ -9,6 +9,8 @@ from kvd.transport.contract import CHECKS
 
 pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 
+pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all of its checks: 10 s on an idle machine
+
 WAYS = {"same_host": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
@@ -21,7 +23,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, str | None]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
         check=False,
     )
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

@@ -1,0 +1,196 @@
+"""Engines and the router between them: sequences are prefilled by one engine and pulled by another."""
+
+from dataclasses import dataclass, field
+
+from kvd.errors import KvdError
+from kvd.layout import Full
+from kvd.protocol import ticket
+from kvd.sim.cache import make_cache
+from kvd.sim.fleet import Daemon
+from kvd.sim.workers import Pulling, Worker
+from kvd.sim.world import World
+
+MAX_TOKENS = 12
+NUM_BLOCKS = 16
+
+
+@dataclass(slots=True)
+class Engine:
+    """Workers that hold one model between them."""
+
+    name: str
+    workers: list[Worker]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank is attached."""
+        return all(worker.attached for worker in self.workers)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request on its way from one engine to another."""
+
+    name: str
+    tokens: int
+    source: Engine
+    target: Engine
+    timeout: float
+    tries: int
+    calm: bool
+    """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
+    faults: dict[str, int]
+    """How often something was done to each daemon, when it began."""
+    tickets: dict[int, str] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    """Target ranks that have it."""
+
+
+def make_engine(
+    world: World, daemons: list[Daemon], name: str, *, groups: int, layout: str, block_tokens: int
+) -> Engine:
+    """An engine of one or two ranks, each beside a daemon that the dice choose."""
+    tp_size = world.rng.choice((1, 2))
+    workers = []
+    for rank in range(tp_size):
+        cache = make_cache(layout, rank, tp_size, num_blocks=NUM_BLOCKS, block_tokens=block_tokens, groups=groups)
+        workers.append(Worker(world, world.rng.choice(daemons), f"{name}.{rank}", cache))
+    return Engine(name, workers)
+
+
+class Router:
+    """Starts sequences and takes them from engine to engine."""
+
+    def __init__(self, world: World, engines: list[Engine]) -> None:
+        self.world = world
+        self.engines = engines
+        self.sequences = 0
+        self.outcomes: dict[str, int] = {}
+        """How many pulls ended how."""
+        self._alive: list[Sequence] = []
+        self._by_request: dict[str, tuple[Sequence, int]] = {}
+        for engine in engines:
+            for worker in engine.workers:
+                worker.on_end = self._ended
+
+    def begin(self, source: Engine, target: Engine, *, calm: bool) -> Sequence | None:
+        """Prefills a sequence at `source` for `target`; None where an engine is not ready."""
+        if not source.ready or not target.ready:
+            return None
+        rng = self.world.rng
+        self.sequences += 1
+        sequence = Sequence(
+            name=f"s{self.sequences}",
+            tokens=rng.randint(1, MAX_TOKENS),
+            source=source,
+            target=target,
+            timeout=4.0 if calm else rng.choice((0.02, 0.2, 1.0, 2.0)),
+            tries=0 if calm else rng.randrange(3),
+            calm=calm,
+            faults={
+                worker.daemon.name: self.world.faults_of.get(worker.daemon.name, 0)
+                for worker in (*source.workers, *target.workers)
+            },
+        )
+        self._alive.append(sequence)
+        ttl = 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
+        self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
+        for rank, worker in enumerate(source.workers):
+            self._offer(sequence, rank, worker, ttl)
+        return sequence
+
+    def _offer(self, sequence: Sequence, rank: int, worker: Worker, ttl: float) -> None:
+        groups = worker.cache.spec.groups
+        wanted = [range(-(-sequence.tokens // group.block_tokens)) for group in groups]
+        blocks = worker.take_blocks(wanted)
+        if blocks is None:
+            return
+        run = worker.runs
+        late = not sequence.calm and self.world.chance(0.3)
+
+        def offer() -> None:
+            if worker.runs != run:
+                return
+            if not worker.attached:
+                worker.give_back(blocks)
+                return
+
+            def answered(text: str) -> None:
+                self._have(sequence, rank, text)
+
+            worker.offer(sequence.name, sequence.tokens, blocks, ttl, None if late else answered)
+
+        if late:
+            # The router passes the ticket on before the offer is made, as engines that know their blocks early do.
+            self._have(sequence, rank, worker.core.ticket(sequence.name, sequence.tokens, blocks))
+            worker.process.call_later(self.world.rng.random() * 0.3, offer)
+        else:
+            offer()
+
+    def _have(self, sequence: Sequence, rank: int, text: str) -> None:
+        sequence.tickets[rank] = text
+        if len(sequence.tickets) == len(sequence.source.workers):
+            joined = ticket.join([sequence.tickets[rank] for rank in sorted(sequence.tickets)])
+            for target, worker in enumerate(sequence.target.workers):
+                delay = self.world.rng.random() * 0.01
+                self.world.loop.call_later(delay, self._pull, sequence, target, worker, joined, 1)
+
+    def _pull(self, sequence: Sequence, rank: int, worker: Worker, joined: str, attempt: int) -> None:
+        if not worker.attached:
+            return
+        blocks = worker.take_blocks(self._wanted(sequence, worker))
+        if blocks is None:
+            return
+        request = f"{sequence.name}/{rank}/{attempt}"
+        concerned = tuple(dict.fromkeys([worker.daemon.name, *(w.daemon.name for w in sequence.source.workers)]))
+        pulling = Pulling(
+            sequence=sequence.name,
+            tokens=sequence.tokens,
+            blocks=blocks,
+            deadline=self.world.loop.now + sequence.timeout,
+            faults=tuple(sequence.faults[name] for name in concerned),
+            concerned=concerned,
+            trouble=worker.trouble + worker.daemon.pauses,
+            spoilt=not sequence.calm,
+        )
+        self._by_request[request] = (sequence, rank)
+        try:
+            worker.pull(request, joined, pulling, sequence.timeout)
+        except KvdError:
+            worker.give_back(blocks)
+            return
+        if attempt <= sequence.tries:
+            worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
+
+    def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
+        """What the target needs and does not have: some of its prefix may be cached there."""
+        wanted = []
+        for group in worker.cache.spec.groups:
+            positions = group.needed(sequence.tokens)
+            if isinstance(group.window, Full) and self.world.chance(0.3):
+                positions = positions[self.world.rng.randrange(len(positions) + 1) :]
+            wanted.append(positions)
+        return wanted
+
+    def _again(self, request: str, joined: str, attempt: int) -> None:
+        """The target tries once more where it has not got it."""
+        sequence, rank = self._by_request[request]
+        if rank not in sequence.done:
+            self._pull(sequence, rank, sequence.target.workers[rank], joined, attempt + 1)
+
+    def _ended(self, request: str, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        sequence, rank = self._by_request[request]
+        if outcome == "done":
+            sequence.done.add(rank)
+
+    def spoil(self, offer: str, worker: Worker) -> None:
+        """Withdraws an offer, perhaps in the middle of its pulls, which may fail from here on."""
+        for engine in self.engines:
+            for each in engine.workers:
+                for pulling in each.pulls.values():
+                    pulling.spoilt |= pulling.sequence == offer
+        for sequence in self._alive:
+            if sequence.name == offer:
+                sequence.calm = False
+        worker.cancel(offer)

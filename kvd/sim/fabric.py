@@ -1,0 +1,121 @@
+"""The fake transport in a simulated world: its reads are held against the masks of the files that they write to.
+
+What differs from `kvd.transport.fake` itself: events reach a daemon through its own process (a stopped one gets them
+when it goes on), faults follow the world's knobs, and a read that is stuck goes on some time later.
+"""
+
+from collections.abc import Callable
+
+from kvd.sim.loop import Process
+from kvd.sim.memory import File
+from kvd.sim.promises import Promise
+from kvd.sim.world import World
+from kvd.transport.fabric import FakeFabric, Fault, Flight
+from kvd.transport.fake import FakeTransport
+from kvd.transport.interface import Event, RegisterFailed
+
+_BYTES_PER_SECOND = 40e3
+"""Slow, so that what happens meanwhile happens in the middle."""
+_STUCK = 3.0
+"""Seconds that a stuck read takes at most."""
+_EVENT = 0.002
+"""Seconds that an event takes at most."""
+
+
+class SimFabric(FakeFabric):
+    """All agents of the world."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
+        self.world = world
+        self.files: dict[int, File] = {}
+        """By the address where a daemon has mapped them."""
+
+    def map_file(self, file: File) -> int:
+        """Maps a file; its address."""
+        base = self.map(file.data)
+        self.files[base] = file
+        return base
+
+    def unmap_file(self, base: int) -> None:
+        """Ends that."""
+        self.unmap(base)
+        del self.files[base]
+
+    def mend(self, one: str, other: str) -> None:
+        """Bytes flow again between two agents."""
+        pair = {(one, other), (other, one)}
+        self._cut -= pair
+        self._resume(lambda flight: (flight.reader.agent, flight.read.agent) in pair)
+
+    def let_go(self) -> None:
+        """Reads that are stuck go on."""
+        self._resume(lambda flight: flight.read.fault.stuck)
+
+    def fault_of_read(self, reader: str) -> Fault:
+        """By the knobs. Whoever cannot finish a read because of it is excused."""
+        world, knobs = self.world, self.world.knobs
+        slow = world.chance(knobs.read_slow)
+        stuck = world.chance(knobs.read_sticks)
+        fails = world.chance(knobs.read_fails)
+        if slow or stuck or fails:
+            world.disturb(daemon_of(reader))
+        if stuck:
+            world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
+        return Fault(100.0 if slow else 1.0, stuck, fails)
+
+    def _copy(self, flight: Flight) -> None:
+        piece, read = flight.piece, flight.read
+        file = self.files[read.local_base]
+        for index in range(piece.start, piece.stop):
+            first, length = int(piece.chunk.dst[index]), int(piece.chunk.length[index])
+            if not file.writable[first : first + length].all():
+                who = f"read {read.key} of {flight.reader.agent}"
+                self.world.violate(
+                    Promise.QUARANTINE, f"{who} writes {length} bytes at {first} of {file.number}, which are not lent"
+                )
+                break
+        super()._copy(flight)
+
+
+def daemon_of(agent: str) -> str:
+    """Whose agent it is."""
+    return agent.partition("#")[0]
+
+
+class SimTransport(FakeTransport):
+    """One daemon's agent."""
+
+    def __init__(self, agent: str, fabric: SimFabric, process: Process) -> None:
+        super().__init__(agent, fabric)
+        self._world = fabric.world
+        self._process = process
+        self._last_event = 0.0
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Joins the fabric. Events arrive in their order, a little later."""
+
+        def later(event: Event) -> None:
+            now = self._world.loop.now
+            self._last_event = max(self._last_event, now + self._world.rng.random() * _EVENT)
+            self._process.call_later(self._last_event - now, arrive, event)
+
+        def arrive(event: Event) -> None:
+            self._world.note(self.agent, type(event).__name__, getattr(event, "read", ""), getattr(event, "agent", ""))
+            on_event(event)
+
+        super().start(later)
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Adds a peer, or fails to where the knobs say so."""
+        if self._world.chance(self._world.knobs.add_peer_fails):
+            self._world.disturb(daemon_of(self.agent))
+            metadata = b"spoilt"
+        super().add_peer(agent, metadata)
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """Registers, or fails to where the knobs say so."""
+        if self._world.chance(self._world.knobs.registration_fails):
+            self._emit(RegisterFailed(pool, "injected"))
+        else:
+            super().register(pool, base, size)

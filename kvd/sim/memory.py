@@ -1,0 +1,116 @@
+"""Memory of the simulated world: files of bytes, descriptors that processes hold, and the daemon's provider of pools.
+
+Each file carries a mask of the bytes that a transport may write just now: a worker opens it for the blocks of a pull,
+and closes it when it is told that they are free. Every write is held against it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+
+
+class File:
+    """A memfd: `data` uint8 [size], `writable` bool [size]."""
+
+    def __init__(self, number: int, size: int, *, sealed: bool = True) -> None:
+        self.number = number
+        self.size = size
+        self.sealed = sealed
+        self.data: NDArray[np.uint8] = np.zeros(size, np.uint8)
+        self.writable: NDArray[np.bool_] = np.zeros(size, np.bool_)
+
+
+class Kernel:
+    """Who holds which descriptor."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, tuple[str, File]] = {}
+        self._last = 2
+        self._last_file = 0
+
+    def create(self, owner: str, size: int, *, sealed: bool = True) -> int:
+        """A new file; its descriptor."""
+        self._last_file += 1
+        return self.open(owner, File(self._last_file, size, sealed=sealed))
+
+    def open(self, owner: str, file: File) -> int:
+        """Another descriptor of `file`, for `owner`."""
+        self._last += 1
+        self._files[self._last] = (owner, file)
+        return self._last
+
+    def file(self, descriptor: int) -> File:
+        """What a descriptor stands for."""
+        return self._files[descriptor][1]
+
+    def close(self, descriptor: int) -> None:
+        """Closes one descriptor; closing it twice is an error of whoever does it."""
+        del self._files[descriptor]
+
+    def close_all(self, owner: str) -> None:
+        """The owner died."""
+        self._files = {number: entry for number, entry in self._files.items() if entry[0] != owner}
+
+    def held_by(self, owner: str) -> list[int]:
+        """Descriptors that `owner` holds."""
+        return [number for number, (holder, _) in self._files.items() if holder == owner]
+
+
+@dataclass(slots=True)
+class SimMemory:
+    """One mapped pool; implements `kvd.memory.interface.Memory`."""
+
+    provider: "SimProvider"
+    base: int
+    size: int
+    descriptor: int
+    backing: str = "plain"
+
+    def close(self) -> None:
+        """Unmaps and closes."""
+        self.provider.unmap(self.base)
+        self.provider.kernel.close(self.descriptor)
+
+
+class SimProvider:
+    """One daemon's provider of pools; implements `kvd.memory.interface.MemoryProvider`."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        owner: str,
+        *,
+        map_file: Callable[[File], int],
+        unmap: Callable[[int], None],
+        is_full: Callable[[], bool],
+    ) -> None:
+        self.kernel = kernel
+        self.owner = owner
+        self.unmap = unmap
+        self._map_file = map_file
+        self._is_full = is_full
+
+    def _map(self, descriptor: int, size: int) -> SimMemory:
+        return SimMemory(self, self._map_file(self.kernel.file(descriptor)), size, descriptor)
+
+    def allocate(self, name: str, size: int) -> SimMemory:
+        """A new pool."""
+        if self._is_full():
+            raise Unavailable(ErrorCode.OVERLOADED, f"no memory for the {size} bytes of {name!r}")
+        return self._map(self.kernel.create(self.owner, size), size)
+
+    def adopt(self, descriptor: int, size: int) -> SimMemory:
+        """The pool behind a descriptor that a worker kept."""
+        file = self.kernel.file(descriptor)
+        if not file.sealed or file.size != size:
+            self.kernel.close(descriptor)
+            raise BadRequest(ErrorCode.BAD_POOL, f"no sealed pool of {size} bytes, but {file.size}; attach without it")
+        return self._map(descriptor, size)
+
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that nobody needs."""
+        self.kernel.close(descriptor)

@@ -1,0 +1,138 @@
+"""The end of a run: a healed world serves fresh requests, and when nobody asks for anything, nothing is left over."""
+
+from kvd.actors.leases import LeasesActor
+from kvd.actors.scheduler import SchedulerActor
+from kvd.sim.engines import Router
+from kvd.sim.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
+from kvd.sim.promises import Promise
+from kvd.sim.workers import Worker
+from kvd.sim.world import World
+
+_SETTLING = 5.0
+"""Seconds after which everything asked for earlier has ended: the longest deadline, and the client's grace."""
+_FRESH = 1.0
+"""Seconds that fresh pulls may take in a healed world."""
+_QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.0
+"""Seconds after which nothing is remembered any more."""
+
+
+def settle(world: World, daemons: list[Daemon], router: Router) -> None:
+    """Lets a healed world come to rest and checks what promises 1 to 7 say of it then."""
+    workers = [worker for engine in router.engines for worker in engine.workers]
+    world.loop.run_until(world.loop.now + _SETTLING)
+    for worker in workers:
+        _check_ended(world, worker)
+    _check_fresh(world, router)
+    world.loop.run_until(world.loop.now + _QUIET)
+    for daemon in daemons:
+        _check_nothing_left(world, daemon, [worker for worker in workers if worker.daemon is daemon])
+
+
+def _check_ended(world: World, worker: Worker) -> None:
+    if not worker.attached:
+        world.violate(Promise.SURVIVES, f"{worker.name} is not attached though all is well")
+    for request, pulling in worker.pulls.items():
+        if pulling.stray and pulling.trouble != worker.trouble + worker.daemon.pauses:
+            continue  # its request may be lost with a session
+        world.violate(
+            Promise.ENDS_ONCE,
+            f"{worker.name}: the pull {request} has not ended (its deadline was {pulling.deadline:.3f})",
+        )
+    worker.give_up_strays()
+    for what in worker.calls.values():
+        if worker.trouble == 0 and worker.daemon.runs == 1:
+            world.violate(Promise.BAD_INPUT, f"{worker.name}: {what} was not refused")
+    for group, free in enumerate(worker.free):
+        lent = sum(len(part.ids) for each in worker.offers.values() for part in each.blocks if part.group == group)
+        if len(free) + lent != worker.cache.spec.groups[group].num_blocks and not worker.pulls:
+            world.violate(
+                Promise.ENDS_ONCE,
+                f"{worker.name}: blocks of group {group} are missing: {len(free)} free, {lent} offered",
+            )
+
+
+def _check_fresh(world: World, router: Router) -> None:
+    """Every pair of engines can serve each other again."""
+    started = []
+    for source in router.engines:
+        for target in router.engines:
+            if source is not target:
+                started.append(router.begin(source, target, calm=True))
+        world.loop.run_until(world.loop.now + _FRESH)
+    for sequence in started:
+        if sequence is None or len(sequence.done) < len(sequence.target.workers):
+            world.violate(
+                Promise.SURVIVES, f"a fresh sequence is not pulled in a healed world: {sequence and sequence.name}"
+            )
+
+
+def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> None:
+    house = daemon.house
+    for actor in house.actors:
+        if actor.waiting:
+            world.violate(Promise.SOUND, f"{daemon.name}: {actor.waiting} messages wait for {actor.name}")
+    left: dict[str, object] = {
+        f"{name}.{table}": getattr(getattr(house, name), table) for name, tables in _LEFT.items() for table in tables
+    }
+    left["transport reads"] = daemon.transport._reads
+    left["transport peers"] = daemon.transport._peers
+    left["links"] = daemon.peer_port.links
+    for table, value in left.items():
+        if value:
+            world.violate(Promise.SOUND, f"{daemon.name}: something is left over in {table}: {value!r}")
+    _check_blocks(world, daemon)
+    _check_descriptors(world, daemon, workers)
+
+
+def _check_descriptors(world: World, daemon: Daemon, workers: list[Worker]) -> None:
+    held = len(world.kernel.held_by(daemon.process.name))
+    if held != len(workers):
+        world.violate(Promise.SOUND, f"{daemon.name} holds {held} descriptors, it has {len(workers)} pools")
+    for worker in workers:
+        if len(world.kernel.held_by(worker.process.name)) != 1:
+            held = len(world.kernel.held_by(worker.process.name))
+            world.violate(Promise.SOUND, f"{worker.name} holds {held} descriptors, not one")
+        if worker.file is not None and worker.file.writable.any():
+            world.violate(Promise.QUARANTINE, f"{worker.name}: a pull's blocks were never freed")
+
+
+def _check_blocks(world: World, daemon: Daemon) -> None:
+    scheduler = daemon.house.scheduler
+    assert isinstance(scheduler, SchedulerActor)  # noqa: S101 - the house has the actors that furnish made
+    for busy in scheduler._busy.values():
+        if busy.count:
+            world.violate(Promise.QUARANTINE, f"{daemon.name}: {busy.count} blocks are busy though no pull is open")
+    leases = daemon.house.leases
+    assert isinstance(leases, LeasesActor)  # noqa: S101 - as above
+    if leases._active:
+        world.violate(Promise.SOUND, f"{daemon.name}: {leases._active} leases stand")
+
+
+_LEFT = {
+    "gateway": ("_statuses",),
+    "pools": ("_patience",),
+    "handshake": ("_peers", "_by_link"),
+    "leases": (
+        "_leases",
+        "_held",
+        "_waiting",
+        "_waiting_for",
+        "_fenced",
+        "_broken",
+        "_quiescing",
+        "_offers_due",
+        "_claims_due",
+        "_waits_due",
+        "_graves",
+    ),
+    "scheduler": (
+        "_views",
+        "_pulls",
+        "_transfers",
+        "_quarantined",
+        "_quiescing",
+        "_deadlines",
+        "_retries",
+    ),
+}
+"""What an actor keeps for requests and peers: empty in a world at rest."""

@@ -1,0 +1,69 @@
+"""One run: a seed makes a world, things happen and go wrong in it, it is healed, and must come to rest."""
+
+from dataclasses import dataclass, field
+
+from kvd.layout.presets import LAYOUTS
+from kvd.sim import rest
+from kvd.sim.engines import Router, make_engine
+from kvd.sim.fabric import SimFabric
+from kvd.sim.fleet import Daemon
+from kvd.sim.network import Network
+from kvd.sim.promises import Promise
+from kvd.sim.schedule import ACTIVE, Schedule
+from kvd.sim.world import World
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of one seed."""
+
+    seed: int
+    violations: list[str]
+    trace_hash: str
+    callbacks: int
+    sequences: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+
+
+def run(seed: int) -> Result:
+    """Runs the world of `seed`; equal seeds give equal results."""
+    world = World(seed)
+    rng = world.rng
+    network, fabric = Network(world), SimFabric(world)
+    daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]
+    groups, block_tokens = rng.choice((1, 1, 2)), rng.choice((2, 4))
+    engines = [
+        make_engine(
+            world,
+            daemons,
+            f"e{number}",
+            groups=groups,
+            layout=rng.choice(sorted(LAYOUTS)),
+            block_tokens=block_tokens,
+        )
+        for number in range(rng.choice((2, 2, 3)))
+    ]
+    router = Router(world, engines)
+    schedule = Schedule(world, fabric, daemons, router)
+    for daemon in daemons:
+        daemon.start()
+    for worker in schedule.workers:
+        worker.start()
+    schedule.plan()
+    try:
+        world.loop.run_until(ACTIVE + 0.1)
+        schedule.heal()
+        rest.settle(world, daemons, router)
+    except Exception as error:  # noqa: BLE001 - whatever is raised in a world is what the run found
+        world.violate(Promise.SOUND, f"{type(error).__name__}: {error}")
+        world.crash = error
+    return Result(
+        seed=seed,
+        violations=world.violations,
+        trace_hash=world.trace_hash(),
+        callbacks=world.loop.callbacks,
+        sequences=router.sequences,
+        outcomes=router.outcomes,
+        trace=world.trace,
+    )

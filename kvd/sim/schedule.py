@@ -1,0 +1,201 @@
+"""What happens to a world, and when: drawn from the seed, a mixture of its own for each run.
+
+Each run switches some kinds of faults on and leaves the others out, so that both quiet and rough worlds come up, and
+kinds meet in all combinations.
+"""
+
+from kvd.sim.engines import Router
+from kvd.sim.fabric import SimFabric
+from kvd.sim.fleet import Daemon
+from kvd.sim.mischief import Mischief
+from kvd.sim.workers import Worker
+from kvd.sim.world import World
+
+ACTIVE = 3.0
+"""Seconds during which things are asked for and go wrong."""
+
+
+class Schedule:
+    """Draws and carries out the events of one run."""
+
+    def __init__(self, world: World, fabric: SimFabric, daemons: list[Daemon], router: Router) -> None:
+        self.world = world
+        self.fabric = fabric
+        self.daemons = daemons
+        self.router = router
+        self.workers = [worker for engine in router.engines for worker in engine.workers]
+        self._mischief = Mischief(world, daemons, self.workers)
+        self._set_knobs()
+
+    def _set_knobs(self) -> None:
+        rng, knobs = self.world.rng, self.world.knobs
+        for knob, likely, most in (
+            ("drop", 0.4, 0.2),
+            ("duplicate", 0.4, 0.3),
+            ("delay", 0.4, 0.2),
+            ("read_fails", 0.3, 0.3),
+            ("read_slow", 0.3, 0.3),
+            ("read_sticks", 0.4, 0.4),
+            ("add_peer_fails", 0.15, 0.3),
+            ("queue_full", 0.15, 0.2),
+            ("allocation_fails", 0.1, 0.3),
+            ("registration_fails", 0.1, 0.3),
+        ):
+            if rng.random() < likely:
+                setattr(knobs, knob, rng.random() * most)
+
+    def plan(self) -> None:
+        """Puts everything on the clock."""
+        rng = self.world.rng
+        kinds = (
+            (self._sequence, 1.0, 14),
+            (self._partition, 0.3, 3),
+            (self._crash_daemon, 0.35, 2),
+            (self._drain_daemon, 0.15, 1),
+            (self._pause_daemon, 0.25, 2),
+            (self._crash_worker, 0.35, 3),
+            (self._pause_worker, 0.2, 2),
+            (self._lose_session, 0.3, 3),
+            (self._detach_worker, 0.2, 2),
+            (self._cancel, 0.5, 6),
+            (self._withdraw, 0.5, 6),
+            (self._mischief.do, 0.4, 8),
+        )
+        for action, likely, most in kinds:
+            if rng.random() < likely:
+                for _ in range(rng.randint(1, most)):
+                    self.world.loop.call_later(0.05 + rng.random() * ACTIVE, action)
+
+    def heal(self) -> None:
+        """Nothing goes wrong from here on, and everybody is up."""
+        world = self.world
+        world.note("world", "healed")
+        world.knobs.clear()
+        world.cut.clear()
+        self.fabric.heal()
+        for seconds in range(4):
+            world.loop.call_later(seconds, self.fabric.let_go)  # those that were slow on their way to getting stuck
+        for daemon in self.daemons:
+            if daemon.process.paused:
+                daemon.resume()
+            if not daemon.alive:
+                daemon.start()
+        for worker in self.workers:
+            if worker.process.paused:
+                worker.resume()
+            if not worker.alive:
+                worker.start()
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def _sequence(self) -> None:
+        rng = self.world.rng
+        source, target = rng.sample(self.router.engines, 2)
+        self.router.begin(source, target, calm=rng.random() < 0.3)
+
+    def _daemon(self) -> Daemon:
+        return self.world.rng.choice(self.daemons)
+
+    def _worker(self) -> Worker:
+        return self.world.rng.choice(self.workers)
+
+    def _partition(self) -> None:
+        if len(self.daemons) < 2:
+            return
+        world = self.world
+        one, other = world.rng.sample(self.daemons, 2)
+        pairs = {(one.name, other.name)}
+        if world.rng.random() < 0.6:
+            pairs.add((other.name, one.name))
+        world.note("world", "cut", sorted(pairs))
+        world.disturb(one.name, other.name)
+        world.cut |= pairs
+        bytes_too = one.alive and other.alive and world.rng.random() < 0.5
+        agents = (one.transport.agent, other.transport.agent)
+        if bytes_too:
+            self.fabric.cut(*agents)
+
+        def mend() -> None:
+            world.note("world", "mended", sorted(pairs))
+            world.disturb(one.name, other.name)
+            world.cut -= pairs
+            if bytes_too:
+                self.fabric.mend(*agents)
+
+        world.loop.call_later(world.rng.random() * 2.0, mend)
+
+    def _crash_daemon(self) -> None:
+        daemon = self._daemon()
+        if daemon.alive:
+            daemon.crash()
+            self._restart_later(daemon)
+
+    def _restart_later(self, daemon: Daemon) -> None:
+        def restart() -> None:
+            if not daemon.alive:
+                daemon.start()
+
+        self.world.loop.call_later(0.02 + self.world.rng.random(), restart)
+
+    def _drain_daemon(self) -> None:
+        daemon = self._daemon()
+        if daemon.alive and not daemon.process.paused:
+            grace = self.world.rng.random() * 0.5
+            daemon.drain(grace)
+            self.world.loop.call_later(grace + 0.1, self._restart_later, daemon)
+
+    def _pause_daemon(self) -> None:
+        daemon = self._daemon()
+        if daemon.alive and not daemon.process.paused:
+            daemon.pause()
+            process = daemon.process
+
+            def resume() -> None:
+                if process.paused and daemon.process is process:
+                    daemon.resume()
+
+            self.world.loop.call_later(self.world.rng.random() * 2.0, resume)
+
+    def _crash_worker(self) -> None:
+        worker = self._worker()
+        if worker.alive:
+            worker.crash()
+
+            def restart() -> None:
+                if not worker.alive:
+                    worker.start()
+
+            self.world.loop.call_later(0.005 + self.world.rng.random() * 0.5, restart)
+
+    def _pause_worker(self) -> None:
+        worker = self._worker()
+        if worker.alive and not worker.process.paused:
+            worker.pause()
+            process = worker.process
+
+            def resume() -> None:
+                if process.paused and worker.process is process:
+                    worker.resume()
+
+            self.world.loop.call_later(self.world.rng.random(), resume)
+
+    def _lose_session(self) -> None:
+        worker = self._worker()
+        if worker.alive and worker.session is not None:
+            self.world.note(worker.name, "loses its session")
+            worker.session.hang_up(lose=self.world.rng.random() < 0.5)
+
+    def _detach_worker(self) -> None:
+        worker = self._worker()
+        if worker.attached:
+            worker.detach()
+
+    def _cancel(self) -> None:
+        worker = self._worker()
+        if worker.attached and worker.pulls:
+            worker.cancel(self.world.rng.choice(sorted(worker.pulls)))
+
+    def _withdraw(self) -> None:
+        worker = self._worker()
+        if worker.attached and worker.offers:
+            self.router.spoil(self.world.rng.choice(sorted(worker.offers)), worker)

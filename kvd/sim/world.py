@@ -1,0 +1,80 @@
+"""What everything in a simulated world shares: the clock, the dice, what may go wrong just now, and the record."""
+
+import hashlib
+import random
+from dataclasses import dataclass, fields
+
+from kvd.sim.loop import VirtualLoop
+from kvd.sim.memory import Kernel
+from kvd.sim.promises import Promise
+
+_KEPT_VIOLATIONS = 20
+
+
+@dataclass(slots=True)
+class Knobs:
+    """How likely each fault is, for each message, read or request. All 0 in a healed world."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    """A message takes up to `LONG_DELAY` and is overtaken by others."""
+    read_fails: float = 0.0
+    read_slow: float = 0.0
+    read_sticks: float = 0.0
+    queue_full: float = 0.0
+    """A worker's queue takes no message."""
+    add_peer_fails: float = 0.0
+    allocation_fails: float = 0.0
+    registration_fails: float = 0.0
+
+    def clear(self) -> None:
+        """Heals."""
+        for each in fields(self):
+            setattr(self, each.name, 0.0)
+
+
+LONG_DELAY = 0.8
+"""Seconds."""
+
+
+class World:
+    """One run."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)  # noqa: S311 - dice, not secrets
+        self.loop = VirtualLoop()
+        self.kernel = Kernel()
+        self.knobs = Knobs()
+        self.cut: set[tuple[str, str]] = set()
+        """(from, to): daemons between which nothing arrives."""
+        self.violations: list[str] = []
+        self.trace: list[tuple[object, ...]] = []
+        self.faults_of: dict[str, int] = {}
+        """How often something was done to a daemon, or to a message or read of its."""
+        self.crash: Exception | None = None
+        """What was raised outside of any actor."""
+
+    def chance(self, probability: float) -> bool:
+        """Throws the dice."""
+        return probability > 0.0 and self.rng.random() < probability
+
+    def note(self, *what: object) -> None:
+        """One line of the trace."""
+        self.trace.append((self.loop.now, *what))
+
+    def violate(self, promise: Promise, text: str) -> None:
+        """A promise is broken."""
+        line = f"[{promise}] {text}"
+        self.note("VIOLATION", line)
+        if len(self.violations) < _KEPT_VIOLATIONS:
+            self.violations.append(line)
+
+    def disturb(self, *daemons: str) -> None:
+        """A fault concerns these daemons: what they have in hand may fail because of it."""
+        for daemon in daemons:
+            self.faults_of[daemon] = self.faults_of.get(daemon, 0) + 1
+
+    def trace_hash(self) -> str:
+        """Equal for equal runs."""
+        return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
