@@ -97,6 +97,4 @@ def decode(report: bytes) -> StatusReport:
     try:
         return _decoder.decode(report)
     except msgspec.MsgspecError as error:
-        raise BadRequest(
-            ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}"
-        ) from error
+        raise BadRequest(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error

@@ -71,6 +71,15 @@ class Lanes:
         used = entries[: attributes.transports.count]
         return [f"{entry.transport.decode()}/{entry.device.decode()}" for entry in used]
 
+    def components(self) -> list[str]:
+        """UCX's components that found a device here: `cma`, `tcp`, `ib`, ...; empty where UCX does not say."""
+        self._list("/")
+        self._list("/uct")
+        names = self._list("/uct/component")
+        for name in names:
+            self._list(f"/uct/component/{name}")
+        return sorted(name for name in names if self._list(f"/uct/component/{name}/memory_domain"))
+
     def _list(self, folder: str) -> list[str]:
         names: list[str] = []
         if self._ucs is not None:
