@@ -58,7 +58,10 @@ class Inquiry:
 
         """
         self._calls += 1
-        self._stream.send(encode(StatusRequest(self._calls)))
+        try:
+            self._stream.send(encode(StatusRequest(self._calls)))
+        except OSError as error:
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
         deadline = time.monotonic() + timeout
         while True:
             for reply in self._receive(deadline):
