@@ -104,7 +104,7 @@ class GatewayActor(Actor):
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._peer_address = peer_address

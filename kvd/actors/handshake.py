@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import structlog
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
@@ -77,8 +78,7 @@ class _Peer:
     pings: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Beat:
+class _Beat(Struct, frozen=True, gc=False):
     """A heartbeat."""
 
 
@@ -89,7 +89,7 @@ class HandshakeActor(Actor):
     on_failure = OnFailure.RESUME
 
     def __init__(self, house: House, port: PeerPort, transport: Transport) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport

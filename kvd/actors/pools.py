@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import Struct
+
 from kvd.actors.actor import Actor, handles
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
@@ -71,14 +73,12 @@ class _Record:
     """Who gets the pool, or its name, when it is quiet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(Struct, frozen=True, gc=False):
     worker: str
     result: Memory | KvdError
 
 
-@dataclass(frozen=True, slots=True)
-class _Overdue:
+class _Overdue(Struct, frozen=True, gc=False):
     worker: str
 
 
@@ -95,7 +95,7 @@ class PoolsActor(Actor):
         background: Background,
         store: PoolStore,
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._provider = provider
         self._transport = transport

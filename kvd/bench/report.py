@@ -12,7 +12,6 @@ from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Measured
 from kvd.limits import KIB, MIB
 
-
 WIDTH = 130
 """Columns that the widest table needs, on a terminal or not."""
 
