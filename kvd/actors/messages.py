@@ -182,6 +182,12 @@ class AskPeer(Struct, frozen=True, gc=False):
     message: Message
 
 
+class ForgetPeer(Struct, frozen=True, gc=False):
+    """No pull needs this peer: whoever needs it later says `NeedPeer` first."""
+
+    address: str
+
+
 class AnswerPeer(Struct, frozen=True, gc=False):
     """Send `message` to a peer that asked us; lost where it is gone."""
 
@@ -246,6 +252,12 @@ class PeerDown(Struct, frozen=True, gc=False):
     address: str
     reason: str
     restarted: bool = False
+
+
+class PeerIdle(Struct, frozen=True, gc=False):
+    """Nothing was asked of this peer for long; answered by `ForgetPeer` unless a pull will need it."""
+
+    address: str
 
 
 class PeerAnswers(Struct, frozen=True, gc=False):

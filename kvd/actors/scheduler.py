@@ -18,10 +18,12 @@ from kvd.actors.messages import (
     AskPeer,
     CancelRequest,
     Drain,
+    ForgetPeer,
     NeedPeer,
     Notify,
     PeerAnswers,
     PeerDown,
+    PeerIdle,
     PeerUp,
     PeerView,
     Pool,
@@ -243,13 +245,7 @@ class SchedulerActor(Actor):
     @handles(PeerDown)
     def peer_down(self, message: PeerDown) -> None:
         """What was asked of this peer is lost. Pulls that have asked nothing yet wait on where it will be back."""
-        self._views.pop(message.address, None)
-        self._direct.discard(message.address)
-        self._routes = {
-            key: sources
-            for key, sources in self._routes.items()
-            if all(address != message.address for address, *_ in key[1])
-        }
+        self._forget(message.address)
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
         for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
             if message.restarted:
@@ -259,6 +255,20 @@ class SchedulerActor(Actor):
         for transfer in list(self._transfers.values()):
             if transfer.address == message.address:
                 self._step(transfer, Event.REFUSED, error)
+
+    @handles(PeerIdle)
+    def peer_idle(self, message: PeerIdle) -> None:
+        """A pull may still be waiting for other peers before it asks this one."""
+        if not any(pull.asks(message.address) for pull in self._pulls.values()):
+            self._forget(message.address)
+            self._house.handshake.tell(ForgetPeer(message.address))
+
+    def _forget(self, address: str) -> None:
+        self._views.pop(address, None)
+        self._direct.discard(address)
+        self._routes = {
+            key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
+        }
 
     # --- what the producer says -------------------------------------------------------------------------------------
 
@@ -458,11 +468,10 @@ class SchedulerActor(Actor):
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
             self._check_free(pull)
 
-    def _end(self, pull: _Pull, error: KvdError) -> None:
+    def _end(self, pull: _Pull, error: KvdError, *, cancelled: bool = False) -> None:
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
-        cancelled = error.code is ErrorCode.CANCELLED
         self._conclude(pull, "cancelled" if cancelled else "failed")
         for transfer in pull.transfers:
             self._step(transfer, Event.STOP)
@@ -523,7 +532,7 @@ class SchedulerActor(Actor):
         if pull is None:
             self._house.leases.tell(message)
         else:
-            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
+            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"), cancelled=True)
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
@@ -547,7 +556,7 @@ class SchedulerActor(Actor):
         self._quiescing.add(message.pool)
         gone = Unavailable(ErrorCode.CANCELLED, "the worker is gone")
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
-            self._end(pull, gone)
+            self._end(pull, gone, cancelled=True)
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: int) -> None:
