@@ -73,7 +73,7 @@ SLICE_DESCRIPTORS: Final = 512
 """Descriptors in one post: scattered small blocks cost about 5 us each, so bytes alone do not bound a post's time."""
 
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
-"""Posted and not terminal, over all transfers: keeps a network pipe full without filling the transport's queues."""
+"""Posted and not terminal, for each peer: keeps a network pipe full without filling the transport's queues."""
 
 OLDEST_TURN: Final = 4
 """Every fourth slice goes to the oldest transfer, so that a stream of short ones cannot starve a long one."""

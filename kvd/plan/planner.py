@@ -71,7 +71,7 @@ class _Plan:
             src, dst = _sorted(template, src, dst)
         extent = template.extent(src, dst)
         self._joinable |= any(_touch(extent, other) for other in self._extents)
-        self._joinable |= bool(src[-1] - src[0] >= template.src_wrap and np.ptp(dst) >= template.dst_wrap)
+        self._joinable |= any(_has_distance(src, dst, wrap) for wrap in template.wraps)
         self._extents.append(extent)
         for run in template.runs:
             self._add_run(run, src, dst)
@@ -123,6 +123,16 @@ def _sorted(template: Template, src: Ints, dst: Ints) -> tuple[Ints, Ints]:
         return src, dst
     order = ascending(src, template.source.step)
     return src[order], dst[order]
+
+
+def _has_distance(src: Ints, dst: Ints, distance: tuple[int, int]) -> bool:
+    """Whether two units lie at `distance` on the source (ascending) and on the destination."""
+    if src[-1] - src[0] < abs(distance[0]):
+        return False
+    sought = src + distance[0]
+    places = np.searchsorted(src, sought)
+    places[places == len(src)] = 0
+    return bool(np.any((src[places] == sought) & (dst[places] == dst + distance[1])))
 
 
 def _touch(extent: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:

@@ -28,6 +28,12 @@ class Side:
 
     stride: int
     phases: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def reach(self) -> int:
+        """The largest distance of two units' addresses."""
+        return (self.num_blocks - 1) * self.stride + max(self.phases)
 
     @property
     def step(self) -> int:
@@ -53,16 +59,15 @@ class Template:
     """All runs of a unit whose addresses step alike on both sides.
 
     `bounds` is the extent of the unit at address 0: first and last+1 byte on the source, then on the destination.
-    `src_wrap` and `dst_wrap` bound from below the distance of two units that a run of one could be joined across, to
-    another run of the other: plans whose units all lie closer need not look for such joins.
+    `wraps` are the distances (on the source, on the destination) of two units at which a run of the one continues in
+    another run of the other, so that the two could be joined.
     """
 
     source: Side
     destination: Side
     runs: tuple[Runs, ...]
-    src_wrap: int
-    dst_wrap: int
     bounds: tuple[int, int, int, int]
+    wraps: tuple[tuple[int, int], ...]
 
     def extent(self, src: Ints, dst: Ints) -> tuple[int, int, int, int]:
         """As `bounds`, of the runs of all units at `src` (ascending) and `dst`."""
@@ -100,9 +105,9 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
 
 def _side(group: Group, other: Group, view: View) -> Side:
     if isinstance(group.window, State):
-        return Side(view.block_stride, (0,))
+        return Side(view.block_stride, (0,), group.num_blocks)
     unit = min(group.block_tokens, other.block_tokens)
-    return Side(view.block_stride, tuple(view.offsets("token")[::unit]))
+    return Side(view.block_stride, tuple(view.offsets("token")[::unit]), group.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,39 +177,29 @@ def _template(sides: tuple[Side, Side], found: list[tuple[Ints, Ints, Ints]]) ->
         chosen = length == size
         runs.append(Runs(src[chosen], dst[chosen], size))
     bounds = int(src.min()), int((src + length).max()), int(dst.min()), int((dst + length).max())
-    return Template(*sides, tuple(runs), *_wraps(sides, src, dst, length), bounds)
+    return Template(*sides, tuple(runs), bounds, _wraps(sides, src, dst, length))
 
 
-def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tuple[int, int]:
-    """The least distances, on the source and on the destination, between units that different runs may be joined over.
+def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tuple[tuple[int, int], ...]:
+    """All distances of two units over which one run (sorted by `src`) continues in another.
 
-    A run's end can be another run's start in another unit only where both leave the same remainder modulo what unit
-    addresses are multiples of, on both sides.
+    A run's end can be a start in another unit only where both leave the same remainders modulo what addresses of units
+    are multiples of, and only within reach. Distinct units lie apart on both sides, so distances of 0 are none.
     """
     steps = np.array([side.step for side in sides])
-    ends = np.stack([src + length, dst + length], axis=1) % steps
-    starts = np.stack([src, dst], axis=1) % steps
-    _, labels = np.unique(np.concatenate([ends, starts]), axis=0, return_inverse=True)
+    ends = np.stack([src + length, dst + length], axis=1)
+    starts = np.stack([src, dst], axis=1)
+    _, labels = np.unique(np.concatenate([ends % steps, starts % steps]), axis=0, return_inverse=True)
     end_labels, start_labels = labels[: len(src)], labels[len(src) :]
-    never = 1 << 62
-    wraps = [never, never]
+    found: set[tuple[int, int]] = set()
     for label in np.intersect1d(end_labels, start_labels).tolist():
         ended, started = np.flatnonzero(end_labels == label), np.flatnonzero(start_labels == label)
-        for side, offsets in enumerate((src, dst)):
-            wraps[side] = min(wraps[side], _least_step(offsets, length, ended, started, never))
-    return wraps[0], wraps[1]
-
-
-def _least_step(offsets: Ints, length: Ints, ended: Ints, started: Ints, never: int) -> int:
-    """The least distance between an end in `ended` and the start in `started` of another run, distance 0 left out."""
-    started = started[np.argsort(offsets[started], kind="stable")]
-    places = np.searchsorted(offsets[started], offsets[ended] + length[ended])
-    least = never
-    for nudge in range(-3, 3):
-        index = places + nudge
-        valid = (index >= 0) & (index < len(started))
-        other = started[index[valid]]
-        steps = np.abs(offsets[ended][valid] + length[ended][valid] - offsets[other])
-        steps = steps[(steps > 0) & (other != ended[valid])]
-        least = min(least, int(steps.min())) if len(steps) else least
-    return least
+        low = np.searchsorted(src[started], ends[ended, 0] - sides[0].reach)
+        high = np.searchsorted(src[started], ends[ended, 0] + sides[0].reach, side="right")
+        for nudge in range(int((high - low).max())):
+            near = low + nudge < high
+            one, other = ended[near], started[(low + nudge)[near]]
+            steps_between = (ends[one] - starts[other])[one != other]
+            possible = np.all((steps_between != 0) & (np.abs(steps_between) <= [side.reach for side in sides]), axis=1)
+            found.update(map(tuple, np.unique(steps_between[possible], axis=0).tolist()))
+    return tuple(sorted(found))

@@ -1,5 +1,6 @@
 """Real daemons and workers as processes, for the end-to-end tests."""
 
+import contextlib
 import json
 import os
 import select
@@ -156,7 +157,8 @@ def paused(child: Child) -> Iterator[None]:
     try:
         yield
     finally:
-        send(child, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+            send(child, signal.SIGCONT)
 
 
 def until(seconds: float, what: str) -> Iterator[None]:

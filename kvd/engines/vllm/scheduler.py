@@ -82,8 +82,12 @@ class SchedulerSide:
         pull = self._name(request.request_id)
         self._loading[request.request_id] = pull
         missing = tuple(self._missing(blocks, tokens))
-        order = PullOrder(request.request_id, pull, offered.ticket, missing, waits=True, refused=offered.refused)
-        self._orders.pulls.append(order)
+        refused = offered.refused
+        if len({part.group for part in missing}) < len(missing):
+            refused = "the prefix cache holds blocks between those that are missing, which kvd will not overwrite"
+        self._orders.pulls.append(
+            PullOrder(request.request_id, pull, offered.ticket, missing, waits=True, refused=refused)
+        )
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns what goes to the router if its blocks are offered; vLLM then keeps them."""
@@ -98,7 +102,7 @@ class SchedulerSide:
         if not handover.is_producer(request.kv_transfer_params) or request.status.name not in _COMPLETE:
             return None
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
-        held = tuple(self._held(block_ids, tokens))
+        held = self._held(block_ids, tokens)
         if not held:
             return None
         order = OfferOrder(request.request_id, self._name(request.request_id), tokens, held)
@@ -158,11 +162,14 @@ class SchedulerSide:
             ]
             yield from _runs(group, wanted, [table[position].block_id for position in wanted])
 
-    def _held(self, block_ids: Sequence[Sequence[int]], tokens: int) -> Iterable[Blocks]:
+    def _held(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[Blocks, ...]:
+        """Of each group the blocks at the end without a gap: attention to the next token needs none before a gap."""
+        held = []
         for group, (_, block_tokens) in enumerate(self._groups):
             table = block_ids[group][: -(-tokens // block_tokens)]
-            held = [position for position, block in enumerate(table) if block != _NULL_BLOCK]
-            yield from _runs(group, held, [table[position] for position in held])
+            positions = [position for position, block in enumerate(table) if block != _NULL_BLOCK]
+            held += list(_runs(group, positions, [table[position] for position in positions]))[-1:]
+        return tuple(held)
 
     def _ticket(self, order: OfferOrder) -> str:
         if len(self._places) != self._ranks:
