@@ -7,6 +7,7 @@ bounded and every outside sender is bounded below that, an overflow is a bug of 
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -32,6 +33,13 @@ class Supervisor(Protocol):
 
     def failed(self, actor: "Actor", message: object, error: Exception) -> None:
         """Reports `error` and acts by `actor.on_failure`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To any actor: say your name to `answer`, when this has passed through your mailbox."""
+
+    answer: Callable[[str], None]
 
 
 def handles(kind: type) -> Callable[[A], A]:
@@ -84,6 +92,11 @@ class Actor:
     def tell_later(self, delay: float, message: object) -> Timer:
         """Tells itself `message` in `delay` seconds."""
         return self.loop.call_later(delay, self.tell, message)
+
+    @handles(Probe)
+    def probe(self, message: Probe) -> None:
+        """Says that messages are handled."""
+        message.answer(self.name)
 
     def _drain(self) -> None:
         """Handles what is in the mailbox now; what arrives meanwhile waits for its turn among the other callbacks."""

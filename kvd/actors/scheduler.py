@@ -183,7 +183,9 @@ class SchedulerActor(Actor):
         """All producers are known: one transfer for each that this pull has to do with."""
         if pull.looks < _LOOKS:
             # A pool may be younger than what its daemon told us when we met.
-            pull.awaited = {rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools}
+            pull.awaited = {
+                rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools
+            }
             pull.looks += 1
         if pull.awaited:
             self._need(pull)

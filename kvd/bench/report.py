@@ -13,6 +13,10 @@ from kvd.bench.transfers import Measured
 from kvd.limits import KIB, MIB
 
 
+WIDTH = 130
+"""Columns that the widest table needs, on a terminal or not."""
+
+
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
     cpu = next(

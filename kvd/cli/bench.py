@@ -63,7 +63,7 @@ def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     chosen = transfers.cases(quick=args.quick)
     with _progress("transfers", len(chosen)) as advance:
         results = list(transfers.measure(pair, chosen, advance))
-    Console().print(report.transfers_table(results))
+    Console(width=report.WIDTH).print(report.transfers_table(results))
     if args.plot:
         report.plot(results, args.plot)
     return {"transfers": [result.as_dict() for result in results]}

@@ -94,6 +94,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     metadata: bytes
     pools: tuple[PoolInfo, ...]
     version: int = VERSION
+    host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
+    """The same for all daemons on one running kernel: the consumer expects a fast path to those on its own."""
 
 
 class Grant(Message, frozen=True, tag="grant"):

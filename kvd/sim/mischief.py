@@ -171,5 +171,5 @@ class Mischief:
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
         # The length of the sequence is wrong too: the offer stands for another number of tokens than 4, or for its own.
-        pulling = Pulling("", 0, blocks, now + 0.5, (), (), trouble, stray=True, spoilt=True)
+        pulling = Pulling("", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)

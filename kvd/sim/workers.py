@@ -21,13 +21,15 @@ from kvd.sim.loop import Handle, Process
 from kvd.sim.memory import File
 from kvd.sim.network import Session
 from kvd.sim.promises import Promise
-from kvd.sim.world import World
+from kvd.sim.world import FATAL, World
 
 _SLACK = 0.05
 """Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
 _STEP = 0.008
 """Seconds between two polls of an engine, at most."""
 _SCRAP = 0xEE
+_AFTERMATH = 1.2
+"""Seconds for which a fault may excuse failures: what daemons need to find out that one of them is silent."""
 
 
 @dataclass(slots=True)
@@ -38,9 +40,10 @@ class Pulling:
     tokens: int
     blocks: tuple[Blocks, ...]
     deadline: float
-    faults: tuple[int, ...]
-    """How often something was done to the daemons concerned, when it began."""
+    began: float
+    """When its sequence did."""
     concerned: tuple[str, ...]
+    """Daemons and workers that have a part in it."""
     trouble: int
     """What had happened between this worker and its daemon, when it began."""
     stray: bool = False
@@ -113,6 +116,7 @@ class Worker:
         if self.process.dead:
             return
         self.world.note(self.name, "crashes")
+        self.world.disturb(self.name)
         self.trouble += 1
         self.process.kill()
         if self.session is not None:
@@ -183,7 +187,8 @@ class Worker:
         self.trouble += 1
         self._lent = False
         if self.detaching:
-            self.detaching = False
+            self._on_detached()
+            return
         self.core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "end of file"))
         self._connect_later()
 
@@ -191,6 +196,7 @@ class Worker:
         """Gives the pool back and, once that is done, starts over as another process."""
         if self.session is not None and self.session.open:
             self.world.note(self.name, "detaches")
+            self.world.disturb(self.name)
             self.trouble += 1
             self._lent, self.detaching = False, True
             self.session.send_session(codec.encode(wire.Detach()))
@@ -314,7 +320,8 @@ class Worker:
         cause = event.code if isinstance(event, events.Failed) else ErrorCode.CANCELLED
         self.world.note(self.name, "ends", event.request, str(cause))
         calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
-        if calm and pulling.faults == tuple(self.world.faults_of.get(name, 0) for name in pulling.concerned):
+        since = pulling.began - _AFTERMATH
+        if calm and all(self.world.faults_since(since, name) < FATAL for name in pulling.concerned):
             self.world.violate(Promise.SURVIVES, f"{self.name}: {event} though nothing happened to {pulling.concerned}")
         if not event.quarantined:
             self._blocks_are_free(event.request)

@@ -83,13 +83,22 @@ class ReadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """The transport ran `ping(number)`: whatever it runs on turns."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransportDied:
     """The transport cannot go on (its thread raised): the daemon must stop."""
 
     reason: str
 
 
-Event = Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | TransportDied
+Event = (
+    Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered | TransportDied
+)
 
 
 class Transport(Protocol):
@@ -126,6 +135,9 @@ class Transport(Protocol):
 
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+
+    def ping(self, number: int) -> None:
+        """Asks whether the transport turns; answered by `Answered`."""
 
     def stop(self) -> None:
         """Ends everything in order, waiting for it. Reads that are open get no event any more."""
