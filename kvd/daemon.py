@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
 from kvd.actors.house import House
@@ -43,6 +43,7 @@ class Daemon:
         self.incarnation = time.time_ns()
         self._log = structlog.get_logger("kvd").bind(daemon=config.name)
         self.metrics = Metrics(CollectorRegistry())
+        ProcessCollector(registry=self.metrics.registry)
         self.health = Health(self.metrics)
         self._notifier = Notifier(os.environ)
         self._store = DescriptorStore(self._notifier, received_descriptors(os.environ))

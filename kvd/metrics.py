@@ -1,7 +1,10 @@
 """What Prometheus scrapes: base units, `kvd_` prefix, labels of bounded number and never a request's id."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.metrics import MetricWrapperBase
+
+import kvd
+from kvd import limits
 
 _TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -60,7 +63,12 @@ class Metrics:
         self.watchdog_misses = counter(
             "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
         )
+        self.mailbox = gauge("kvd_mailbox_messages", "Messages that wait in an actor's mailbox.", "actor")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
+        bounds = gauge("kvd_limit", "What a gauge may reach at most, by the gauge's name.", "metric")
+        bounds.labels("kvd_mailbox_messages").set(limits.MAILBOX_MESSAGES)
+        bounds.labels("kvd_notifications_unacknowledged").set(limits.MAX_UNACKNOWLEDGED)
+        Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})
 
     def totals(self) -> dict[str, object]:
         """What a status says of the counters: `kvd.protocol.status.Totals`, without the time."""

@@ -50,6 +50,7 @@ class Watchdog:
         self._silent = {TRANSPORT, *(actor.name for actor in self._actors)}
         number = self._round
         for actor in self._actors:
+            self._metrics.mailbox.labels(actor.name).set(actor.waiting)
             actor.tell(Probe(lambda name: self._answered(number, name)))
         self._ping(number)
         self._loop.call_later(self._interval, self._end)

@@ -8,7 +8,6 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.processes import Child
@@ -18,11 +17,14 @@ ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy/systemd"
 BOOT_SECONDS = 60
 
-_WRAPPER = """#!/bin/sh
-exec /opt/python/bin/python{version} -m kvd.cli.main "$@"
+_MODULE = """#!/bin/sh
+export PYTHONPATH=/opt/src:/opt/site LD_LIBRARY_PATH=/opt/python/lib PYTHONDONTWRITEBYTECODE=1
+exec /opt/python/bin/python{version} -m "$@"
+"""
+_KVD = """#!/bin/sh
+exec /opt/kvd/bin/module kvd.cli.main "$@"
 """
 _DROP_IN = """[Service]
-Environment=PYTHONPATH=/opt/src:/opt/site LD_LIBRARY_PATH=/opt/python/lib
 Environment=KVD_HEARTBEAT=0.3
 WatchdogSec=5
 """
@@ -84,9 +86,9 @@ class Machine:
         binaries, drop_ins = self._folder / "bin", self._folder / "kvd@.service.d"
         binaries.mkdir()
         drop_ins.mkdir()
-        wrapper = binaries / "kvd"
-        wrapper.write_text(_WRAPPER.format(version=sysconfig.get_python_version()))
-        wrapper.chmod(0o755)
+        for name, text in {"module": _MODULE, "kvd": _KVD}.items():
+            (binaries / name).write_text(text.format(version=sysconfig.get_python_version()))
+            (binaries / name).chmod(0o755)
         for opened in (self._folder, *self._folder.parents):  # the user kvd must get through to the wrapper
             if opened.stat().st_uid == os.getuid() and opened.is_relative_to(self._folder):
                 opened.chmod(0o755)
@@ -138,22 +140,6 @@ class Machine:
     def start(self, name: str, module: str, *arguments: str, piped: bool = False) -> Child:
         """Runs a module of this checkout in the machine (as `kvd.processes.Processes.start`, for a Worker)."""
         self._runs += 1
-        interpreter = f"/opt/python/bin/python{sysconfig.get_python_version()}"
-        environment = [
-            "env",
-            "LD_LIBRARY_PATH=/opt/python/lib",
-            "PYTHONPATH=/opt/src:/opt/site",
-            "PYTHONDONTWRITEBYTECODE=1",
-        ]
         command = ["nsenter", "--target", str(self._leader), "--mount", "--uts", "--ipc", "--pid", "--"]
-        command += [*environment, interpreter, "-m", module, *arguments]
+        command += ["/opt/kvd/bin/module", module, *arguments]
         return Child(name, command, self._folder / f"{name}-{self._runs}.log", piped=piped)
-
-
-@contextlib.contextmanager
-def ended(child: Child) -> Iterator[Child]:
-    """Ends a process of the machine: by the end of its input, which reaches it through nsenter."""
-    try:
-        yield child
-    finally:
-        child.stop()

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,12 +32,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 @pytest.fixture
 def pair(machine: Machine) -> Iterator[tuple[Worker, Worker]]:
     """A worker at each daemon; the producer's pool is filled with 7."""
-    prefill, decode = worker(machine, 0, "prefill"), worker(machine, 1, "decode")
-    prefill.call("fill", ids=BLOCKS, value=7)
-    yield prefill, decode
-    for attached in (prefill, decode):
-        attached.call("detach")
-        attached.child.stop()
+    with ExitStack() as stack:
+        number = next(COUNT)  # a pool of its own for each test
+        attached = [
+            worker(machine, instance, f"{name}-{number}") for instance, name in enumerate(("prefill", "decode"))
+        ]
+        for one in attached:
+            stack.callback(one.child.stop)
+        prefill, decode = attached
+        prefill.call("fill", ids=BLOCKS, value=7)
+        yield prefill, decode
 
 
 def worker(machine: Machine, instance: int, name: str) -> Worker:
