@@ -21,13 +21,15 @@ from kvd.sim.loop import Handle, Process
 from kvd.sim.memory import File
 from kvd.sim.network import Session
 from kvd.sim.promises import Promise
-from kvd.sim.world import World
+from kvd.sim.world import FATAL, World
 
 _SLACK = 0.05
 """Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
 _STEP = 0.008
 """Seconds between two polls of an engine, at most."""
 _SCRAP = 0xEE
+_AFTERMATH = 1.2
+"""Seconds for which a fault may excuse failures: what daemons need to find out that one of them is silent."""
 
 
 @dataclass(slots=True)
@@ -38,9 +40,10 @@ class Pulling:
     tokens: int
     blocks: tuple[Blocks, ...]
     deadline: float
-    faults: tuple[int, ...]
-    """How often something was done to the daemons concerned, when it began."""
+    began: float
+    """When its sequence did."""
     concerned: tuple[str, ...]
+    """Daemons and workers that have a part in it."""
     trouble: int
     """What had happened between this worker and its daemon, when it began."""
     stray: bool = False
@@ -95,8 +98,8 @@ class Worker:
         self.free = [list(range(group.num_blocks)) for group in self.cache.spec.groups]
         self.pulls: dict[str, Pulling] = {}
         self.offers: dict[str, Offering] = {}
-        self.calls: dict[int, str] = {}
-        """Requests made wrong on purpose, and what each was."""
+        self.calls: dict[int, tuple[Promise, str]] = {}
+        """Requests made wrong on purpose: the promise that refuses them, and what each was."""
         self.detaching = False
         self._lent = False
         self._incarnation = 0
@@ -113,6 +116,7 @@ class Worker:
         if self.process.dead:
             return
         self.world.note(self.name, "crashes")
+        self.world.disturb(self.name)
         self.trouble += 1
         self.process.kill()
         if self.session is not None:
@@ -183,7 +187,8 @@ class Worker:
         self.trouble += 1
         self._lent = False
         if self.detaching:
-            self.detaching = False
+            self._on_detached()
+            return
         self.core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "end of file"))
         self._connect_later()
 
@@ -191,6 +196,7 @@ class Worker:
         """Gives the pool back and, once that is done, starts over as another process."""
         if self.session is not None and self.session.open:
             self.world.note(self.name, "detaches")
+            self.world.disturb(self.name)
             self.trouble += 1
             self._lent, self.detaching = False, True
             self.session.send_session(codec.encode(wire.Detach()))
@@ -256,7 +262,7 @@ class Worker:
         if pulling.outcomes > 1:
             self.world.violate(Promise.ENDS_ONCE, f"{self.name}: the pull {item.request} has a second outcome, {item}")
         late = self.world.loop.now - pulling.deadline
-        if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.knobs.queue_full:
+        if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.queues_fill:
             self.world.violate(
                 Promise.ENDS_ONCE, f"{self.name}: the outcome of {item.request} comes {late:.3f} s late: {item}"
             )
@@ -314,7 +320,11 @@ class Worker:
         cause = event.code if isinstance(event, events.Failed) else ErrorCode.CANCELLED
         self.world.note(self.name, "ends", event.request, str(cause))
         calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
-        if calm and pulling.faults == tuple(self.world.faults_of.get(name, 0) for name in pulling.concerned):
+        since = pulling.began - _AFTERMATH
+        # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
+        # is not answered is asked for again, many times.
+        excuse = FATAL if cause == ErrorCode.DEADLINE else 2
+        if calm and all(self.world.faults_since(since, name) < excuse for name in pulling.concerned):
             self.world.violate(Promise.SURVIVES, f"{self.name}: {event} though nothing happened to {pulling.concerned}")
         if not event.quarantined:
             self._blocks_are_free(event.request)
@@ -392,11 +402,11 @@ class Worker:
         assert self.session is not None  # noqa: S101 - the core knows that it is connected
         self.session.send(frame)
 
-    def send_wrong(self, make: Callable[[int], Message], what: str) -> None:
+    def send_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> None:
         """Sends a request that must be refused; `make` gets its call."""
         assert self.session is not None  # noqa: S101 - only the attached send
         self._strays += 1
-        self.calls[self._strays] = what
+        self.calls[self._strays] = (promise, what)
         self.session.send(codec.encode(make(self._strays)))
 
     def pull_wrongly(self, request: str, wrong: str, pulling: Pulling, timeout: float) -> None:

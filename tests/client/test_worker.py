@@ -409,7 +409,7 @@ class TestLosingTheDaemon:
         successor.stop()
 
     def test_a_pull_ends_as_soon_as_the_daemons_process_has(self, socket_path: str) -> None:
-        process = subprocess.Popen(  # noqa: S603 - our own program
+        process = subprocess.Popen(
             [sys.executable, "-c", DAEMON_PROCESS, socket_path], stdout=subprocess.PIPE, env={"PYTHONPATH": "."}
         )
         assert process.stdout is not None
