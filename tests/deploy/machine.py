@@ -73,6 +73,8 @@ class Machine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what happened, for whoever looks at a failure
+            (self._folder / "journal.txt").write_text(self.try_run("journalctl", "--no-pager").stdout)
         os.kill(self._container.pid, signal.SIGTERM)
         if not self._container.wait(10):
             with contextlib.suppress(ProcessLookupError):
