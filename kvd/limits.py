@@ -41,6 +41,9 @@ MAX_DESCRIPTORS: Final = 1 << 24
 MAILBOX_MESSAGES: Final = 65_536
 """Messages waiting in one actor. Every sender is bounded below this, so an overflow is a bug and stops the daemon."""
 
+MESSAGES_PER_TURN: Final = 256
+"""Messages between actors that are delivered before sockets and timers get a turn: about 2 ms."""
+
 MAX_REQUESTS_PER_WORKER: Final = 4096
 """Offers and pulls of one worker that have no outcome yet; more are refused as overloaded."""
 
@@ -74,6 +77,10 @@ SLICE_DESCRIPTORS: Final = 512
 
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted and not terminal, for each peer: keeps a network pipe full without filling the transport's queues."""
+
+MAX_UNCLAIMED_BYTES: Final = SLICE_BYTES
+"""A read of the same host's memory up to this size, one post of less than 1 ms, is not claimed first: the fence alone
+proves that its lease was held, and a claim would double its time."""
 
 OLDEST_TURN: Final = 4
 """Every fourth slice goes to the oldest transfer, so that a stream of short ones cannot starve a long one."""

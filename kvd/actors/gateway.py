@@ -104,7 +104,7 @@ class GatewayActor(Actor):
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._peer_address = peer_address
@@ -322,9 +322,13 @@ class GatewayActor(Actor):
         self._house.metrics.refused.labels("worker", error.code).inc()
         sent = self._port.send(session, codec.encode(Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT])))
         known = self._by_id.get(session)
-        if not sent and known is not None:  # it would wait for this answer for ever: let it attach again and ask again
-            self._port.close_session(known.connection)
-            self.closed(SessionClosed(known.connection))
+        if not sent and known is not None:
+            self._hang_up(known)
+
+    def _hang_up(self, session: _Session) -> None:
+        """An answer did not fit, and the worker would wait for it for ever: let it attach again and ask again."""
+        self._port.close_session(session.connection)
+        self.closed(SessionClosed(session.connection))
 
     # --- what others say to workers ---------------------------------------------------------------------------------
 
@@ -337,13 +341,14 @@ class GatewayActor(Actor):
 
     @handles(Answer)
     def answer(self, message: Answer) -> None:
-        """Sends; a batch of notifications that does not fit is sent again later."""
+        """Sends; a batch of notifications that does not fit is sent again later, another answer is not."""
         session = self._by_worker.get(message.worker)
-        if session is None:
+        if session is None or self._port.send(session.id, codec.encode(message.message)):
             return
-        sent = self._port.send(session.id, codec.encode(message.message))
-        if not sent and isinstance(message.message, Notifications):
+        if isinstance(message.message, Notifications):
             self._house.completion.tell(Undelivered(message.worker))
+        else:
+            self._hang_up(session)
 
     @handles(Backlog)
     def backlog(self, message: Backlog) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import structlog
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
@@ -16,10 +17,12 @@ from kvd.actors.house import House
 from kvd.actors.messages import (
     AnswerPeer,
     AskPeer,
+    ForgetPeer,
     NeedPeer,
     PeerAnswers,
     PeerAsks,
     PeerDown,
+    PeerIdle,
     PeerPool,
     PeerUp,
     PeerView,
@@ -77,8 +80,7 @@ class _Peer:
     pings: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Beat:
+class _Beat(Struct, frozen=True, gc=False):
     """A heartbeat."""
 
 
@@ -89,7 +91,7 @@ class HandshakeActor(Actor):
     on_failure = OnFailure.RESUME
 
     def __init__(self, house: House, port: PeerPort, transport: Transport) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport
@@ -218,12 +220,12 @@ class HandshakeActor(Actor):
 
     @handles(_Beat)
     def beat(self, _message: _Beat) -> None:
-        """Pings everybody, asks again who has not said welcome, and gives up on the silent and the unneeded."""
+        """Pings everybody, asks again who has not said welcome, gives up on the silent, offers to forget the idle."""
         settings, now = self._house.settings, self.loop.time()
         for peer in list(self._peers.values()):
             if now - peer.asked > settings.peer_idle:
-                self._step(peer, Event.CLOSE)
-            elif now - peer.heard > _MISSED * settings.heartbeat:
+                self._house.scheduler.tell(PeerIdle(peer.address))
+            if now - peer.heard > _MISSED * settings.heartbeat:
                 peer.heard = now
                 self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
             elif peer.state in (State.GREETING, State.REFRESHING):
@@ -234,6 +236,13 @@ class HandshakeActor(Actor):
         self._beating = bool(self._peers)
         if self._beating:
             self.tell_later(settings.heartbeat, _Beat())
+
+    @handles(ForgetPeer)
+    def forget(self, message: ForgetPeer) -> None:
+        """Hangs up on a peer that nobody needs."""
+        peer = self._peers.get(message.address)
+        if peer is not None:
+            self._step(peer, Event.CLOSE)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import Struct
+
 from kvd.actors.actor import Actor, handles
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
@@ -71,14 +73,12 @@ class _Record:
     """Who gets the pool, or its name, when it is quiet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(Struct, frozen=True, gc=False):
     worker: str
     result: Memory | KvdError
 
 
-@dataclass(frozen=True, slots=True)
-class _Overdue:
+class _Overdue(Struct, frozen=True, gc=False):
     worker: str
 
 
@@ -95,7 +95,7 @@ class PoolsActor(Actor):
         background: Background,
         store: PoolStore,
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._provider = provider
         self._transport = transport
@@ -122,7 +122,7 @@ class PoolsActor(Actor):
                     "attach under another name",
                 ),
             )
-        elif record.stage is Stage.KEPT and request.instance == record.request.instance:
+        elif record.stage is Stage.KEPT and request.instance == record.request.instance and _same_spec(request, record):
             self._close_descriptor(request)
             record.request, record.kept = request, True
             self._lend(record)
@@ -232,6 +232,7 @@ class PoolsActor(Actor):
         if record is None:
             return
         if record.successor is not None and record.successor.connection == message.connection:
+            self._close_descriptor(record.successor)
             record.successor = None
         if record.detaching == message.connection:
             record.detaching = None
@@ -258,7 +259,7 @@ class PoolsActor(Actor):
         if record.noisy or record.stage is not Stage.QUIETING:
             return
         successor = record.successor
-        if successor is not None and successor.spec == record.pool.spec:
+        if successor is not None and _same_spec(successor, record):
             self._close_descriptor(successor)
             record.request, record.successor = successor, None
             self._readmit(record)
@@ -360,3 +361,7 @@ class PoolsActor(Actor):
             for record in self._records.values()
         ]
         self._house.gateway.tell(Reported(message.token, "pools", content))
+
+
+def _same_spec(request: AttachPool, record: _Record) -> bool:
+    return request.spec == record.pool.spec

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import importlib.util
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from rich.progress import Progress
 
 from kvd.bench import report, vllm, vllm_report
 from kvd.engines.vllm_lab.catalog import write_models
+from kvd.engines.vllm_lab.http import HttpError
 from kvd.engines.vllm_lab.servers import LONGEST
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.processes import ProcessEndedError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         BadRequest: `BAD_CONFIG`, there is no vLLM here, or the prompts do not fit into its context.
+        Unavailable: `CANCELLED`, a server failed; its logs are kept.
 
     """
     if importlib.util.find_spec("vllm") is None:
@@ -47,15 +51,12 @@ def run(args: argparse.Namespace) -> int:
     if not 1 < args.prompt_tokens <= longest:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--prompt-tokens {args.prompt_tokens}: must be 2 to {longest}")
     plan = vllm.Plan(args.prompt_tokens, args.rounds, args.concurrent, args.seconds)
-    with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as name, _progress() as progress:
-        folder = Path(name)
-        write_models(folder, vllm.MODEL)
-        task = progress.add_task("starting four servers", total=1 + 2 * plan.rounds)
-
-        def advance() -> None:
-            progress.update(task, advance=1, description="rounds")
-
-        sides = asyncio.run(vllm.measure(folder, folder, plan, advance))
+    folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
+    try:
+        sides = _measure(plan, folder)
+    except (HttpError, ProcessEndedError, TimeoutError) as error:
+        raise Unavailable(ErrorCode.CANCELLED, f"{error}; the logs of all servers are in {folder}") from error
+    shutil.rmtree(folder)
     summaries = [vllm_report.summary(side) for side in sides]
     Console().print(vllm_report.table(*summaries))
     if args.json:
@@ -66,5 +67,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True)
+def _measure(plan: vllm.Plan, folder: Path) -> list[vllm.Side]:
+    write_models(folder, vllm.MODEL)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting four servers", total=1 + 2 * plan.rounds)
+
+        def advance() -> None:
+            progress.update(task, advance=1, description="rounds")
+
+        return asyncio.run(vllm.measure(folder, folder, plan, advance))

@@ -19,6 +19,8 @@ from kvd.transport.interface import Event, RegisterFailed
 
 _BYTES_PER_SECOND = 40e3
 """Slow, so that what happens meanwhile happens in the middle."""
+_SLOWER = 200.0
+"""Times that a slow read takes longer: claims must be renewed meanwhile, and its deadline is still kept."""
 _STUCK = 3.0
 """Seconds that a stuck read takes at most."""
 _EVENT = 0.002
@@ -30,6 +32,7 @@ class SimFabric(FakeFabric):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
+        self.direct = world.rng.random() < 0.5
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
@@ -67,7 +70,7 @@ class SimFabric(FakeFabric):
             world.disturb(daemon_of(reader))
         if stuck:
             world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
-        return Fault(100.0 if slow else 1.0, stuck, fails)
+        return Fault(_SLOWER if slow else 1.0, stuck, fails)
 
     def _copy(self, flight: Flight) -> None:
         piece, read = flight.piece, flight.read

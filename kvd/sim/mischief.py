@@ -1,5 +1,7 @@
 """Bad input: what must be refused with a typed error, and change nothing."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvd.errors import BadRequest
@@ -121,19 +123,14 @@ class Mischief:
         )
         good = Span(0, 0, b"\0\0\0\0")
         text = ticket.Ticket(4, (ticket.TicketRank("d0", "sim://d0", 0, "e0.0", "x", 0),), ((good,),)).encode()
-        match rng.randrange(5):
-            case 0:
-                worker.send_wrong(lambda call: wire.Offer(call, f"bad{call}", 2, (bad,), 1.0), f"offer of {bad}")
-            case 1:
-                worker.send_wrong(lambda call: wire.Pull(call, f"bad{call}", text, (bad,), 1.0), f"pull into {bad}")
-            case 2:
-                worker.send_wrong(
-                    lambda call: wire.Pull(call, f"bad{call}", "kvd1.x", (good,), 1.0), "pull, bad ticket"
-                )
-            case 3:
-                worker.send_wrong(lambda call: wire.Cancel(call, "nothing"), "cancel of nothing")
-            case _:
-                worker.send_wrong(lambda call: wire.Pull(call, f"bad{call}", text, (good,), 0.0), "pull without time")
+        wrong: tuple[tuple[Callable[[int], Message], Promise, str], ...] = (
+            (lambda call: wire.Offer(call, f"bad{call}", 2, (bad,), 1.0), Promise.OWN_POOL, f"an offer of {bad}"),
+            (lambda call: wire.Pull(call, f"bad{call}", text, (bad,), 1.0), Promise.OWN_POOL, f"a pull into {bad}"),
+            (lambda call: wire.Pull(call, f"bad{call}", "kvd1.x", (good,), 1.0), Promise.BAD_INPUT, "a bad ticket"),
+            (lambda call: wire.Pull(call, f"bad{call}", text, (good,), 0.0), Promise.BAD_INPUT, "a pull without time"),
+            (lambda call: wire.Cancel(call, "nothing"), Promise.BAD_INPUT, "a cancel of nothing"),
+        )
+        worker.send_wrong(*rng.choice(wrong))
 
     def _wrong_ticket(self) -> None:
         """A real pull with a ticket that somebody has changed on its way."""

@@ -35,7 +35,7 @@ class Schedule:
     def _set_knobs(self) -> None:
         rng, knobs = self.world.rng, self.world.knobs
         for knob, likely, most in (
-            ("drop", 0.4, 0.2),
+            ("drop", 0.5, 0.2),
             ("duplicate", 0.4, 0.3),
             ("delay", 0.4, 0.2),
             ("read_fails", 0.3, 0.3),
@@ -48,7 +48,9 @@ class Schedule:
             ("registration_fails", 0.1, 0.3),
         ):
             if rng.random() < likely:
-                setattr(knobs, knob, rng.random() * most)
+                setattr(knobs, knob, rng.random() ** 2 * most)
+
+        self.world.queues_fill = knobs.queue_full > 0.0
 
     def plan(self) -> None:
         """Puts everything on the clock."""
@@ -97,7 +99,7 @@ class Schedule:
     def _sequence(self) -> None:
         rng = self.world.rng
         source, target = rng.sample(self.router.engines, 2)
-        self.router.begin(source, target, calm=rng.random() < 0.3)
+        self.router.begin(source, target, calm=rng.random() < 0.4)
 
     def _daemon(self) -> Daemon:
         return self.world.rng.choice(self.daemons)
@@ -129,6 +131,14 @@ class Schedule:
                 self.fabric.mend(*agents)
 
         world.loop.call_later(world.rng.random() * 2.0, mend)
+
+    def _cut(self, pair: tuple[str, str], seconds: float) -> None:
+        """One way only, and only messages."""
+        world = self.world
+        world.note("world", "cut", pair)
+        world.disturb(*pair)
+        world.cut.add(pair)
+        world.loop.call_later(seconds, world.cut.discard, pair)
 
     def _crash_daemon(self) -> None:
         self._crash(self._daemon())
@@ -225,6 +235,11 @@ class Schedule:
             if worker.attached and request in worker.pulls:
                 worker.cancel(request)
 
+        def withdraw_unheard() -> None:
+            # The consumer does not hear that its claim is broken; only the fence can tell it.
+            self._cut((source.daemon.name, worker.daemon.name), world.rng.random() * 0.3)
+            withdraw()
+
         def withdraw() -> None:
             if source.attached and sequence.name in source.offers:
                 self.router.withdraw(sequence.name, source)
@@ -233,7 +248,7 @@ class Schedule:
             (
                 cancel,
                 withdraw,
-                withdraw,
+                withdraw_unheard,
                 partial(self._kill, source),
                 partial(self._kill, worker),
                 partial(self._crash, source.daemon),

@@ -38,7 +38,8 @@ class Knobs:
             setattr(self, each.name, 0.0)
 
 
-FATAL = 2
+FATAL = 1000
+"""What a fault weighs that may well fail a request; a lost message weighs 1."""
 
 LONG_DELAY = 0.8
 """Seconds."""
@@ -58,6 +59,8 @@ class World:
         self.trace: list[tuple[object, ...]] = []
         self._faults: dict[str, list[tuple[float, int]]] = {}
         """What was done to a daemon or worker, or to messages or reads of its, and when."""
+        self.queues_fill = False
+        """Whether this world has, or had, workers' queues that take nothing: what they should have had comes late."""
         self.crash: Exception | None = None
         """What was raised outside of any actor."""
 
@@ -87,7 +90,7 @@ class World:
             self._faults.setdefault(daemon, []).append((self.loop.now, 1))
 
     def faults_since(self, since: float, name: str) -> int:
-        """What was done to a daemon or a worker from `since` on; `FATAL` of it excuses failures."""
+        """What was done to a daemon or a worker from `since` on."""
         return sum(weight for when, weight in reversed(self._faults.get(name, [])) if when >= since)
 
     def trace_hash(self) -> str:

@@ -81,6 +81,8 @@ class _Read:
     started: float = 0.0
     failure: str = ""
     aborted: bool = False
+    waited: bool = False
+    """A slice was not done when its post returned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -242,6 +244,7 @@ class Engine:
             return True
         posted = _Posted(read, piece, handle)
         if not self._has_ended(posted, self._nixl.transfer):
+            read.waited = True
             self._posted.append(posted)
         return True
 
@@ -305,7 +308,7 @@ class Engine:
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, time.perf_counter() - read.started))
+            self._emit(Landed(read.key, time.perf_counter() - read.started, in_post=not read.waited))
         read.peer.reads.remove(read.key)
         read.prepared.release()
         self._forget_if_quiet(read.peer)

@@ -226,7 +226,7 @@ class FakeTransport:
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, self._fabric.loop.time() - read.started))
+            self._emit(Landed(read.key, self._fabric.loop.time() - read.started, self._fabric.direct))
         self._peers[read.agent].reads.remove(read.key)
         self._forget_if_quiet(read.agent)
 

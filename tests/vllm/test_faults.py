@@ -33,6 +33,9 @@ OFFER_TTL = 12.0
 """Long enough for a busy machine, short enough to be waited for."""
 
 
+MOMENT_SECONDS = 0.002
+
+
 @dataclass
 class Faulty:
     """A pair whose processes may be killed, and what a decode server alone makes of some prompts."""
@@ -148,26 +151,24 @@ async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_to
     await faulty.works()
 
 
-async def _request_stopped_while_it_pulls(
-    faulty: Faulty,
-) -> tuple[Completion, asyncio.Task[Completion]]:
-    """A request whose blocks are claimed and partly read by a decode daemon that is then suspended (SIGSTOP)."""
-    prefill_daemon, decode_daemon = faulty.pair.daemons["prefill"], faulty.pair.daemons["decode"]
+async def _request_stopped_while_it_pulls(faulty: Faulty) -> tuple[Completion, asyncio.Task[Completion]]:
+    """A request whose blocks are claimed by a decode daemon that is suspended (SIGSTOP) before it has read them all.
+
+    The daemon runs for moments that are far shorter than the read of 50 MB, until it has its claim.
+    """
+    daemon = faulty.pair.daemons["decode"]
+    body, expected = await faulty.offered(0, salt="overwritten")
+    daemon.signal(signal.SIGSTOP)
+    request = asyncio.create_task(complete(faulty.pair.decode.url, body))
 
     async def claimed() -> bool:
-        return (await scrape(prefill_daemon)).total("kvd_claims_active") > 0
+        daemon.signal(signal.SIGCONT)
+        await asyncio.sleep(MOMENT_SECONDS)
+        daemon.signal(signal.SIGSTOP)
+        return (await scrape(faulty.pair.daemons["prefill"])).total("kvd_claims_active") > 0
 
-    for attempt in range(10):
-        body, expected = await faulty.offered(attempt % 4, salt=f"overwritten {attempt}")
-        request = asyncio.create_task(complete(faulty.pair.decode.url, body))
-        await until(claimed, seconds=30, every=0.001)
-        decode_daemon.signal(signal.SIGSTOP)
-        await asyncio.sleep(0.2)  # what it sent before it was suspended arrives
-        if await claimed():
-            return expected, request
-        decode_daemon.signal(signal.SIGCONT)
-        await request
-    pytest.fail("no pull could be suspended in ten attempts")
+    await until(claimed, seconds=30, every=0.01)
+    return expected, request
 
 
 async def _nothing_held(faulty: Faulty) -> bool:

@@ -31,8 +31,8 @@ from kvd.engines.vllm.tally import Tally
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 
-PATIENCE_SECONDS = 2.0
-"""How long an order waits for a daemon that is away: a restart takes about one."""
+PATIENCE_SECONDS = 5.0
+"""How long an order waits for a daemon that is away: a restart takes one to two on a machine with little to do."""
 
 logger = logging.getLogger(__name__)
 

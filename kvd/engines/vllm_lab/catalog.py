@@ -28,7 +28,8 @@ GROUPS: Final = {"gemma": 6}
 
 LATENT: Final = frozenset({"deepseek"})
 """Models with latent attention. vLLM keeps no prefix cache of them on a CPU, and its CPU kernels for prefill and decode
-disagree on them: by 0.1 to 1 in a token's log-probability, on one server, without any connector."""
+disagree on them, on one server and without any connector: by up to 0.06 in a token's log-probability with the weights
+here, by up to 1 with larger ones."""
 
 
 def write_models(folder: Path, *names: str) -> None:

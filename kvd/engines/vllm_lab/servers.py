@@ -62,6 +62,7 @@ class Server(Service):
         command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
+        command += ["--disable-uvicorn-access-log"]
         blocks = engine.blocks * GROUPS.get(engine.model, 1)
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += FLAGS.get(engine.model, ())

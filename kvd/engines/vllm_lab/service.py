@@ -14,7 +14,7 @@ from kvd.processes import Child, ProcessEndedError
 START_SECONDS: Final = 240.0
 """A vLLM is up after 40 s on a quiet machine with two cores, three of them after twice that."""
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25
 
 
 class Service(ABC):
