@@ -81,7 +81,10 @@ def draw_series(axes: Any, panel: dict[str, Any], series: list[tuple[str, list[f
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: time.strftime("%H:%M:%S", time.localtime(at))))
     axes.tick_params(labelsize=6)
     axes.locator_params(axis="x", nbins=5)
-    if series:
+    if not series:
+        axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
+        axes.set_xticks([])
+    else:
         axes.legend(fontsize=6, loc="upper left", ncols=2, framealpha=0.3)
 
 
@@ -101,7 +104,9 @@ def main() -> None:
     for panel in panels:
         at = panel["gridPos"]
         width, height = at["w"] / 24, at["h"] / rows
-        axes = figure.add_axes((at["x"] / 24 + 0.03, 1 - at["y"] / rows - height + 0.014, width - 0.04, height - 0.034))
+        axes = figure.add_axes(
+            (at["x"] / 24 + 0.045, 1 - at["y"] / rows - height + 0.014, width - 0.055, height - 0.034)
+        )
         axes.set_title(panel["title"], fontsize=8, loc="left")
         axes.set_facecolor("#181b1f")
         series = []
