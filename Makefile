@@ -9,7 +9,7 @@ VLLM_VENV    ?= .venv-vllm
 VLLM_BIN     := $(VLLM_VENV)/bin
 VLLM_VERSION := 0.32.0
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm check clean
+.PHONY: setup setup-vllm demo demo-vllm test test-deploy test-vllm check clean
 
 setup: $(VENV)/installed
 
@@ -40,7 +40,12 @@ demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m kvd.engines.vllm_lab.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not deploy"
+
+# A systemd of its own and a real Prometheus: as root, after
+# `apt-get install systemd-container debootstrap util-linux prometheus`. What is missing is skipped, with the reason.
+test-deploy: setup
+	$(BIN)/python -m pytest -m deploy tests/deploy
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm

@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from kvd.processes import Child
 from tests.e2e.fleet import until
 
@@ -48,7 +50,10 @@ def tree(cache: Path) -> Path:
     if not (made / "usr/lib/systemd/systemd").exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         command = ["debootstrap", "--variant=minbase", "--include=systemd,dbus,libssl3,libffi8,zlib1g", "bookworm"]
-        subprocess.run([*command, str(made)], check=True, timeout=400, stdout=subprocess.DEVNULL)
+        made_it = subprocess.run([*command, str(made)], check=False, timeout=400, capture_output=True, text=True)
+        if made_it.returncode != 0:
+            shutil.rmtree(made)
+            pytest.skip(f"debootstrap could not make a tree (no network?): {made_it.stdout[-300:]}")
     return made
 
 
@@ -73,6 +78,8 @@ class Machine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what happened, for whoever looks at a failure
+            (self._folder / "journal.txt").write_text(self.try_run("journalctl", "--no-pager").stdout)
         os.kill(self._container.pid, signal.SIGTERM)
         if not self._container.wait(10):
             with contextlib.suppress(ProcessLookupError):
