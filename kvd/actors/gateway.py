@@ -41,7 +41,7 @@ from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
 from kvd.plan import check_ids
 from kvd.protocol import codec, ticket
-from kvd.protocol.types import VERSION, Message, Span
+from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import (
     Acknowledge,
     Attach,
@@ -84,7 +84,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _PendingStatus:
-    worker: str
+    answer: Callable[[Status], None]
     call: int
     sections: dict[str, object]
 
@@ -104,7 +104,7 @@ class GatewayActor(Actor):
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._peer_address = peer_address
@@ -131,7 +131,7 @@ class GatewayActor(Actor):
 
     @handles(SessionFrame)
     def session_frame(self, event: SessionFrame) -> None:
-        """An attach or a detach, or garbage, which ends the session."""
+        """An attach, a detach, an operator's question, or garbage."""
         connection = self._connections.get(event.connection)
         if connection is None:
             self._port.discard(event.descriptors)
@@ -140,9 +140,13 @@ class GatewayActor(Actor):
             request = codec.session_requests.decode(event.frame)
             if isinstance(request, Attach):
                 self._attach(event, connection, request)
+                return
+            self._port.discard(event.descriptors)
+            if isinstance(request, Detach):
+                self._detach(event.connection, connection)
             else:
-                self._port.discard(event.descriptors)
-                self._detach(event.connection, connection, request)
+                number = event.connection
+                self._ask_all(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
             self._refuse_session(event.connection, error)
@@ -171,7 +175,7 @@ class GatewayActor(Actor):
             )
         )
 
-    def _detach(self, number: int, connection: _Connection, _request: Detach) -> None:
+    def _detach(self, number: int, connection: _Connection) -> None:
         session = self._by_worker.get(connection.worker)
         if session is None or session.connection != number:
             raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
@@ -270,10 +274,15 @@ class GatewayActor(Actor):
             case Cancel():
                 self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
             case StatusRequest():
-                self._last_token += 1
-                self._statuses[self._last_token] = _PendingStatus(session.pool.worker, request.call, {})
-                for section in _SECTIONS:
-                    getattr(self._house, section).tell(Report(self._last_token))
+                worker = session.pool.worker
+                self._ask_all(request.call, lambda status: self.answer(Answer(worker, status)))
+
+    def _ask_all(self, call: int, answer: Callable[[Status], None]) -> None:
+        """Collects a status: every other actor reports its section."""
+        self._last_token += 1
+        self._statuses[self._last_token] = _PendingStatus(answer, call, {})
+        for section in _SECTIONS:
+            getattr(self._house, section).tell(Report(self._last_token))
 
     def _pull(self, request: Pull, session: _Session) -> None:
         self._check_open(session)
@@ -358,8 +367,7 @@ class GatewayActor(Actor):
         if len(pending.sections) == len(_SECTIONS):
             del self._statuses[message.token]
             document = {**self._describe(), "workers": sorted(self._by_worker), **pending.sections}
-            status: Message = Status(pending.call, msgspec.json.encode(document))
-            self.answer(Answer(pending.worker, status))
+            pending.answer(Status(pending.call, msgspec.json.encode(document)))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -25,7 +25,10 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class PlanTiming:
-    """The best of several runs, in seconds. `plain` is a Python loop over layers and blocks; None is not measured."""
+    """The best of several runs, in seconds of the thread's own time, so that a busy machine does not matter.
+
+    `plain` is a Python loop over layers and blocks; None is not measured.
+    """
 
     case: str
     descriptors: int
@@ -37,6 +40,10 @@ class PlanTiming:
     def nanoseconds_each(self) -> float:
         """Planning time of one descriptor."""
         return self.plan / self.descriptors * 1e9
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "nanoseconds_each": self.nanoseconds_each}
 
 
 def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:
@@ -108,7 +115,7 @@ def _enumerate(spec: CacheSpec, source: Sequence[int], destination: Sequence[int
 def _best(call: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="kvd-") as folder:
             report = _demo(args, Path(folder), console)
     except (ProcessEndedError, RequestFailedError, BadRequest) as error:
-        console.print(f"kvd demo: {error}", style="red", markup=False, highlight=False)
+        console.print(f"kvd demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return COULD_NOT_RUN
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import uvloop
 
 from kvd.errors import KvdError
 from kvd.memory.memfd import Backing, MemfdPool, MemfdProvider
@@ -150,6 +151,10 @@ class ScriptedDaemon:
             kept,
         )
         self._port.send_session(connection, codec.encode(attached), (pool.descriptor,))
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.client.blocks import Blocks
@@ -34,6 +34,7 @@ def batch(first: int, *items: wire.Notification) -> bytes:
 outcomes = st.sampled_from(["done", "failed", "quarantined", "cancelled"])
 
 
+@settings(deadline=None)
 @given(
     st.lists(outcomes, min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=40),
@@ -162,6 +163,7 @@ def test_a_pull_freed_before_it_ended_makes_no_sense() -> None:
         core.on_frame(batch(1, wire.Freed("r")), now=0.0)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_reply_or_a_bad_request_and_end_no_pull(frame: bytes) -> None:
     core = connected()

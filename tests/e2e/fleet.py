@@ -1,5 +1,6 @@
 """Real daemons and workers as processes, for the end-to-end tests."""
 
+import contextlib
 import json
 import os
 import select
@@ -12,7 +13,7 @@ from typing import Any
 
 from kvd.processes import Child, Processes
 
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 90.0
 
 
 class RemoteError(Exception):
@@ -156,7 +157,8 @@ def paused(child: Child) -> Iterator[None]:
     try:
         yield
     finally:
-        send(child, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+            send(child, signal.SIGCONT)
 
 
 def until(seconds: float, what: str) -> Iterator[None]:

@@ -31,12 +31,13 @@ class Stage:
         if transport == "tcp":
             os.environ["UCX_TLS"] = "tcp"
         try:
-            self.producer, self.consumer = fleet.daemon("p"), fleet.daemon("d")
+            self.producer, self.consumer = (fleet.daemon(name, heartbeat="1.0") for name in "pd")
         finally:
             os.environ.pop("UCX_TLS", None)
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")
         self.observer = fleet.worker(self.consumer, "observer", blocks=1)
+        self.recover()
 
     def _worker(self, daemon, name):
         for _ in until(40, f"{name} is attached"):
@@ -67,6 +68,7 @@ class Stage:
     def wait_attached(self, worker):
         for _ in until(40, f"{worker.name} is attached again"):
             with contextlib.suppress(RemoteError):
+                worker.call("wait", timeout=0.02)  # which attaches again
                 return worker.call("status")
         raise AssertionError("unreachable")
 
@@ -139,7 +141,7 @@ class Stage:
 
 
 @pytest.fixture(scope="module", params=["cma", "tcp"])
-def stage(request, tmp_path_factory):
+def whole_stage(request, tmp_path_factory):
     with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
         yield Stage(fleet, request.param)
 
@@ -150,6 +152,14 @@ def held():
         yield stack
 
 
+@pytest.fixture
+def stage(whole_stage, held):
+    """Everything works again after the test: that is a part of it."""
+    yield whole_stage
+    held.close()
+    whole_stage.recover()
+
+
 def _steps(stage_name):
     """Over TCP only the read differs; a paused producer never lets it get to the fence."""
     return ("reading",) if stage_name == "tcp" else STEPS
@@ -158,7 +168,7 @@ def _steps(stage_name):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_request_ends_when_one_is_killed(stage, held, victim, step, request):
-    if step not in _steps(request.node.callspec.params["stage"]):
+    if step not in _steps(request.node.callspec.params["whole_stage"]):
         pytest.skip("the same as without TCP, where it is tested")
     stage.hold_at(step, held)
     stage.victim(victim).kill()
@@ -166,14 +176,12 @@ def test_every_request_ends_when_one_is_killed(stage, held, victim, step, reques
         if victim != "producer-daemon":
             held.close()
         stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
-    held.close()
-    stage.recover()
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, request):
-    if step not in _steps(request.node.callspec.params["stage"]):
+    if step not in _steps(request.node.callspec.params["whole_stage"]):
         pytest.skip("the same as without TCP, where it is tested")
     stage.hold_at(step, held)
     child = stage.victim(victim).child
@@ -188,12 +196,10 @@ def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, reque
                     break
             held.close()
         stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
-    held.close()
-    stage.recover()
 
 
 def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(stage, held, request):
-    if request.node.callspec.params["stage"] != "tcp":
+    if request.node.callspec.params["whole_stage"] != "tcp":
         pytest.skip("a read of the same host's memory does not hang")
     stage.hold_at("reading", held)
     ended = stage.decode.outcome(stage.request, TIMEOUT + 1.0)
@@ -203,4 +209,3 @@ def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(stage, h
     for _ in until(20, "the blocks are free"):
         if any(event["kind"] == "Freed" for event in stage.decode.call("wait", timeout=1)):
             break
-    stage.recover()

@@ -3,7 +3,7 @@ import os
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
@@ -25,6 +25,7 @@ def null() -> int:
     return os.open("/dev/null", os.O_RDONLY)
 
 
+@settings(deadline=None)
 @given(contents, st.lists(st.integers(0, 500), max_size=10))
 def test_frames_come_out_as_they_went_in_however_the_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
     data = b"".join(pack(frame) for frame in frames)
@@ -35,6 +36,7 @@ def test_frames_come_out_as_they_went_in_however_the_bytes_are_cut(frames: list[
     assert all(frame.descriptors == () for frame in out)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=100), max_size=10))
 def test_random_bytes_are_frames_or_a_bad_request(chunks: list[bytes]) -> None:
     splitter = FrameSplitter()

@@ -124,3 +124,23 @@ def test_spans_that_are_not_one_a_group_are_refused() -> None:
         Planner(spec, spec, route([spec], spec).shares[0]).plan(
             [Span(0, np.empty(0, np.uint32), 0, np.empty(0, np.uint32))]
         )
+
+
+@pytest.mark.parametrize(("first", "offered"), [(0, 7), (3, 0)], ids=["its end", "all of it"])
+def test_a_block_of_which_a_needed_part_is_missing_is_refused(first: int, offered: int) -> None:
+    (ours,), (theirs,) = engine(GEMMA, "packed-hnd", block=4), engine(GEMMA, "packed-hnd", block=16)
+    none = np.empty(0, np.uint32)
+    blocks = -(-max(offered, 1) * 4 // 16)
+    wanted = np.arange(blocks, dtype=np.uint32)
+    spans = [Span(first, np.arange(offered, dtype=np.uint32), 0, wanted), Span(0, none, 0, none)]
+    with pytest.raises(BadRequest, match=f"positions 0 to {blocks} of 16 tokens are asked for"):
+        Planner(ours, theirs, route([ours], theirs).shares[0]).plan(spans, tokens=blocks * 16 if offered else None)
+
+
+def test_a_state_that_is_not_the_last_is_refused_where_block_sizes_differ() -> None:
+    (spec,) = engine(NEXT, "packed-hnd", block=16)
+    ours, theirs = _with_state_blocks(spec, 64), _with_state_blocks(spec, 48)
+    one, none = np.array([3], np.uint32), np.empty(0, np.uint32)
+    spans = [Span(0, none, 0, none), Span(0, one, 2, one)]
+    with pytest.raises(BadRequest, match=r"groups\[1\]: positions 2 to 3 of 48 tokens are asked for, 0 to 1 of 64"):
+        Planner(ours, theirs, route([ours], theirs).shares[0]).plan(spans, tokens=100)

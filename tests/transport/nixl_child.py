@@ -16,11 +16,13 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvd.transport.contract import Contract
+from kvd.transport.contract import CHECKS, Contract
+from kvd.transport.interface import TransportDied
 from kvd.transport.nixl import NixlTransport
 from kvd.transport.site import PRODUCED, Bytes, pattern
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
+FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl"])
 
 
 def allocate(size: int) -> Bytes:
@@ -52,8 +54,8 @@ def run_producer(agent: str, pipe: Connection) -> None:
 class NixlProducer:
     def __init__(self, agent: str, size: int, seed: int) -> None:
         self.agent, self.size, self.seed = agent, size, seed
-        self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=run_producer, args=(agent, theirs), daemon=True)
+        self._pipe, theirs = FORKSERVER.Pipe()
+        self._process = FORKSERVER.Process(target=run_producer, args=(agent, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -97,13 +99,26 @@ class NixlSite:
             await self._shared.kill()
 
 
+async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: NixlSite) -> None:
+    events: asyncio.Queue = asyncio.Queue()
+    transport = site.transport()
+    transport.start(events.put_nowait)
+    transport.deregister(4711)
+    async with asyncio.timeout(20):
+        died = await events.get()
+    assert isinstance(died, TransportDied)
+    assert "KeyError: 4711" in died.reason
+
+
 async def main(checks: list[str]) -> None:
     site = NixlSite()
     for check in checks:
         error = None
         try:
-            async with asyncio.timeout(30):
+            if check in CHECKS:
                 await Contract(site).run(check)
+            else:
+                await globals()[check](site)
         except Exception:  # noqa: BLE001 - it is told to the test
             error = traceback.format_exc()
         print(json.dumps({"check": check, "error": error}), flush=True)

@@ -17,6 +17,7 @@ class Engine:
     """Prefills and decodes, one sequence at a time, with KV in blocks that the caller allocates."""
 
     def __init__(self, model: Model, ranks: Sequence[PagedCache]) -> None:
+        torch.set_num_threads(1)  # of the process: how a product is cut into threads rounds it, and tokens are compared
         self._model = model
         self._ranks = ranks
         self._query_heads = model.config.query_heads // len(ranks)

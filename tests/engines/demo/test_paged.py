@@ -1,9 +1,12 @@
+import struct
+
 import pytest
 import torch
 
-from kvd.engines.demo.paged import PagedCache
+from kvd.engines.demo.paged import PagedCache, view_tensor
 from kvd.engines.demo.spec import cache_spec
 from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import View, strided
 
 from .sides import make_side
 
@@ -24,6 +27,18 @@ def test_a_value_lies_where_the_name_of_the_layout_says(model, layout, address):
     expected = bytearray(spec.pool_bytes)
     expected[address : address + 256] = torch.full((64,), 7.0).numpy().tobytes()
     assert pool == expected
+
+
+def test_a_view_starts_at_its_offset_and_may_be_one_layer_alone():
+    axes = strided("block kv head token byte", {"block": 3, "kv": 2, "head": 2, "token": 4, "byte": 8})
+    view = View(component="kv", offset=40, axes=axes, layers=(5,), heads=2)
+    pool = memoryview(bytearray(view.end))
+    tensor = view_tensor(pool, view, torch.float32)
+    assert tensor.shape == (1, 2, 3, 2, 4, 2)
+    tensor[0, 1, 2, 1, 3] = torch.tensor([1.0, 2.0])
+    assert bytes(pool[-8:]) == struct.pack("<2f", 1.0, 2.0)
+    tensor[0, 0, 0, 0, 0] = torch.tensor([3.0, 4.0])
+    assert bytes(pool[40:48]) == struct.pack("<2f", 3.0, 4.0)
 
 
 def test_writing_tokens_changes_their_slots_and_no_other_byte(model):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvd.engines.demo import processes as module
+from kvd import processes as module
 from kvd.processes import ProcessEndedError, Processes
 
 TALKER = """
@@ -81,7 +81,7 @@ def test_processes_do_not_outlive_a_demo_that_is_killed(tmp_path, talker):
         "child = Processes(Path(sys.argv[1])).start('orphan', sys.argv[2], piped=True)\n"
         "import os; os.read(child.source, 16); print(child.pid, flush=True); import signal; signal.pause()\n"
     )
-    with subprocess.Popen(  # noqa: S603
+    with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path), talker("signal.SIG_IGN")], stdout=subprocess.PIPE
     ) as demo:
         orphan = os.pidfd_open(int(demo.stdout.readline()))

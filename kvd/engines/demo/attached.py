@@ -1,0 +1,68 @@
+"""An engine whose ranks' caches lie in pools that kvd lends: one worker, and one pool, a rank."""
+
+import sys
+
+from kvd.client import Blocks, DaemonError, Disconnected, Event, Reattached, Worker
+from kvd.engines.demo.blocks import BlockManager
+from kvd.engines.demo.engine import Engine
+from kvd.engines.demo.messages import EngineConfig
+from kvd.engines.demo.model import Model, ModelConfig
+from kvd.engines.demo.paged import PagedCache
+from kvd.engines.demo.spec import engine_specs
+from kvd.protocol import ticket
+
+ATTACH_TIMEOUT = 30.0
+OFFER_TTL = 60.0
+PULL_TIMEOUT = 30.0
+"""Seconds. A prompt's KV waits a minute for its reader, who gives up half a minute after asking."""
+
+
+class AttachedEngine:
+    """The engine, its blocks, and the workers of its ranks. What it asks of kvd it asks for every rank."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model = Model(ModelConfig(seed=config.seed))
+        self.blocks = BlockManager(config.num_blocks, config.block_tokens)
+        self._workers: list[Worker] = []
+        ranks = []
+        for rank, spec in enumerate(engine_specs(model.config, config)):
+            worker = Worker.attach(config.socket, name=f"{config.name}-{rank}", spec=spec, timeout=ATTACH_TIMEOUT)
+            self._workers.append(worker)
+            ranks.append(PagedCache(worker.pool, spec))
+        self.engine = Engine(model, ranks)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, and so how many outcomes to wait for."""
+        return len(self._workers)
+
+    def offer(self, request: str, tokens: int, table: list[int]) -> str:
+        """Offers the blocks of a prompt of `tokens` tokens; the ticket names every rank's offer."""
+        spans = self._spans(tokens, table)
+        return ticket.join(
+            worker.offer(request, tokens=tokens, blocks=spans, ttl=OFFER_TTL) for worker in self._workers
+        )
+
+    def pull(self, request: str, text: str, tokens: int, table: list[int]) -> None:
+        """Asks for the KV of `tokens` tokens, each rank for its own heads; one outcome a rank follows."""
+        for worker in self._workers:
+            worker.pull(request, text, blocks=self._spans(tokens, table), timeout=PULL_TIMEOUT)
+
+    def poll(self, timeout: float) -> list[Event]:
+        """What the daemon told any of the ranks; waits up to `timeout` seconds, shared among the ranks, for it."""
+        events: list[Event] = []
+        for rank, worker in enumerate(self._workers):
+            for event in worker.wait(timeout / self.ranks) if timeout and not events else worker.poll():
+                if isinstance(event, Disconnected | Reattached | DaemonError):
+                    sys.stderr.write(f"rank {rank}: {event}\n")  # the log; what becomes of requests is told apart
+                else:
+                    events.append(event)
+        return events
+
+    def detach(self) -> None:
+        """Gives the pools of all ranks back."""
+        for worker in self._workers:
+            worker.detach()
+
+    def _spans(self, tokens: int, table: list[int]) -> list[Blocks]:
+        return [Blocks(group=0, first=0, ids=table[: self.blocks.blocks_for(tokens)])]

@@ -1,0 +1,112 @@
+"""The decode engine's process: tickets in, tokens out."""
+
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvd import client
+from kvd.engines.demo.attached import AttachedEngine
+from kvd.engines.demo.channel import Channel
+from kvd.engines.demo.messages import Decoded, EngineConfig, Failed, Handover, Pulled, Ready, Stop, ToDecode
+
+IDLE_SECONDS = 0.02
+PULLING_SECONDS = 0.0005
+"""How long to wait for the router with nothing to do, and for the daemon while pulls are under way."""
+
+
+@dataclass
+class Sequence:
+    """A request that holds blocks: at first its KV is pulled, then its tokens are decoded."""
+
+    handover: Handover
+    table: list[int]
+    started: float
+    missing: int
+    """Ranks whose pull has no outcome yet."""
+    tokens: list[int] = field(default_factory=list)
+
+
+class DecodeEngine:
+    """Pulls what it is handed as soon as there are blocks for it; decodes what has arrived, a token a turn.
+
+    It does not decode while a pull is under way, only so that the times it reports are those of the pulls: on two
+    cores they would be those of a decoding step that a pull waits for.
+    """
+
+    def __init__(self, kv: AttachedEngine, channel: Channel[ToDecode]) -> None:
+        self._kv = kv
+        self._channel = channel
+        self._waiting: deque[Handover] = deque()
+        self._pulling: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serves until told to stop, and then until nothing is left to decode."""
+        while not (self._stopping and not self._waiting and not self._pulling and not self._running):
+            self._receive(IDLE_SECONDS if not self._pulling and not self._running else 0.0)
+            self._admit()
+            if self._pulling:
+                self._collect()
+            else:
+                for sequence in list(self._running.values()):
+                    self._decode(sequence)
+
+    def _receive(self, timeout: float) -> None:
+        for message in self._channel.receive(timeout):
+            if isinstance(message, Handover):
+                self._waiting.append(message)
+            elif isinstance(message, Stop):
+                self._stopping = True
+
+    def _admit(self) -> None:
+        blocks = self._kv.blocks
+        while self._waiting and blocks.can_allocate(self._waiting[0].prompt_tokens + self._waiting[0].count):
+            handover = self._waiting.popleft()
+            table = blocks.allocate(handover.request, handover.prompt_tokens + handover.count)
+            self._pulling[handover.request] = Sequence(
+                handover, table, started=time.monotonic(), missing=self._kv.ranks, tokens=[handover.token]
+            )
+            self._kv.pull(handover.request, handover.ticket, handover.prompt_tokens, table)
+
+    def _collect(self) -> None:
+        for event in self._kv.poll(PULLING_SECONDS):
+            if isinstance(event, client.Done):
+                self._arrived(event.request)
+            elif isinstance(event, client.Failed):
+                # The blocks stay allocated: a failure ends the demo, and until `Freed` they might still be written to.
+                self._channel.send(Failed(request=event.request, text=f"{event.code}: {event.text}"))
+
+    def _arrived(self, request: str) -> None:
+        sequence = self._pulling[request]
+        sequence.missing -= 1
+        if not sequence.missing:
+            self._running[request] = self._pulling.pop(request)
+            pulled = sequence.table[: self._kv.blocks.blocks_for(sequence.handover.prompt_tokens)]
+            self._channel.send(Pulled(request=request, blocks=pulled, started=sequence.started, ended=time.monotonic()))
+
+    def _decode(self, sequence: Sequence) -> None:
+        handover, tokens = sequence.handover, sequence.tokens
+        if len(tokens) < handover.count:
+            position = handover.prompt_tokens + len(tokens) - 1
+            tokens.append(self._kv.engine.decode(tokens[-1], position, sequence.table))
+        if len(tokens) == handover.count:
+            del self._running[handover.request]
+            self._kv.blocks.free(handover.request)
+            self._channel.send(Decoded(request=handover.request, tokens=tokens))
+
+
+def main() -> None:
+    """Entry of the process; its one argument is an `EngineConfig` as JSON."""
+    channel: Channel[ToDecode] = Channel(ToDecode)
+    kv = AttachedEngine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    channel.send(Ready())
+    DecodeEngine(kv, channel).run()
+    kv.detach()
+
+
+if __name__ == "__main__":
+    main()

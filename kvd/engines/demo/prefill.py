@@ -1,0 +1,70 @@
+"""The prefill engine's process: prompts in, first tokens and tickets out."""
+
+import sys
+from collections import deque
+
+import msgspec
+
+from kvd import client
+from kvd.engines.demo.attached import AttachedEngine
+from kvd.engines.demo.channel import Channel
+from kvd.engines.demo.messages import EngineConfig, Prefilled, Prompt, Ready, Released, Stop, ToPrefill
+
+IDLE_SECONDS = 0.005
+"""How long to wait for prompts before looking for notifications again."""
+
+
+class PrefillEngine:
+    """Computes prompts in the order they come, as soon as there are blocks for one."""
+
+    def __init__(self, kv: AttachedEngine, channel: Channel[ToPrefill]) -> None:
+        self._kv = kv
+        self._channel = channel
+        self._waiting: deque[Prompt] = deque()
+        self._released: dict[str, list[str]] = {}
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serves until told to stop, and then until every offer was released."""
+        while not (self._stopping and not self._waiting and not self._released):
+            busy = self._waiting and self._kv.blocks.can_allocate(len(self._waiting[0].tokens))
+            for message in self._channel.receive(0.0 if busy else IDLE_SECONDS):
+                if isinstance(message, Prompt):
+                    self._waiting.append(message)
+                elif isinstance(message, Stop):
+                    self._stopping = True
+            self._collect()
+            if busy:
+                self._prefill(self._waiting.popleft())
+
+    def _prefill(self, prompt: Prompt) -> None:
+        table = self._kv.blocks.allocate(prompt.request, len(prompt.tokens))
+        token = self._kv.engine.prefill(prompt.tokens, table)
+        self._released[prompt.request] = []
+        ticket = self._kv.offer(prompt.request, len(prompt.tokens), table)
+        self._channel.send(Prefilled(request=prompt.request, token=token, ticket=ticket))
+
+    def _collect(self) -> None:
+        """Blocks are written again only after every rank's offer was released."""
+        for event in self._kv.poll(0.0):
+            if not isinstance(event, client.Released):
+                continue
+            reasons = self._released[event.offer]
+            reasons.append(event.reason)
+            if len(reasons) == self._kv.ranks:
+                self._kv.blocks.free(event.offer)
+                del self._released[event.offer]
+                self._channel.send(Released(request=event.offer, reasons=reasons))
+
+
+def main() -> None:
+    """Entry of the process; its one argument is an `EngineConfig` as JSON."""
+    channel: Channel[ToPrefill] = Channel(ToPrefill)
+    kv = AttachedEngine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    channel.send(Ready())
+    PrefillEngine(kv, channel).run()
+    kv.detach()
+
+
+if __name__ == "__main__":
+    main()

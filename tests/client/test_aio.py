@@ -1,0 +1,165 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvd.client import AsyncWorker, Blocks, Disconnected, Done, Event, Failed, OfferRefused, Reattached, Released
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.protocol import worker as wire
+from tests.client.conftest import WAIT, ScriptedDaemon, Spec
+
+BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
+
+Script = Callable[[Callable[[], object]], "asyncio.Future[object]"]
+
+
+@pytest.fixture
+async def worker(daemon: ScriptedDaemon) -> AsyncIterator[AsyncWorker]:
+    async with await AsyncWorker.attach(daemon.path, name="decode-0", spec=Spec(), timeout=WAIT) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[Script]:
+    """Runs what the daemon has to do in another thread, while the worker's loop goes on."""
+    with ThreadPoolExecutor(1) as executor:
+        yield lambda work: asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+async def wait_for(worker: AsyncWorker, count: int) -> list[Event]:
+    """Exactly the next `count` events."""
+    events: list[Event] = []
+    while len(events) < count:
+        arrived = await worker.wait(WAIT)
+        assert arrived, f"only {events} arrived"
+        events += arrived
+    assert len(events) == count, events
+    return events
+
+
+async def test_the_pool_is_mapped_and_facts_are_known(daemon: ScriptedDaemon, worker: AsyncWorker) -> None:
+    worker.pool[:4] = b"work"
+    assert (worker.daemon, worker.incarnation, worker.kept, worker.connected) == ("daemon-0", 1, False, True)
+
+
+async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    def answer() -> None:
+        for _ in range(3):
+            match daemon.inbox.get(timeout=WAIT):
+                case wire.Offer() as offer:
+                    daemon.send(wire.Offered(offer.call, "the ticket"))
+                case wire.StatusRequest() as status:
+                    daemon.send(wire.Status(status.call, b'{"pulls": 1}'))
+                case wire.Pull() as pull:
+                    daemon.notify(1, wire.Done(pull.request))
+
+    answered = script(answer)
+    worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=30)
+    ticket, status = await asyncio.gather(
+        worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60), worker.status(timeout=WAIT)
+    )
+    assert (ticket, status) == ("the ticket", {"pulls": 1})
+    assert await wait_for(worker, 1) == [Done("pull-1")]
+    await answered
+
+
+async def test_a_refused_offer_is_raised(daemon: ScriptedDaemon, worker: AsyncWorker, script: Script) -> None:
+    answered = script(lambda: daemon.send(wire.Error(daemon.expect(wire.Offer).call, "bad_blocks", "not yours")))
+    with pytest.raises(BadRequest, match="not yours") as caught:
+        await worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60)
+    assert caught.value.code is ErrorCode.BAD_BLOCKS
+    await answered
+
+
+async def test_an_offer_without_an_answer_is_withdrawn(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    with pytest.raises(Unavailable, match="no answer to the offer 'offer-1'"):
+        await worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60, timeout=0.01)
+    worker.poll()
+    await script(lambda: (daemon.expect(wire.Offer), daemon.expect(wire.Cancel)))
+    await script(lambda: daemon.notify(1, wire.Released("offer-1", "withdrawn")))
+    assert await wait_for(worker, 1) == [Released("offer-1", "withdrawn")]
+
+
+async def test_waiting_ends_with_its_time(worker: AsyncWorker) -> None:
+    assert await worker.wait(0.01) == []
+    with pytest.raises(Unavailable, match="no status within"):
+        await worker.status(timeout=0.01)
+
+
+async def test_a_refusal_is_raised_as_the_error_it_is(daemon: ScriptedDaemon) -> None:
+    daemon.refusal = BadRequest(ErrorCode.BAD_SPEC, "two views overlap")
+    with pytest.raises(BadRequest, match="two views overlap"):
+        await AsyncWorker.attach(daemon.path, name="decode-0", spec=Spec())
+
+
+async def test_an_attach_that_is_cancelled_leaves_nothing(daemon: ScriptedDaemon) -> None:
+    daemon.silent = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await AsyncWorker.attach(daemon.path, name="decode-0", spec=Spec())
+
+
+async def test_a_silent_daemon_does_not_keep_a_pull_open(daemon: ScriptedDaemon, worker: AsyncWorker) -> None:
+    worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=0.01)
+    (failed,) = await wait_for(worker, 1)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.quarantined) == (ErrorCode.DEADLINE, True)
+
+
+async def test_the_worker_attaches_again_while_nobody_polls(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=30)
+    await script(lambda: daemon.expect(wire.Pull))
+    for _ in range(3):
+        sessions = len(daemon.sessions)
+        await script(daemon.hang_up)
+        async with asyncio.timeout(WAIT):
+            while len(daemon.sessions) == sessions or not worker.connected:  # noqa: ASYNC110 - it has no event for that
+                await asyncio.sleep(0)
+    events = worker.poll()
+    assert [type(event) for event in events] == [Disconnected, Reattached] * 3
+    worker.pull("pull-2", "a ticket", blocks=BLOCKS, timeout=30)
+    await script(lambda: daemon.inbox.get(timeout=WAIT))
+
+    def tell() -> None:
+        while not daemon.try_notify(1, wire.Done("pull-1"), wire.Done("pull-2")):
+            pass
+
+    await script(tell)
+    assert await wait_for(worker, 2) == [Done("pull-1"), Done("pull-2")]
+
+
+async def test_a_new_daemon_is_found_and_what_the_old_one_did_ends(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=30)
+    worker.offer_nowait("offer-1", tokens=10, blocks=BLOCKS, ttl=60)
+    await script(daemon.stop)
+    assert isinstance((await wait_for(worker, 1))[0], Disconnected)
+    successor = ScriptedDaemon(daemon.path, incarnation=2)
+    failed, refused, back = await wait_for(worker, 3)
+    assert isinstance(failed, Failed)
+    assert not failed.quarantined
+    assert isinstance(refused, OfferRefused)
+    assert back == Reattached(2, same=False)
+    await script(successor.stop)
+
+
+async def test_detaching_gives_the_pool_back_and_closes(daemon: ScriptedDaemon, worker: AsyncWorker) -> None:
+    await worker.detach()
+    with pytest.raises(BadRequest, match="the worker is closed"):
+        worker.cancel("pull-1")
+
+
+async def test_closing_ends_whoever_waits(worker: AsyncWorker) -> None:
+    waiting = asyncio.create_task(worker.wait(WAIT))
+    await asyncio.sleep(0)
+    worker.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -1,0 +1,103 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol import ticket
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import Span
+
+names = st.text("abcXYZ019._:@/-", min_size=1, max_size=30)
+spans = st.lists(
+    st.builds(Span, st.integers(0, 255), st.integers(0, (1 << 32) - 1), st.binary(max_size=40)), max_size=3
+).map(tuple)
+
+
+@st.composite
+def tickets(draw: st.DrawFn) -> Ticket:
+    blocks = draw(st.lists(spans, min_size=1, max_size=3).map(tuple))
+    ranks = st.builds(
+        TicketRank,
+        daemon=names,
+        address=names,
+        incarnation=st.integers(0, (1 << 63) - 1),
+        pool=names,
+        offer=st.text('aZ09 \x00"é中😀', min_size=1, max_size=20),
+        blocks=st.integers(0, len(blocks) - 1),
+    )
+    return Ticket(draw(st.integers(0, 1 << 40)), draw(st.lists(ranks, min_size=1, max_size=4).map(tuple)), blocks)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tickets())
+def test_a_ticket_comes_back_as_it_went_in_and_travels_as_json(original: Ticket) -> None:
+    text = original.encode()
+    assert text.isascii()
+    assert json.loads(json.dumps(text)) == text
+    assert ticket.decode(text) == original
+
+
+@settings(deadline=None)
+@given(st.one_of(st.text(), st.text().map("kvd1.".__add__), st.binary().map(lambda raw: "kvd1." + raw.hex())))
+def test_random_text_is_a_ticket_or_a_bad_ticket(text: str) -> None:
+    code = ErrorCode.BAD_TICKET
+    try:
+        assert isinstance(ticket.decode(text), Ticket)
+    except BadRequest as error:
+        code = error.code
+    assert code is ErrorCode.BAD_TICKET
+
+
+@settings(max_examples=50, deadline=None)
+@given(tickets(), st.data())
+def test_a_damaged_ticket_is_a_ticket_or_a_bad_ticket(original: Ticket, data: st.DataObject) -> None:
+    text = original.encode()
+    place = data.draw(st.integers(5, len(text) - 1))
+    damaged = (
+        text[:place] + data.draw(st.sampled_from(["", "A", "_", "=", "\n", "é", "\ud800", "%"])) + text[place + 1 :]
+    )
+    code = ErrorCode.BAD_TICKET
+    try:
+        decoded = ticket.decode(damaged)
+    except BadRequest as error:
+        code = error.code
+    else:
+        for rank in decoded.ranks:
+            assert isinstance(decoded.spans(rank), tuple)
+    assert code is ErrorCode.BAD_TICKET
+
+
+@pytest.mark.parametrize("text", ["", "kvd1", "kvd2.abc", "KVD1.", "hello"])
+def test_another_version_is_named_in_the_error(text: str) -> None:
+    with pytest.raises(BadRequest, match=r"a ticket of this version starts with 'kvd1\.'"):
+        ticket.decode(text)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(tickets(), min_size=1, max_size=4))
+def test_joined_tickets_name_every_rank_in_order_with_its_own_blocks(parts: list[Ticket]) -> None:
+    texts = [Ticket(7, part.ranks, part.blocks).encode() for part in parts]
+    joined = ticket.decode(ticket.join(texts))
+    expected = [(rank.daemon, rank.offer, part.spans(rank)) for part in parts for rank in part.ranks]
+    assert [(rank.daemon, rank.offer, joined.spans(rank)) for rank in joined.ranks] == expected
+    assert len(joined.blocks) == len(set(joined.blocks))
+
+
+def test_tickets_of_different_requests_do_not_join() -> None:
+    rank = TicketRank("d", "a", 1, "p", "o", 0)
+    texts = [Ticket(tokens, (rank,), ((),)).encode() for tokens in (7, 8)]
+    with pytest.raises(BadRequest, match=r"differ in tokens: \[7, 8\]") as caught:
+        ticket.join(texts)
+    assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1 << 40), spans, st.integers(0, 1 << 40), spans)
+def test_a_digest_is_of_tokens_and_blocks(
+    tokens: int, blocks: tuple[Span, ...], others: int, other_blocks: tuple[Span, ...]
+) -> None:
+    assert ticket.digest(tokens, blocks) == ticket.digest(tokens, blocks)
+    if (tokens, blocks) != (others, other_blocks):
+        assert ticket.digest(tokens, blocks) != ticket.digest(others, other_blocks)
