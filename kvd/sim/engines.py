@@ -8,7 +8,8 @@ from kvd.layout import Full
 from kvd.protocol import ticket
 from kvd.sim.cache import make_cache
 from kvd.sim.fleet import Daemon
-from kvd.sim.workers import Pulling, Worker
+from kvd.sim.ledger import Pulling
+from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
 MAX_TOKENS = 12

@@ -10,8 +10,9 @@ from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
 from kvd.sim.fleet import Daemon
+from kvd.sim.ledger import Pulling
 from kvd.sim.promises import Promise
-from kvd.sim.workers import Pulling, Worker
+from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
 _TOKENS = 99
