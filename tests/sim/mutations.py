@@ -38,7 +38,7 @@ def mutation(breaks, first=0):
 
 
 def handler(monkeypatch, actor, kind, replacement):
-    monkeypatch.setitem(actor._handlers, kind, replacement)
+    monkeypatch.setitem(actor.handlers, kind, replacement)
 
 
 def steps(monkeypatch, table, **changes):
@@ -180,7 +180,7 @@ def notifications_are_not_kept(monkeypatch):
             log.items.clear()
             log.sent = 0
 
-    for kind, method in list(CompletionActor._handlers.items()):
+    for kind, method in list(CompletionActor.handlers.items()):
         if method is original:
             handler(monkeypatch, CompletionActor, kind, flush)
 
@@ -240,7 +240,7 @@ def successors_do_not_wait(monkeypatch):
         else:
             original(self, request)
 
-    for kind, method in list(PoolsActor._handlers.items()):
+    for kind, method in list(PoolsActor.handlers.items()):
         if method is original:
             handler(monkeypatch, PoolsActor, kind, attach)
 
