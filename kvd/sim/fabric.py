@@ -35,6 +35,7 @@ class SimFabric(FakeFabric):
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
         self.direct = world.rng.random() < 0.5
+        self.direct = world.rng.random() < 0.5
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""

@@ -43,7 +43,7 @@ def test_a_refusal_takes_nothing():
 
 def test_a_block_may_not_be_named_twice():
     busy = BusyBlocks(SEPARATE)
-    with pytest.raises(BadRequest, match="block 3 of group 0 is named twice"):
+    with pytest.raises(BadRequest, match="block 3 is named twice, the second time by group 0"):
         busy.take((Span(0, 0, ids(1, 3, 3)),))
     assert busy.count == 0
 
@@ -56,7 +56,7 @@ def test_groups_with_memory_of_their_own_do_not_meet():
 
 def test_groups_that_share_memory_share_blocks():
     busy = BusyBlocks(shared_spec())
-    with pytest.raises(BadRequest, match="another group"):
+    with pytest.raises(BadRequest, match="block 1 is named twice, the second time by group 1"):
         busy.take((Span(0, 0, ids(1)), Span(1, 0, ids(1))))
     assert busy.count == 0
     busy.take((Span(0, 0, ids(1)),))

@@ -212,3 +212,35 @@ def test_too_many_offers_are_refused(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_REQUESTS_PER_WORKER", 1)
     stage.offer()
     assert stage.offer("p")[0].code == ErrorCode.OVERLOADED
+
+
+def unclaimed(generation, number=1, **which):
+    return Fence(number, generation, claim(number, **which))
+
+
+def test_a_read_that_was_not_claimed_is_proven_by_its_fence_alone(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    assert stage.asked_by_peer(unclaimed(rank.generation)) == [Held(1)]
+    assert released(stage) == [("o", "read")]
+    assert stage.asked_by_peer(unclaimed(rank.generation)) == [Held(1)]
+
+
+def test_a_read_that_was_not_claimed_is_not_proven_once_its_offer_has_ended(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    stage.request(Cancel(3, "o"))
+    [broken] = stage.asked_by_peer(unclaimed(rank.generation))
+    assert isinstance(broken, Broken)
+    stage.offer()
+    for number in (1, 2):
+        [broken] = stage.asked_by_peer(unclaimed(rank.generation, number))
+        assert isinstance(broken, Broken)
+
+
+def test_a_read_that_was_not_claimed_is_not_proven_where_the_ticket_names_other_blocks(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    [broken] = stage.asked_by_peer(unclaimed(rank.generation, blocks=(0, 2)))
+    assert broken.code == ErrorCode.BAD_TICKET
+    assert released(stage) == []

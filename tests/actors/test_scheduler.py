@@ -9,6 +9,7 @@ from kvd.protocol.ticket import Ticket, TicketRank, join
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed
 from kvd.sim.cache import make_cache
+from kvd.transport.interface import Landed
 
 
 @pytest.fixture
@@ -309,3 +310,51 @@ def test_too_much_quarantine_is_a_condition(stage):
     assert "1 pulls are in quarantine" in rough.conditions["quarantine"]
     rough.landed(1)
     assert rough.conditions["quarantine"] is None
+
+
+# --- short reads of the same host
+
+
+def known_ticket(epoch=1, generation=9):
+    rank = TicketRank("peer", "tcp://peer:1", 5, "there", "o", 0, generation, epoch)
+    return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
+
+
+def read_once(stage, in_post=True):
+    start_reading(stage)
+    stage.transport_says(Landed(1, 0.01, in_post))
+    stage.peer_says(Held(1))
+
+
+def test_a_short_read_that_the_peers_transport_has_no_part_in_is_not_claimed_but_fenced(stage):
+    read_once(stage)
+    stage.pull("q", ticket=known_ticket())
+    assert ("read", 2) in stage.commands
+    assert len(stage.asks(Claim)) == 1
+    stage.landed(2)
+    fence = stage.asks(Fence)[-1]
+    assert (fence.claim, fence.generation) == (2, 9)
+    assert (fence.unclaimed.offer, fence.unclaimed.incarnation) == ("o", 5)
+    assert stage.notified == [Done("p")]
+    stage.peer_says(Held(2))
+    assert stage.notified == [Done("p"), Done("q")]
+
+
+@pytest.mark.parametrize("ticket", [known_ticket(generation=0), known_ticket(epoch=2)])
+def test_a_lease_that_the_ticket_does_not_name_is_claimed(stage, ticket):
+    read_once(stage)
+    stage.pull("q", ticket=ticket)
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_a_read_that_the_peers_transport_served_is_claimed(stage):
+    read_once(stage, in_post=False)
+    stage.pull("q", ticket=known_ticket())
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_a_long_read_is_claimed(stage, monkeypatch):
+    read_once(stage)
+    monkeypatch.setattr(limits, "MAX_UNCLAIMED_BYTES", 1)
+    stage.pull("q", ticket=known_ticket())
+    assert len(stage.asks(Claim)) == 2

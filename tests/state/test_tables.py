@@ -59,7 +59,12 @@ T, L, P = transfer, lease, peer
 IMPOSSIBLE = {
     "transfer": {
         # A route is made once.
-        *((state, T.Event.CONNECTED) for state in T.State if state is not T.State.CONNECTING),
+        *(
+            (state, event)
+            for state in T.State
+            if state is not T.State.CONNECTING
+            for event in (T.Event.CONNECTED, T.Event.KNOWN)
+        ),
         # Nothing was asked of the producer yet.
         (T.State.CONNECTING, T.Event.GRANTED),
         # The transport speaks only of a read that is open.
