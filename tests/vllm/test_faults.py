@@ -35,6 +35,9 @@ OFFER_TTL = 12.0
 
 MOMENT_SECONDS = 0.002
 
+DAEMON_FLAGS = ("--heartbeat", "10", "--claim-ttl", "3")
+"""A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read."""
+
 
 @dataclass
 class Faulty:
@@ -81,6 +84,7 @@ async def faulty(
         policy=request.param,
         blocks=BLOCKS,
         extra={"offer_ttl": OFFER_TTL},
+        daemon_flags=DAEMON_FLAGS,
     )
     try:
         await start_all(pair.services)

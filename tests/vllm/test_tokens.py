@@ -61,6 +61,12 @@ class Served:
         else:
             await self.pair.complete(prompt, TOKENS)
 
+    async def decode_metric(self, name: str) -> float:
+        return (await scrape(self.pair.decode)).total(name)
+
+    async def daemon_metric(self, name: str) -> float:
+        return (await scrape(self.pair.daemons["decode"])).total(name)
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma", "deepseek"])
 async def served(

@@ -1,7 +1,7 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,7 +53,7 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With two daemons; `extra` are further settings of the connector."""
+    """With two daemons; `extra` are further settings of the connector, `daemon_flags` of the daemons."""
 
     name = "kvd"
 
@@ -66,9 +66,10 @@ class KvdPair(Pair):
         policy: str = "fail",
         blocks: int = BLOCKS,
         extra: Mapping[str, float] = MappingProxyType({}),
+        daemon_flags: Sequence[str] = (),
     ) -> None:
         self._extra = extra
-        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder, daemon_flags) for side in ("prefill", "decode")}
         super().__init__(folder, models, model, policy=policy, blocks=blocks)
 
     def connector(self, side: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvd.processes import Child, ProcessEndedError
 
-START_SECONDS: Final = 240.0
+START_SECONDS: Final = 400.0
 """A vLLM is up after 40 s on a quiet machine with two cores, three of them after twice that."""
 
 _POLL_SECONDS = 0.25
