@@ -25,6 +25,13 @@ MAX_ERROR_TEXT: Final = 2000
 MAX_SPEC_BYTES: Final = 4 * MIB
 """An encoded `CacheSpec`: 1,000 layers with every dimension spelled out stay below 1 MiB."""
 
+MAX_SPEC_LAYERS: Final = 1024
+"""Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms on the event loop."""
+
+MAX_SPEC_COORDINATES: Final = 1 << 21
+"""Heads, tokens, taps and channels over all views of a spec, which plans enumerate: twice those of a Mamba1 of 64
+layers with a view each."""
+
 MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
 """Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
@@ -36,6 +43,10 @@ MAX_RANKS: Final = 1024
 
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one planned transfer: 400 MB of arrays; beyond that the layouts are wrong for each other."""
+
+MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
+"""Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. They
+are worked out on the event loop, once a peer, in 100 ms; NIXL then needs half a second for each block."""
 
 # --- queues ---------------------------------------------------------------------------------------------------------
 MAILBOX_MESSAGES: Final = 65_536

@@ -19,6 +19,8 @@ from kvd.transport.interface import Event, RegisterFailed
 
 _BYTES_PER_SECOND = 40e3
 """Slow, so that what happens meanwhile happens in the middle."""
+_PACE = (1.0, 1.0, 4.0, 16.0)
+"""Times that a read takes longer than at that speed."""
 _SLOWER = 200.0
 """Times that a slow read takes longer: claims must be renewed meanwhile, and its deadline is still kept."""
 _STUCK = 3.0
@@ -70,7 +72,7 @@ class SimFabric(FakeFabric):
             world.disturb(daemon_of(reader))
         if stuck:
             world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
-        return Fault(_SLOWER if slow else 1.0, stuck, fails)
+        return Fault(_SLOWER if slow else world.rng.choice(_PACE), stuck, fails)
 
     def _copy(self, flight: Flight) -> None:
         piece, read = flight.piece, flight.read

@@ -14,6 +14,9 @@ from kvd.sim.promises import Promise
 from kvd.sim.workers import Pulling, Worker
 from kvd.sim.world import World
 
+_TOKENS = 99
+"""Longer than any sequence: a ticket that says so is wrong already."""
+
 
 class Mischief:
     """Sends one piece of bad input at a time."""
@@ -133,19 +136,23 @@ class Mischief:
         worker.send_wrong(*rng.choice(wrong))
 
     def _wrong_ticket(self) -> None:
-        """A real pull with a ticket that somebody has changed on its way."""
-        worker = self.world.rng.choice(self.workers)
-        offering = [w for w in self.workers if w.attached and w.offers and w is not worker]
-        if not worker.attached or not offering or worker.session is None:
+        offering = [worker for worker in self.workers if worker.attached and worker.offers]
+        if offering:
+            source = self.world.rng.choice(offering)
+            self.forge(source, self.world.rng.choice(sorted(source.offers)), self.world.rng.choice(self.workers))
+
+    def forge(self, source: Worker, offer: str, worker: Worker) -> None:
+        """`worker` pulls what `source` offers, with a ticket that somebody has changed on its way."""
+        if not worker.attached or worker is source or worker.session is None or offer not in source.offers:
             return
         rng = self.world.rng
-        source = rng.choice(offering)
-        offer = rng.choice(sorted(source.offers))
-        right = ticket.decode(source.core.ticket(offer, 4, source.offers[offer].blocks))
+        right = ticket.decode(source.core.ticket(offer, _TOKENS, source.offers[offer].blocks))
         rank, ids = right.ranks[0], right.blocks[0]
         replace = msgspec.structs.replace
         wrong = rng.choice(
             (
+                right,
+                right,
                 replace(right, blocks=((replace(ids[0], ids=ids[0].ids[::-1]), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], ids=b"\xff\xff\xff\xff"), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], ids=b"\1"), *ids[1:]),)),
@@ -167,6 +174,5 @@ class Mischief:
         request = f"wrong{self._made}"
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
-        # The length of the sequence is wrong too: the offer stands for another number of tokens than 4, or for its own.
         pulling = Pulling("", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)

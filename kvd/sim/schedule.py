@@ -43,6 +43,7 @@ class Schedule:
             ("read_sticks", 0.4, 0.4),
             ("add_peer_fails", 0.15, 0.3),
             ("strike", 0.6, 0.5),
+            ("forge", 0.4, 0.3),
             ("queue_full", 0.15, 0.2),
             ("allocation_fails", 0.1, 0.3),
             ("registration_fails", 0.1, 0.3),
@@ -227,9 +228,11 @@ class Schedule:
     def _strike(self, sequence: Sequence, worker: Worker, request: str) -> None:
         """Something happens in the middle of a pull."""
         world = self.world
+        source = world.rng.choice(sequence.source.workers)
+        if world.chance(world.knobs.forge):
+            self._mischief.forge(source, sequence.name, self._worker())
         if not world.chance(world.knobs.strike):
             return
-        source = world.rng.choice(sequence.source.workers)
 
         def cancel() -> None:
             if worker.attached and request in worker.pulls:
@@ -237,7 +240,7 @@ class Schedule:
 
         def withdraw_unheard() -> None:
             # The consumer does not hear that its claim is broken; only the fence can tell it.
-            self._cut((source.daemon.name, worker.daemon.name), world.rng.random() * 0.3)
+            self._cut((source.daemon.name, worker.daemon.name), world.rng.random())
             withdraw()
 
         def withdraw() -> None:

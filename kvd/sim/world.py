@@ -26,6 +26,8 @@ class Knobs:
     read_sticks: float = 0.0
     strike: float = 0.0
     """A pull is cancelled, its offer withdrawn, or somebody who has a part in it dies or stops, in the middle of it."""
+    forge: float = 0.0
+    """Somebody pulls with a ticket that was changed on its way."""
     queue_full: float = 0.0
     """A worker's queue takes no message."""
     add_peer_fails: float = 0.0

@@ -7,10 +7,17 @@ TOLERANCE = 1e-3
 
 
 LATENT_TOLERANCE = 0.05
-"""With latent attention vLLM's prefill of a longer prompt gives other KV for its beginning; wrong KV is off by more."""
+"""With latent attention vLLM's prefill of a longer prompt gives other KV for its beginning, on a CPU."""
 
 
 def assert_same(got: Completion, want: Completion, tolerance: float = TOLERANCE) -> None:
-    """The same tokens, each as likely as before: nearly right KV can give the right token, but not its probability."""
-    assert got.tokens == want.tokens
-    assert got.logprobs == pytest.approx(want.logprobs, abs=tolerance)
+    """The same tokens, each as likely as before: nearly right KV can give the right token, but not its probability.
+
+    Where two tokens were equally likely within the tolerance, the other one may have been taken; then the rest differs.
+    """
+    assert len(got.tokens) == len(want.tokens)
+    for position, (ours, theirs) in enumerate(zip(got.tokens, want.tokens, strict=True)):
+        assert got.logprobs[position] == pytest.approx(want.logprobs[position], abs=tolerance)
+        if ours != theirs:
+            assert want.margins[position] < tolerance, (position, got.tokens, want.tokens)
+            return

@@ -78,6 +78,7 @@ class WorkerSide:
         for pull in orders.cancels:
             self._cancel(pull)
         if self._queue:
+            self._take_in()  # the daemon may have gone while the engine idled; what is sent to it then is lost
             self._send()
 
     def end(self) -> Results:
@@ -117,8 +118,6 @@ class WorkerSide:
     # --- orders out -------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        if not self._client.connected:
-            self._take_in()
         while self._queue:
             until, order = self._queue[0]
             try:

@@ -16,6 +16,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Of each token, natural logarithm."""
+    margins: list[float] = field(default_factory=list)
+    """How much likelier, as a logarithm, each token was than the next best one."""
     times: list[float] = field(default_factory=list)
     """When each token arrived, by `time.perf_counter`."""
     finish: str | None = None
@@ -35,7 +37,7 @@ def make_body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[s
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "logprobs": 1,
+        "logprobs": 2,
         "return_token_ids": True,
         **more,
     }
@@ -95,5 +97,9 @@ def _add(completion: Completion, choices: list[dict[str, Any]], now: float) -> N
         tokens = choice.get("token_ids") or []
         completion.tokens += tokens
         completion.times += [now] * len(tokens)
-        completion.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        logprobs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
+        completion.logprobs += logprobs["token_logprobs"]
+        for best in logprobs["top_logprobs"]:
+            first, second = sorted(best.values(), reverse=True)[:2]
+            completion.margins.append(first - second)
         completion.finish = choice.get("finish_reason") or completion.finish

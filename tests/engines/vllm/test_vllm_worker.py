@@ -147,6 +147,15 @@ def test_orders_wait_for_a_daemon_that_comes_back(side: WorkerSide, client: Clie
     assert client.calls == [("pull", "r#1", "kvd1.x", BLOCKS, 8.0)]
 
 
+def test_a_loss_during_idleness_is_noticed_before_orders_are_sent(side: WorkerSide, client: Client) -> None:
+    client.poll = lambda: setattr(client, "connected", False) or []  # type: ignore[method-assign]
+    side.begin(Orders(pulls=[PULL], offers=[OFFER]))
+    assert client.calls == []
+    client.poll = lambda: setattr(client, "connected", True) or []  # type: ignore[method-assign]
+    assert step(side, client) == Results()
+    assert [call[0] for call in client.calls] == ["pull", "offer"]
+
+
 def test_orders_fail_when_the_daemon_stays_away(
     side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,8 @@ def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def event(token: int, finish: str | None = None) -> bytes:
-    choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": finish}
+    logprobs = {"token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -2.0}]}
+    choice = {"token_ids": [token], "logprobs": logprobs, "finish_reason": finish}
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
@@ -92,6 +93,7 @@ async def test_a_completion_passes_from_the_prefill_side_through_the_decode_side
         completion = await complete(url, BODY)
     assert completion.tokens == [8, 9]
     assert completion.logprobs == [-0.5, -0.5]
+    assert completion.margins == [1.5, 1.5]
     assert completion.finish == "length"
     assert len(completion.times) == 2
 

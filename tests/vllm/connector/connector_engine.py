@@ -184,6 +184,7 @@ class Engine:
         """A request whose prefill has ended with these block tables; returns what the router gets."""
         request = Request(name, list(prompt), {"do_remote_decode": True})
         self.scheduler.on_new_request(request)
+        self.step()  # in which the prefill is computed
         keep, params = self.scheduler.request_finished_all_groups(request, tuple(tables))
         assert keep
         assert params is not None
