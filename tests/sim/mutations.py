@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.actors import gateway, leases, pools, routes, scheduler
+from kvd.actors import gateway, leases, pools, scheduler
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.completion import CompletionActor, _Log
 from kvd.actors.expiry import Expiry
@@ -36,7 +36,7 @@ def mutation(breaks):
 
 
 def handler(monkeypatch, actor, kind, replacement):
-    monkeypatch.setitem(actor._handlers, kind, replacement)
+    monkeypatch.setitem(actor.handlers, kind, replacement)
 
 
 def steps(monkeypatch, table, **changes):
@@ -178,7 +178,7 @@ def notifications_are_not_kept(monkeypatch):
             log.items.clear()
             log.sent = 0
 
-    for kind, method in list(CompletionActor._handlers.items()):
+    for kind, method in list(CompletionActor.handlers.items()):
         if method is original:
             handler(monkeypatch, CompletionActor, kind, flush)
 
@@ -238,7 +238,7 @@ def successors_do_not_wait(monkeypatch):
         else:
             original(self, request)
 
-    for kind, method in list(PoolsActor._handlers.items()):
+    for kind, method in list(PoolsActor.handlers.items()):
         if method is original:
             handler(monkeypatch, PoolsActor, kind, attach)
 

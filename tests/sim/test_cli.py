@@ -1,3 +1,5 @@
+from mutations import notifications_are_not_kept
+
 from kvd.cli.main import main
 from kvd.sim.run import run_seed
 
@@ -8,8 +10,6 @@ def test_seeds_without_a_violation_are_a_success(capsys):
 
 
 def test_a_violation_is_shown_with_its_seed_and_trace(capsys, monkeypatch):
-    from mutations import notifications_are_not_kept
-
     notifications_are_not_kept(monkeypatch)
     assert main(["sim", "--seeds", "200"]) == 1
     shown = capsys.readouterr().out

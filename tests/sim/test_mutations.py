@@ -1,10 +1,10 @@
 """Every mechanism behind a promise is missed by the simulator when it is taken out."""
 
 import pytest
+from mutations import MUTATIONS
 
 from kvd.sim.promises import Promise
 from kvd.sim.run import run_seed
-from mutations import MUTATIONS
 
 MOST = 2000
 

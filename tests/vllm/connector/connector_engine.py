@@ -34,7 +34,7 @@ from kvd.processes import Child, Processes
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
 WINDOW = 80
-PATIENCE = 30.0
+PATIENCE = 60.0
 LATENT = 576
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
@@ -247,17 +247,17 @@ class Daemons:
         self._ports: dict[str, int] = {}
         self._running: dict[str, Child] = {}
 
-    def start(self, name: str) -> str:
-        """Starts (again) a daemon; returns its session socket when it listens there."""
-        path = self.socket(name)
-        port = self._ports.setdefault(name, _free_port())
-        arguments = ("serve", "--name", name, "--socket", path, "--listen", f"tcp://127.0.0.1:{port}")
-        self._running[name] = self._processes.start(name, "kvd.cli.main", *arguments)
+    def start(self, *names: str) -> None:
+        """Starts daemons (again); returns when all of them listen."""
+        for name in names:
+            port = self._ports.setdefault(name, _free_port())
+            flags = {"name": name, "socket": self.socket(name), "listen": f"tcp://127.0.0.1:{port}", "claim-wait": "60"}
+            arguments = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+            self._running[name] = self._processes.start(name, "kvd.cli.main", "serve", *arguments)
         until = time.monotonic() + PATIENCE
-        while not _listens(path):
-            assert time.monotonic() < until, f"the daemon {name} does not listen on {path}"
+        while not all(_listens(self.socket(name)) for name in names):
+            assert time.monotonic() < until, f"not all of the daemons {names} listen"
             time.sleep(0.02)
-        return path
 
     def socket(self, name: str) -> str:
         """The session socket of a daemon."""

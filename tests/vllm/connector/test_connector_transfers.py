@@ -23,8 +23,8 @@ def start(daemons: Daemons, configurations: Any) -> Iterator[Callable[..., Engin
     with ExitStack() as stack:
 
         def engine(name: str, kind: str, tp_size: int = 1, **settings: Any) -> Engine:
-            sockets = [daemons.start(f"{name}{rank}") for rank in range(tp_size)]
-            settings["socket"] = sockets[0].replace(f"{name}0", name + "{rank}")
+            daemons.start(*(f"{name}{rank}" for rank in range(tp_size)))
+            settings["socket"] = daemons.socket(name + "{rank}")
             return stack.enter_context(closing(Engine(configurations(kind), kind, settings, tp_size)))
 
         yield engine
