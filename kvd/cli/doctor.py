@@ -1,7 +1,6 @@
 """`kvd doctor`: checks this host for what kvd needs, each finding with its fix."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Finding, Level
+from kvd.doctor.loopback import check_transfer
 from kvd.doctor.memory import check_huge_pages, check_memlock
 from kvd.doctor.samehost import check_copy, check_pid_namespace
 
@@ -55,8 +55,7 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from check_rdma()
     yield from check_daemon(socket_of(args), args.timeout)
     if not args.no_transfer:
-        loopback = importlib.import_module("kvd.doctor.loopback")  # NIXL takes seconds to import
-        yield from loopback.check_transfer(_TRANSFER_SECONDS)
+        yield from check_transfer(_TRANSFER_SECONDS)
 
 
 def _view(findings: list[Finding]) -> Table:

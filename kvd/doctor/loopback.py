@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvd import limits
@@ -19,28 +20,40 @@ BYTES: Final = 64 * limits.MIB
 _BLOCK: Final = limits.MIB
 _PATTERN: Final = 0x5A
 _ROUNDS: Final = 3
+_MORE: Final = "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info python -m kvd.doctor.loopback read says more"
 
 
 def check_transfer(timeout: float) -> list[Finding]:
-    """Reads 64 MiB from a process that is started for it; says which lanes UCX took, and how fast."""
-    command = [sys.executable, "-m", "kvd.doctor.loopback"]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
+    """Reads 64 MiB from another process; says which lanes UCX took, and how fast.
+
+    The reader is a process of its own too: a transfer may hang, and NIXL's teardown has crashed.
+    """
+    command = [sys.executable, "-m", "kvd.doctor.loopback", "read"]
     try:
-        target = np.zeros(BYTES, dtype=np.uint8)
-        agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES)
-        assert other.stdout is not None  # noqa: S101 - piped
-        metadata, address = other.stdout.readline().split()
-        lanes = Lanes("kvd-doctor")
-        before = lanes.endpoints()
-        peer = agent.connect(bytes.fromhex(metadata))
-        path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
-        seconds = min(_read(agent, peer, int(address)) for _ in range(_ROUNDS))
-        arrived = bool((target == _PATTERN).all())
-    except (RuntimeError, ValueError, OSError) as error:
-        text = f"{type(error).__name__}: {error}"
-        return [Finding("transfer", Level.BROKEN, text, "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info kvd doctor says more")]
-    finally:
-        other.communicate(timeout=timeout)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)  # noqa: S603 - ours
+    except subprocess.TimeoutExpired:
+        return [Finding("transfer", Level.BROKEN, f"no end within {timeout:g} s", _MORE)]
+    if ran.returncode != 0:
+        last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
+        return [Finding("transfer", Level.BROKEN, last, _MORE)]
+    return msgspec.json.decode(ran.stdout, type=list[Finding])
+
+
+def read() -> list[Finding]:
+    """The reader: starts the other process, reads from it, and judges."""
+    command = [sys.executable, "-m", "kvd.doctor.loopback", "serve"]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
+    target = np.zeros(BYTES, dtype=np.uint8)
+    agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES)
+    assert other.stdout is not None  # noqa: S101 - piped
+    metadata, address = other.stdout.readline().split()
+    lanes = Lanes("kvd-doctor")
+    before = lanes.endpoints()
+    peer = agent.connect(bytes.fromhex(metadata))
+    path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
+    seconds = min(_read(agent, peer, int(address)) for _ in range(_ROUNDS))
+    arrived = bool((target == _PATTERN).all())
+    other.communicate()
     return [_transports(lanes), _judge(path, BYTES / seconds, arrived=arrived)]
 
 
@@ -68,7 +81,7 @@ def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
     return Finding("transfer", Level.OK, text)
 
 
-def _serve() -> None:
+def serve() -> None:
     """The other process: offers 64 MiB until its input ends."""
     source = np.full(BYTES, _PATTERN, dtype=np.uint8)
     agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES)
@@ -76,8 +89,12 @@ def _serve() -> None:
     sys.stdout.write(f"{agent.metadata.hex()} {source.ctypes.data}\n")
     sys.stdout.flush()
     sys.stdin.read()
-    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl`)
 
 
 if __name__ == "__main__":
-    _serve()
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        sys.stdout.buffer.write(msgspec.json.encode(read()))
+        sys.stdout.flush()
+    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl`)

@@ -13,6 +13,8 @@ import pytest
 from kvd.config import Config
 from tests.deploy.gotemplate import Renderer
 
+pytestmark = pytest.mark.timeout(150)
+
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
@@ -30,7 +32,7 @@ def kustomized(overlay: str) -> list[dict[str, Any]]:
                 [*command, str(KUBERNETES / "overlays" / overlay)],
                 capture_output=True,
                 text=True,
-                timeout=50,
+                timeout=120,
                 check=True,
             )
             return list(yaml.safe_load_all(ran.stdout))
@@ -48,7 +50,9 @@ def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
     """What the chart makes: by `helm` where there is one, else by the renderer of these tests."""
     if shutil.which("helm"):
         command = ["helm", "template", "vllm", str(CHART), "--values", "-"]
-        ran = subprocess.run(command, input=json.dumps(changes), capture_output=True, text=True, timeout=50, check=True)
+        ran = subprocess.run(
+            command, input=json.dumps(changes), capture_output=True, text=True, timeout=120, check=True
+        )
         return [document for document in yaml.safe_load_all(ran.stdout) if document]
     values = merged(yaml.safe_load((CHART / "values.yaml").read_text()), changes)
     renderer = Renderer(values, "vllm")

@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.main import main
+from kvd.doctor.finding import Level
+from kvd.doctor.loopback import check_transfer
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
 from tests.e2e.fleet import Fleet
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 BLOCKS = [1, 2, 3, 4]
 
 
 def kvd(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "kvd.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_attached(
@@ -73,3 +75,9 @@ def test_the_doctor_moves_bytes_between_two_processes_and_names_the_lanes(tmp_pa
     assert findings["transfer"]["level"] in ("ok", "slow")
     assert "/" in findings["transfer"]["text"]
     assert all(finding["fix"] for finding in findings.values() if finding["level"] in ("slow", "broken"))
+
+
+def test_a_transfer_that_does_not_end_is_reported_in_time() -> None:
+    (finding,) = check_transfer(0.01)
+    assert finding.level is Level.BROKEN
+    assert "no end within 0.01 s" in finding.text

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvd.actors.actor import Actor, Probe
+from kvd.actors.actor import Actor, Post, Probe
 from kvd.actors.completion import CompletionActor
 from kvd.actors.gateway import GatewayActor
 from kvd.actors.handshake import HandshakeActor
@@ -49,20 +49,21 @@ class Quick(Actor):
 class Stuck(Actor):
     name = "stuck"
 
-    def _drain(self) -> None:
+    def tell(self, message: object) -> None:
         """Never handles anything."""
 
 
 class Pair:
     def __init__(self, *kinds: type[Actor]) -> None:
         self.loop = Turned()
+        post = Post(self.loop, None)
         self.metrics = Metrics(CollectorRegistry())
         self.pings: list[int] = []
         self.fed = 0
         self.watchdog = Watchdog(
             self.loop,
             1.0,
-            actors=[kind(self.loop, None) for kind in kinds],
+            actors=[kind(post) for kind in kinds],
             ping=self.pings.append,
             fed=self.feed,
             metrics=self.metrics,
@@ -113,7 +114,7 @@ def test_every_actor_answers_a_probe(kind: type[Actor]) -> None:
     answers: list[str] = []
     loop = Turned()
     actor = kind.__new__(kind)
-    Actor.__init__(actor, loop, None)
+    Actor.__init__(actor, Post(loop, None))
     actor.tell(Probe(answers.append))
     loop.turn()
     assert answers == [kind.name]
