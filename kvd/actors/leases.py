@@ -4,6 +4,7 @@ A lease follows `kvd.state.lease`. Claims are kept by (sender, number), so that 
 same both times; what has ended is remembered for a while, so that a late ask gets its reason instead of a wait.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -112,6 +113,7 @@ class LeasesActor(Actor):
         self._offers_due: Expiry[OfferKey] = Expiry(house.loop, lambda key: self.tell(_OfferExpired(key)))
         self._claims_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_ClaimExpired(key)))
         self._waits_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_WaitOver(key)))
+        self._buried: deque[OfferKey | ClaimKey] = deque()
         self._graves: Expiry[OfferKey | ClaimKey] = Expiry(house.loop, lambda key: self.tell(_TombstoneExpired(key)))
 
     # --- offers -----------------------------------------------------------------------------------------------------
@@ -382,15 +384,22 @@ class LeasesActor(Actor):
 
     def _bury(self, key: OfferKey | ClaimKey) -> None:
         self._graves.set(key, self.loop.time() + self._house.settings.tombstone)
+        self._buried.append(key)
+        while len(self._buried) > limits.MAX_TOMBSTONES:
+            self._unearth(self._buried.popleft())
 
     @handles(_TombstoneExpired)
     def tombstone_expired(self, message: _TombstoneExpired) -> None:
         """Whoever has not asked by now will not."""
-        if isinstance(message.key, ClaimKey):
-            self._fenced.pop(message.key, None)
-            self._broken.pop(message.key, None)
-        else:
-            self._leases.pop(message.key, None)
+        self._unearth(message.key)
+
+    def _unearth(self, key: OfferKey | ClaimKey) -> None:
+        self._graves.unset(key)
+        if isinstance(key, ClaimKey):
+            self._fenced.pop(key, None)
+            self._broken.pop(key, None)
+        elif key in self._leases and self._leases[key].state in machine.TABLE.final:
+            del self._leases[key]
 
     def _set_active(self, change: int) -> None:
         self._active += change

@@ -34,7 +34,7 @@ from kvd.transport.interface import (
 )
 from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
-from kvd.transport.pace import PROMPT, Pace
+from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue
 
@@ -134,7 +134,7 @@ class Engine:
             if not posted:
                 flush()
             now = time.monotonic()
-            if not posted or now - looked >= PROMPT:
+            if not posted or now - looked >= (PROMPT if self._pace.readers_expected else RECENT):
                 self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
                 looked = now
             busy = heard or posted or ended
