@@ -22,6 +22,9 @@ class Remote:
     def fill(self, ids, value):
         self.pool[ids] = value
 
+    def clear(self):
+        self.pool[:] = 0
+
     def values(self, ids):
         """The one value that each block holds, or -1 where its bytes differ from each other."""
         blocks = self.pool[ids]
