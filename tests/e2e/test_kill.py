@@ -199,14 +199,15 @@ def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, reque
         stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
 
 
-def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(stage, held, request):
-    if request.node.callspec.params["whole_stage"] != "tcp":
-        pytest.skip("a read of the same host's memory does not hang")
-    stage.hold_at("reading", held)
-    ended = stage.decode.outcome(stage.request, TIMEOUT + 1.0)
-    assert (ended["kind"], ended["quarantined"]) == ("Failed", True)
-    assert stage.observer.call("status")["scheduler"]["busy_blocks"]["decode"] == len(stage.target)
-    held.close()
-    for _ in until(20, "the blocks are free"):
-        if any(event["kind"] == "Freed" for event in stage.decode.call("wait", timeout=1)):
-            break
+def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(tmp_path):
+    with Fleet(tmp_path) as fleet, contextlib.ExitStack() as held:
+        stage = Stage(fleet, "tcp")
+        stage.hold_at("reading", held)
+        ended = stage.decode.outcome(stage.request, TIMEOUT + 1.0)
+        assert (ended["kind"], ended["quarantined"]) == ("Failed", True)
+        assert stage.observer.call("status")["scheduler"]["busy_blocks"]["decode"] == len(stage.target)
+        held.close()
+        for _ in until(20, "the blocks are free"):
+            if any(event["kind"] == "Freed" for event in stage.decode.call("wait", timeout=1)):
+                break
+        stage.recover()
