@@ -8,8 +8,8 @@ from kvd.sim.promises import Promise
 from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
-_SETTLING = 5.0
-"""Seconds after which everything asked for earlier has ended: the longest deadline, and the client's grace."""
+_SETTLING = 6.5
+"""Seconds after which all that was asked for earlier has ended: the longest offer, the longest deadline with grace."""
 _FRESH = 1.0
 """Seconds that fresh pulls may take in a healed world."""
 _QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.0
