@@ -25,6 +25,7 @@ from kvd.net.peers import PeerSockets
 from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
 from kvd.transport.nixl import NixlTransport
+from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
 _ROUND_SECONDS = 1.0
@@ -66,7 +67,8 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        self._transport = NixlTransport(identity, loop)
+        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
+        self._transport = StripedTransport([NixlTransport(agent, loop) for agent in agents])
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(config.listen, identity.encode(), config.advertise)
         self.house = House(
