@@ -1,5 +1,6 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
+import ipaddress
 import socket as sockets
 from pathlib import Path
 from typing import Literal, Self
@@ -35,6 +36,16 @@ class Config(BaseSettings):
     advertise: str | None = Field(
         None, description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT)."
     )
+    curve_key: Path | None = Field(
+        None,
+        description="Key file of this daemon (`kvd keys generate`): peers are let in by key, and encrypted.",
+    )
+    curve_peers: Path | None = Field(
+        None, description="Allow-list: a line `<public key> <name>` for each daemon; read again on SIGHUP."
+    )
+    insecure: bool = Field(
+        False, description="Listen beyond loopback without CURVE: whoever reaches the port may read every offer."
+    )
     http: str = Field(
         "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
     )
@@ -68,6 +79,19 @@ class Config(BaseSettings):
             raise ValueError(f"retry ({self.retry} s) must be below claim_ttl ({self.claim_ttl} s)")
         return self
 
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if (self.curve_key is None) != (self.curve_peers is None):
+            raise ValueError("curve_key and curve_peers come together: a key to show, and the keys to believe")
+        if self.curve_key is not None and self.insecure:
+            raise ValueError("curve_key and insecure contradict each other; leave one out")
+        if self.curve_key is None and not self.insecure and not is_loopback(self.listen):
+            raise ValueError(
+                f"listen ({self.listen}) is reachable from other hosts, and without CURVE whoever reaches it may read "
+                "every offer; set curve_key and curve_peers (`kvd keys generate` makes a key), or say --insecure"
+            )
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -98,6 +122,15 @@ class Config(BaseSettings):
         )
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this host can reach `tcp://host:port`."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def load(flags: dict[str, str]) -> Config:
     """The configuration that `flags`, the environment and the file add up to.
 
@@ -116,5 +149,7 @@ def load(flags: dict[str, str]) -> Config:
 
 
 def _explain(item: ErrorDetails) -> str:
-    field = ".".join(map(str, item["loc"])) or "config"
+    field = ".".join(map(str, item["loc"]))
+    if not field:  # a rule about several fields: its text names them
+        return item["msg"].removeprefix("Value error, ")
     return f"{field}: {item['msg']}, not {item['input']!r}"

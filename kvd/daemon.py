@@ -21,8 +21,11 @@ from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
 from kvd.metrics import Metrics
+from kvd.net import keys
 from kvd.net.peers import PeerSockets
+from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
+from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
 
 _PULSE = 0.5
@@ -59,12 +62,20 @@ class Daemon:
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
+        self._trust = self._load_trust()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         self._transport = NixlTransport(identity, loop)
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
-        self._peer_sockets = PeerSockets(config.listen, identity.encode(), config.advertise)
+        self._peer_sockets = PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=self._trust,
+            on_rejected=Rejections(self.metrics, self._log),
+        )
         self.house = House(
             loop=loop,
             settings=config.actor_settings(self.incarnation),
@@ -139,6 +150,25 @@ class Daemon:
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
+
+    def _load_trust(self) -> Trust | None:
+        config = self.config
+        if config.curve_key is None or config.curve_peers is None:
+            return None
+        return Trust(keys.load(config.curve_key), config.name, keys.load_allowed(config.curve_peers))
+
+    def _reload(self) -> None:
+        """SIGHUP: the allow-list is read again; a list that cannot be read changes nothing."""
+        if self._trust is None or self.config.curve_peers is None:
+            self._log.info("nothing to read again", signal="SIGHUP")
+            return
+        try:
+            allowed = keys.load_allowed(self.config.curve_peers)
+        except KvdError as error:
+            self._log.error("the allow-list stays as it was", reason=error.text)
+            return
+        self._trust.replace(allowed)
+        self._log.info("allow-list read", peers=len(allowed))
 
     def _is_idle(self, actor: str) -> None:
         self._busy.discard(actor)

@@ -38,6 +38,11 @@ class Metrics:
         self.fences = counter("kvd_fences_total", "Fences of peers, by answer (held, broken).", "answer")
         self.peers = gauge("kvd_peers", "Peers that this daemon connects to, by state.", "state")
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")
+        self.peers_rejected = counter(
+            "kvd_peers_rejected_total",
+            "Connections and messages of daemons that are not let in (unknown_key, wrong_name, no_handshake).",
+            "reason",
+        )
         self.workers = gauge("kvd_workers", "Workers that are attached.")
         self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by what they are made of.", "backing")
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")

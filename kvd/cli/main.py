@@ -10,6 +10,7 @@ from kvd.errors import KvdError
 
 COMMANDS = {
     "serve": "run the daemon",
+    "keys": "make and show the keys that daemons know each other by",
     "demo": "prefill in one process, decode in another, kvd between them",
     "bench": "measure pulls against memcpy and raw NIXL in one run",
     "plan": "explain a transfer: bytes and descriptors, by group",

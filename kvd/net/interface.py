@@ -108,7 +108,8 @@ class PeerPort(Protocol):
         """Opens a link to a daemon; connects in the background and again after a loss.
 
         Raises:
-            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands.
+            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands; `NOT_PERMITTED`, its daemon is not
+                one that we trust.
 
         """
 

@@ -15,12 +15,25 @@ RECEIVES_PER_WAKE: Final = 64
 """Messages taken in before the loop's other work gets its turn."""
 
 
-class SocketPump:
-    """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on."""
+MaySpeak = Callable[[bytes, str], bool]
+"""Whether a message counts, by its first part (a ROUTER's: the sender) and the key that its connection proved."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+
+class SocketPump:
+    """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
+
+    On a ROUTER with CURVE, `may_speak` is asked first; what it says no to is dropped.
+    """
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_message: Callable[[list[bytes]], None],
+        may_speak: MaySpeak | None = None,
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
+        self._may_speak = may_speak
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -54,13 +67,24 @@ class SocketPump:
         self._turn = None
         for _ in range(RECEIVES_PER_WAKE):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._take()
             except zmq.Again:
                 return
-            self._on_message(parts)
+            if parts is not None:
+                self._on_message(parts)
             if self._socket.closed:
                 return
         self._schedule()
+
+    def _take(self) -> list[bytes] | None:
+        """The next message, or None where its sender may not speak."""
+        if self._may_speak is None:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        parts = [frame.bytes for frame in frames]
+        # The ZAP handler named the key; the ROUTER's own part, the sender, carries no properties.
+        key = frames[-1].get("User-Id") if len(frames) > 1 else ""
+        return parts if self._may_speak(parts[0], str(key)) else None
 
     def _look_again(self) -> None:
         if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
