@@ -30,6 +30,9 @@ class Config(BaseSettings):
         description="Session socket for workers; the request socket lies beside it, with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
+    worker_policy: Path | None = Field(
+        None, description="TOML file: which other users may attach under which names, with which quota of bytes."
+    )
     listen: str = Field(
         "tcp://127.0.0.1:0", description="Where peers connect, tcp://host:port; port 0 takes a free one."
     )

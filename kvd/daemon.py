@@ -10,6 +10,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 import kvd
+from kvd.actors import policy
 from kvd.actors.house import House
 from kvd.actors.messages import Drain, Stop
 from kvd.actors.supervisor import LoggingSupervisor
@@ -65,6 +66,7 @@ class Daemon:
         self._trust = self._load_trust()
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
+        rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         self._transport = NixlTransport(identity, loop)
@@ -93,6 +95,7 @@ class Daemon:
             draw_session=lambda: os.urandom(16),
             describe=self._describe,
             transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+            policy=policy.Policy(os.geteuid(), rules),
         )
         furnish(self.house, fittings)
         self.health.set("starting", None)

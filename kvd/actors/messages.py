@@ -133,7 +133,10 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class AttachPool:
-    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it."""
+    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it.
+
+    `quota` bounds the bytes of all pools of `uid` together, None where nothing does.
+    """
 
     connection: int
     worker: str
@@ -142,6 +145,7 @@ class AttachPool:
     spec: CacheSpec
     raw_spec: bytes
     descriptor: int
+    quota: int | None
 
 
 @dataclass(frozen=True, slots=True)

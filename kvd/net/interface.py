@@ -46,6 +46,8 @@ class WorkerFrame:
 
     session: bytes
     frame: bytes
+    uid: int
+    """The user it comes from, as the kernel says; -1 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

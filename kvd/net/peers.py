@@ -106,7 +106,15 @@ class PeerSockets:
             # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
             on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b""))
 
-        self._router = SocketPump(socket, asked, None if self._trust is None else self._may_speak)
+        def asked_with_key(parts: list[bytes]) -> None:
+            key = parts.pop().decode()
+            if self._may_speak(parts[0], key):
+                asked(parts)
+
+        if self._trust is None:
+            self._router = SocketPump(socket, asked)
+        else:
+            self._router = SocketPump(socket, asked_with_key, witness="User-Id")
 
     def _may_speak(self, sender: bytes, key: str) -> bool:
         """Whether a message counts: its key is still allowed, and is that of the daemon it speaks for."""

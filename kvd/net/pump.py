@@ -15,25 +15,22 @@ RECEIVES_PER_WAKE: Final = 64
 """Messages taken in before the loop's other work gets its turn."""
 
 
-MaySpeak = Callable[[bytes, str], bool]
-"""Whether a message counts, by its first part (a ROUTER's: the sender) and the key that its connection proved."""
-
-
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
 
-    On a ROUTER with CURVE, `may_speak` is asked first; what it says no to is dropped.
+    With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is appended as
+    one more part, empty where it was not found: it is known from the connection, and no message can claim it.
     """
 
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
         on_message: Callable[[list[bytes]], None],
-        may_speak: MaySpeak | None = None,
+        witness: str = "",
     ) -> None:
         self._socket = socket
         self._on_message = on_message
-        self._may_speak = may_speak
+        self._witness = witness
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -70,21 +67,20 @@ class SocketPump:
                 parts = self._take()
             except zmq.Again:
                 return
-            if parts is not None:
-                self._on_message(parts)
+            self._on_message(parts)
             if self._socket.closed:
                 return
         self._schedule()
 
-    def _take(self) -> list[bytes] | None:
-        """The next message, or None where its sender may not speak."""
-        if self._may_speak is None:
+    def _take(self) -> list[bytes]:
+        if not self._witness:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        parts = [frame.bytes for frame in frames]
-        # The ZAP handler named the key; the ROUTER's own part, the sender, carries no properties.
-        key = frames[-1].get("User-Id") if len(frames) > 1 else ""
-        return parts if self._may_speak(parts[0], str(key)) else None
+        try:
+            witness = str(frames[-1].get(self._witness))
+        except zmq.ZMQError:  # whoever speaks an old ZMTP has no properties
+            witness = ""
+        return [*(frame.bytes for frame in frames), witness.encode()]
 
     def _look_again(self) -> None:
         if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
