@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -176,3 +177,44 @@ async def test_a_daemon_without_curve_says_so_when_a_ticket_names_a_key() -> Non
 
 async def test_no_secret_is_shown_by_accident() -> None:
     assert KEYS["producer"].secret.hex() not in repr(KEYS["producer"])
+
+
+async def test_bytes_recorded_on_the_wire_let_nobody_in_when_they_are_played_again(
+    producer: Daemon, consumer: Daemon
+) -> None:
+    host, port = producer.place.removeprefix("tcp://").split(":")
+    recorded = bytearray()
+    tasks = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bool) -> None:
+        while data := await reader.read(65536):
+            if record:
+                recorded.extend(data)
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        tasks.append(asyncio.create_task(pump(there_reader, writer, False)))
+        tasks.append(asyncio.create_task(pump(reader, there_writer, True)))
+
+    relaying = await asyncio.start_server(relay, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{relaying.sockets[0].getsockname()[1]}#{KEYS['producer'].public.hex()}"
+    link = consumer.port.connect(address)
+    consumer.port.ask(link, b"claim")
+    assert (await producer.inbox.next(PeerAsked)).frame == b"claim"
+    consumer.port.disconnect(link)
+    await asyncio.gather(*tasks)
+    relaying.close()
+    await relaying.wait_closed()
+
+    for _ in range(20):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(bytes(recorded))
+        await writer.drain()
+        before = len(producer.rejected.events)
+        await producer.rejected.until(lambda events, before=before: len(events) > before)
+        writer.close()
+        await writer.wait_closed()
+    assert producer.inbox.events == []
+    assert {event.reason for event in producer.rejected.events} == {Reason.NO_HANDSHAKE}
