@@ -1,6 +1,5 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
-import ipaddress
 import socket as sockets
 from pathlib import Path
 from typing import Literal, Self
@@ -12,6 +11,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.memory.memfd import Backing
+from kvd.protocol.address import is_everywhere, is_loopback
 
 
 class Config(BaseSettings):
@@ -38,6 +38,9 @@ class Config(BaseSettings):
     )
     advertise: str | None = Field(
         None, description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT)."
+    )
+    peers: Path | None = Field(
+        None, description="Peer file: a line `<name> <address>` for each daemon to meet ahead; read when it changes."
     )
     curve_key: Path | None = Field(
         None,
@@ -95,6 +98,17 @@ class Config(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        if self.advertise is None:
+            return self
+        if is_everywhere(self.advertise) or (is_loopback(self.advertise) and not is_loopback(self.listen)):
+            raise ValueError(
+                f"advertise ({self.advertise}) would travel in tickets, and on another host it means that host itself; "
+                f"name an address by which other hosts reach listen ({self.listen})"
+            )
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -123,15 +137,6 @@ class Config(BaseSettings):
             peer_idle=self.peer_idle,
             max_quarantined=self.max_quarantined,
         )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this host can reach `tcp://host:port`."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load(flags: dict[str, str]) -> Config:

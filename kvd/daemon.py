@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 import kvd
 from kvd.actors import policy
 from kvd.actors.house import House
-from kvd.actors.messages import Drain, Stop
+from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
 from kvd.config import Config
@@ -26,10 +26,13 @@ from kvd.net import keys
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
+from kvd.peers_file import PeersFile
 from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
 
 _PULSE = 0.5
+_WATCH_SECONDS = 1.0
+"""Between two looks at the peer file."""
 _FLUSH_SECONDS = 1.0
 """How long the last notifications may take to reach the sockets."""
 
@@ -64,6 +67,9 @@ class Daemon:
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
         self._trust = self._load_trust()
+        own = config.advertise or config.listen
+        peers_file = PeersFile(config.peers, config.name, own, self._trust) if config.peers else None
+        expected: frozenset[str] = peers_file.read() if peers_file else frozenset()
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
@@ -98,6 +104,9 @@ class Daemon:
             policy=policy.Policy(os.geteuid(), rules),
         )
         furnish(self.house, fittings)
+        if peers_file is not None:
+            self._expect(expected)
+            self._watch(peers_file)
         self.health.set("starting", None)
         self._log.info(
             "serving",
@@ -172,6 +181,20 @@ class Daemon:
             return
         self._trust.replace(allowed)
         self._log.info("allow-list read", peers=len(allowed))
+
+    def _expect(self, addresses: frozenset[str]) -> None:
+        self.house.handshake.tell(ExpectPeers(addresses))
+        self._log.info("peers expected", peers=len(addresses))
+
+    def _watch(self, file: PeersFile) -> None:
+        """Looks whether the peer file has changed; one that cannot be read changes nothing."""
+        if file.changed():
+            try:
+                self._expect(file.read())
+            except KvdError as error:
+                self._log.error("the expected peers stay as they were", reason=error.text)
+        if not self._stopping.is_set():
+            asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._watch, file)
 
     def _is_idle(self, actor: str) -> None:
         self._busy.discard(actor)

@@ -34,6 +34,11 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"colour": "red"}, r"colour: .*"),
         ({"listen": "tcp://0.0.0.0:7071"}, r"listen \(tcp://0.0.0.0:7071\) is reachable .* or say --insecure"),
         ({"listen": "tcp://gpu-7:7071"}, r"set curve_key and curve_peers"),
+        ({"advertise": "tcp://0.0.0.0:7071"}, r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets"),
+        (
+            {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
+            r"on another host it means that host itself; name an address",
+        ),
         ({"curve_key": "/k"}, r"curve_key and curve_peers come together"),
         ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
     ],

@@ -199,6 +199,13 @@ class NeedPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectPeers:
+    """Meet the daemons at these addresses, and keep them met; nothing is due to those of earlier lists any more."""
+
+    addresses: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class AskPeer:
     """Send `message` to the peer at `address`; lost where it is not ready."""
 

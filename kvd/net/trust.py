@@ -61,6 +61,10 @@ class Trust:
         """The name of the daemon that is allowed under `key`, or None."""
         return self._names.get(key)
 
+    def key_of(self, name: str) -> bytes | None:
+        """The key that the daemon called `name` is allowed under, or None."""
+        return next((key for key, known in self._names.items() if known == name), None)
+
     def speaks_for(self, key: str, sender: bytes) -> bool:
         """Whether `key` (hexadecimal) may use the routing id `sender`, `<name>#<incarnation>`."""
         name = self._names.get(bytes.fromhex(key))

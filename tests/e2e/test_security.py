@@ -25,7 +25,11 @@ class Keyring:
         self.lines[name] = f"{pair.public.hex()} {name}\n"
         if listed:
             self.write(*self.lines)
-        return lambda: self._fleet.daemon(name, curve_key=str(file), curve_peers=str(self.allowed))
+
+        def start(**flags):
+            return self._fleet.daemon(name, curve_key=str(file), curve_peers=str(self.allowed), **flags)
+
+        return start
 
     def write(self, *names):
         self.allowed.write_text("".join(self.lines[name] for name in names))
@@ -74,3 +78,17 @@ def test_a_daemon_without_a_key_moves_nothing(fleet: Fleet, tmp_path):
     ended = decode.outcome("r", 20)
     assert ended["kind"] == "Failed"
     assert "uses CURVE and this one does not; give it `curve_key` and `curve_peers`" in ended["text"]
+
+
+def test_a_daemon_in_the_peer_file_is_met_before_anybody_pulls(fleet: Fleet, tmp_path):
+    ring, peers = Keyring(fleet, tmp_path), tmp_path / "fleet"
+    start_p, start_d = ring.daemon("p"), ring.daemon("d")
+    peers.write_text("")
+    producer, consumer = start_p(), start_d(peers=str(peers))
+    place = producer.serving()["address"].partition("#")[0]
+    http = consumer.serving()["http"]
+    peers.write_text(f"p {place}\n")
+    for _ in until(20, "the daemons have met"):
+        with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
+            if 'kvd_peers{state="ready"} 1.0' in answer.read().decode():
+                break
