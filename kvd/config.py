@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
+from kvd.host import boot_id, rdma_devices
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import is_everywhere, is_loopback
 
@@ -128,6 +129,8 @@ class Config(BaseSettings):
         return Settings(
             daemon=self.name,
             incarnation=incarnation,
+            host=boot_id(),
+            rdma=bool(rdma_devices()),
             heartbeat=self.heartbeat,
             retry=self.retry,
             claim_ttl=self.claim_ttl,

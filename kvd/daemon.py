@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
 from kvd.actors import policy
@@ -26,13 +26,18 @@ from kvd.net import keys
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
+from kvd.notify import DescriptorStore, Notifier, received_descriptors
 from kvd.peers_file import PeersFile
 from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
+from kvd.watchdog import Watchdog
 
-_PULSE = 0.5
 _WATCH_SECONDS = 1.0
 """Between two looks at the peer file."""
+_ROUND_SECONDS = 1.0
+"""Between two rounds of the watchdog."""
+STOP_SECONDS = 15.0
+"""How long the parts may take to stop after the grace time."""
 _FLUSH_SECONDS = 1.0
 """How long the last notifications may take to reach the sockets."""
 
@@ -45,7 +50,10 @@ class Daemon:
         self.incarnation = time.time_ns()
         self._log = structlog.get_logger("kvd").bind(daemon=config.name)
         self.metrics = Metrics(CollectorRegistry())
+        ProcessCollector(registry=self.metrics.registry)
         self.health = Health(self.metrics)
+        self._notifier = Notifier(os.environ)
+        self._store = DescriptorStore(self._notifier, received_descriptors(os.environ))
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failure = ""
@@ -57,11 +65,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        pulse = loop.create_task(self._keep_pulse())
-        try:
-            await self._run(loop)
-        finally:
-            pulse.cancel()
+        await self._run(loop)
         return 1 if self._failure else 0
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,13 +105,26 @@ class Daemon:
             draw_session=lambda: os.urandom(16),
             describe=self._describe,
             transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+            transport_answered=self._transport_answered,
+            store=self._store,
             policy=policy.Policy(os.geteuid(), rules),
         )
         furnish(self.house, fittings)
+        self._watchdog = Watchdog(
+            loop,
+            _ROUND_SECONDS,
+            actors=self.house.actors,
+            ping=self._transport.ping,
+            fed=self._fed,
+            metrics=self.metrics,
+        )
+        self._watchdog.start()
+        loop.call_later(config.pool_linger, self._store.drop_unclaimed)
         if peers_file is not None:
             self._expect(expected)
             self._watch(peers_file)
         self.health.set("starting", None)
+        self._notifier.ready()
         self._log.info(
             "serving",
             version=kvd.__version__,
@@ -116,6 +133,7 @@ class Daemon:
             http=self._http.address,
             incarnation=self.incarnation,
             pid=os.getpid(),
+            pools_kept=self._store.unclaimed,
         )
         await self._stopping.wait()
         await self._shut_down()
@@ -124,6 +142,7 @@ class Daemon:
         """No new work; what runs may finish; workers and peers are told; then the parts, outermost first."""
         house = self.house
         self.health.set("stopping", self._failure or "the daemon is stopping")
+        self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
         if not self._failure:
             self._log.info("draining", grace=self.config.drain_grace)
             for actor in (house.gateway, house.leases, house.scheduler):
@@ -152,10 +171,15 @@ class Daemon:
         while any(actor.waiting for actor in self.house.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    async def _keep_pulse(self) -> None:
-        while True:
-            self.health.beat()
-            await asyncio.sleep(_PULSE)
+    def _transport_answered(self, number: int) -> None:
+        self._watchdog.transport_answered(number)
+
+    def _fed(self) -> None:
+        """Every part answered the watchdog."""
+        self.health.beat()
+        self._notifier.feed()
+        reasons = self.health.reasons
+        self._notifier.status("; ".join(reasons.values()) or f"serving peers at {self._peer_sockets.address}")
 
     def _signalled(self, number: int) -> None:
         self._log.info("signal", signal=signal.Signals(number).name)
@@ -219,6 +243,7 @@ class Daemon:
             "device": config.device,
             "ready": not self.health.reasons,
             "not_ready": self.health.reasons,
+            "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
         }
 
 

@@ -4,8 +4,9 @@ import time
 
 from kvd.metrics import Metrics
 
-_PULSE_BOUND = 5.0
-"""Seconds without a turn of the event loop after which the daemon does not count as alive."""
+_PULSE_BOUND = 30.0
+"""Seconds without an answer of every part after which the daemon does not count as alive. Registering hundreds of GiB
+occupies the transport's thread for seconds."""
 
 
 class Health:
@@ -25,7 +26,7 @@ class Health:
         self._metrics.ready.set(not reasons)
 
     def beat(self) -> None:
-        """The loop turned."""
+        """Every part answered."""
         self._pulse = time.monotonic()
 
     @property
@@ -35,5 +36,5 @@ class Health:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop turned lately."""
+        """Whether every part answered lately."""
         return time.monotonic() - self._pulse < _PULSE_BOUND

@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, encode(self.registry), kind)
         elif path == "/livez":
             alive = self.health.alive
-            text = "alive\n" if alive else "the event loop does not turn\n"
+            text = "alive\n" if alive else "the event loop, an actor or the transport does not answer\n"
             self._answer(HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
         elif path == "/readyz":
             reasons = self.health.reasons

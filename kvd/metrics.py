@@ -1,6 +1,10 @@
 """What Prometheus scrapes: base units, `kvd_` prefix, labels of bounded number and never a request's id."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.metrics import MetricWrapperBase
+
+import kvd
+from kvd import limits
 
 _TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -43,6 +47,13 @@ class Metrics:
             "Connections and messages of daemons that are not let in (unknown_key, wrong_name, no_handshake).",
             "reason",
         )
+        self.peer_paths = gauge(
+            "kvd_peer_paths", "Peers that this daemon reads from, by the best lane that leads there.", "kind"
+        )
+        self.peers_slow = gauge("kvd_peers_slow", "Peers whose path is slower than the hardware allows.")
+        self.slow_paths = counter(
+            "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
+        )
         self.workers = gauge("kvd_workers", "Workers that are attached.")
         self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by what they are made of.", "backing")
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")
@@ -51,4 +62,36 @@ class Metrics:
             "kvd_requests_refused_total", "Requests refused, by socket and error code.", "socket", "code"
         )
         self.actor_failures = counter("kvd_actor_failures_total", "Messages that an actor could not handle.", "actor")
+        self.probe_seconds = gauge(
+            "kvd_probe_seconds", "How long a part (an actor, the transport) took to answer the watchdog.", "part"
+        )
+        self.watchdog_misses = counter(
+            "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
+        )
+        self.mailbox = gauge("kvd_mailbox_messages", "Messages that wait in an actor's mailbox.", "actor")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
+        bounds = gauge("kvd_limit", "What a gauge may reach at most, by the gauge's name.", "metric")
+        bounds.labels("kvd_mailbox_messages").set(limits.MAILBOX_MESSAGES)
+        bounds.labels("kvd_notifications_unacknowledged").set(limits.MAX_UNACKNOWLEDGED)
+        Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})
+
+    def totals(self) -> dict[str, object]:
+        """What a status says of the counters: `kvd.protocol.status.Totals`, without the time."""
+        return {
+            "read_bytes": sum(_values(self.read_bytes).values()),
+            "read_descriptors": sum(_values(self.read_descriptors).values()),
+            "pulls": _values(self.pulls),
+            "refused": sum(_values(self.refused).values()),
+            "peers_lost": sum(_values(self.peers_lost).values()),
+            "pull_buckets": _values(self.pull_seconds, "_bucket"),
+        }
+
+
+def _values(metric: MetricWrapperBase, suffix: str = "_total") -> dict[str, int]:
+    """The samples of `metric` by the values of their labels."""
+    return {
+        ",".join(sample.labels.values()): int(sample.value)
+        for family in metric.collect()
+        for sample in family.samples
+        if sample.name.endswith(suffix)
+    }

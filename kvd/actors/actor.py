@@ -7,6 +7,7 @@ bounded and every outside sender is bounded below that, an overflow is a bug of 
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -34,6 +35,13 @@ class Supervisor(Protocol):
         """Reports `error` and acts by `actor.on_failure`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To any actor: say your name to `answer`, when this has passed through your mailbox."""
+
+    answer: Callable[[str], None]
+
+
 def handles(kind: type) -> Callable[[A], A]:
     """Marks the method that takes messages of `kind`."""
 
@@ -44,56 +52,80 @@ def handles(kind: type) -> Callable[[A], A]:
     return mark
 
 
+class Post:
+    """Delivers what the actors of one house tell each other: one callback of the loop for a whole chain of messages.
+
+    A callback for each message would cost a turn of the loop, with its system calls, for each of the ten steps that a
+    request makes through the house.
+    """
+
+    def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
+        self.loop = loop
+        self._supervisor = supervisor
+        self._due: deque[Actor] = deque()
+        self._called = False
+
+    def due(self, actor: "Actor") -> None:
+        """A message waits for `actor`; once for each message."""
+        self._due.append(actor)
+        if not self._called:
+            self._called = True
+            self.loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """Hands messages out in the order they were told; sockets and timers get their turn after so many."""
+        for _ in range(limits.MESSAGES_PER_TURN):
+            if not self._due:
+                self._called = False
+                return
+            actor = self._due.popleft()
+            message = actor.mailbox.popleft()
+            try:
+                actor.handlers[type(message)](actor, message)
+            except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
+                self._supervisor.failed(actor, message, error)
+        self.loop.call_soon(self._deliver)
+
+
 class Actor:
     """Base of all actors; see the module's text."""
 
     name: ClassVar[str]
     on_failure: ClassVar[OnFailure] = OnFailure.STOP
-    _handlers: ClassVar[dict[type, Handler]] = {}
+    handlers: ClassVar[dict[type, Handler]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         methods = (method for klass in reversed(cls.__mro__) for method in vars(klass).values())
-        cls._handlers = {method.__handles__: method for method in methods if hasattr(method, "__handles__")}
+        cls.handlers = {method.__handles__: method for method in methods if hasattr(method, "__handles__")}
 
-    def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
-        self.loop = loop
-        self._supervisor = supervisor
-        self._mailbox: deque[object] = deque()
-        self._awake = False
+    def __init__(self, post: Post) -> None:
+        self.loop = post.loop
+        self.mailbox: deque[object] = deque()
+        self._post = post
 
     @property
     def waiting(self) -> int:
         """Messages in the mailbox."""
-        return len(self._mailbox)
+        return len(self.mailbox)
 
     def tell(self, message: object) -> None:
-        """Puts `message` into the mailbox; it is handled after the current callback of the loop.
+        """Puts `message` into the mailbox; it is handled after the current message.
 
         Raises:
             InternalError: the mailbox is full.
 
         """
-        if len(self._mailbox) >= limits.MAILBOX_MESSAGES:
+        if len(self.mailbox) >= limits.MAILBOX_MESSAGES:
             raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
-        self._mailbox.append(message)
-        if not self._awake:
-            self._awake = True
-            self.loop.call_soon(self._drain)
+        self.mailbox.append(message)
+        self._post.due(self)
 
     def tell_later(self, delay: float, message: object) -> Timer:
         """Tells itself `message` in `delay` seconds."""
         return self.loop.call_later(delay, self.tell, message)
 
-    def _drain(self) -> None:
-        """Handles what is in the mailbox now; what arrives meanwhile waits for its turn among the other callbacks."""
-        for _ in range(len(self._mailbox)):
-            message = self._mailbox.popleft()
-            try:
-                self._handlers[type(message)](self, message)
-            except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
-                self._supervisor.failed(self, message, error)
-        if self._mailbox:
-            self.loop.call_soon(self._drain)
-        else:
-            self._awake = False
+    @handles(Probe)
+    def probe(self, message: Probe) -> None:
+        """Says that messages are handled."""
+        message.answer(self.name)

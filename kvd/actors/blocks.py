@@ -1,9 +1,7 @@
 """Which destination blocks are in use by pulls: two pulls never write to the same memory."""
 
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec
@@ -11,14 +9,11 @@ from kvd.protocol.types import Span
 
 
 class BusyBlocks:
-    """One flag for each block of each arena; groups of one arena share memory and so share flags."""
+    """The block ids in use, by arena: groups of one arena share memory, so an id of one is the same id of the other."""
 
     def __init__(self, spec: CacheSpec) -> None:
-        blocks: dict[int, int] = {}
-        for group in spec.groups:
-            blocks[group.arena] = max(blocks.get(group.arena, 0), group.num_blocks)
         self._arena_of = [group.arena for group in spec.groups]
-        self._busy: dict[int, NDArray[np.bool_]] = {arena: np.zeros(n, np.bool_) for arena, n in blocks.items()}
+        self._busy: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
 
     def take(self, spans: Sequence[Span]) -> None:
         """Marks the blocks of `spans`, all or none.
@@ -28,45 +23,34 @@ class BusyBlocks:
             BadRequest: `BAD_BLOCKS`, one is named twice.
 
         """
-        taken: list[tuple[NDArray[np.bool_], NDArray[np.uint32]]] = []
-        try:
-            for span in spans:
-                busy = self._busy[self._arena_of[span.group]]
-                ids = np.frombuffer(span.ids, dtype="<u4")
-                self._check(busy, ids, taken, span.group)
-                busy[ids] = True
-                taken.append((busy, ids))
-        except (BadRequest, Unavailable):
-            for busy, ids in taken:
-                busy[ids] = False
-            raise
-
-    def _check(
-        self,
-        busy: NDArray[np.bool_],
-        ids: NDArray[np.uint32],
-        taken: Sequence[tuple[NDArray[np.bool_], NDArray[np.uint32]]],
-        group: int,
-    ) -> None:
-        if busy[ids].any():
-            block = ids[int(np.argmax(busy[ids]))]
-            if any(other is busy and block in earlier for other, earlier in taken):
-                text = f"block {block} of group {group} is named by another group too, which lies in the same memory"
+        taken: dict[int, set[int]] = {}
+        for span in spans:
+            arena = self._arena_of[span.group]
+            ids = set(array("I", span.ids))
+            if not ids.isdisjoint(self._busy[arena]):
+                block = min(ids & self._busy[arena])
+                text = f"block {block} of group {span.group} belongs to a pull that has not ended or is in quarantine"
+                raise Unavailable(ErrorCode.BLOCKS_BUSY, text)
+            before = taken.setdefault(arena, set())
+            if 4 * len(ids) != len(span.ids) or not ids.isdisjoint(before):
+                twice = _first_twice([*before, *array("I", span.ids)])
+                text = f"block {twice} is named twice, the second time by group {span.group}"
                 raise BadRequest(ErrorCode.BAD_BLOCKS, text)
-            text = f"block {block} of group {group} belongs to a pull that has not ended or is in quarantine"
-            raise Unavailable(ErrorCode.BLOCKS_BUSY, text)
-        if len(ids) > 1:
-            ordered = np.sort(ids)
-            twice = ordered[1:][ordered[1:] == ordered[:-1]]
-            if len(twice):
-                raise BadRequest(ErrorCode.BAD_BLOCKS, f"block {twice[0]} of group {group} is named twice")
+            before |= ids
+        for arena, ids in taken.items():
+            self._busy[arena] |= ids
 
     def give_back(self, spans: Sequence[Span]) -> None:
         """Unmarks the blocks of `spans`, which were taken together."""
         for span in spans:
-            self._busy[self._arena_of[span.group]][np.frombuffer(span.ids, dtype="<u4")] = False
+            self._busy[self._arena_of[span.group]].difference_update(array("I", span.ids))
 
     @property
     def count(self) -> int:
         """Blocks that are marked."""
-        return sum(int(busy.sum()) for busy in self._busy.values())
+        return sum(len(busy) for busy in self._busy.values())
+
+
+def _first_twice(ids: Sequence[int]) -> int:
+    seen: set[int] = set()
+    return next(block for block in ids if block in seen or seen.add(block))  # type: ignore[func-returns-value]

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from msgspec import Struct
+
 from kvd import limits
 from kvd.actors.actor import Actor, handles
 from kvd.actors.house import House
@@ -40,8 +42,7 @@ class _Log:
     full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Flush:
+class _Flush(Struct, frozen=True, gc=False):
     worker: str
 
 
@@ -51,7 +52,7 @@ class CompletionActor(Actor):
     name = "completion"
 
     def __init__(self, house: House) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._logs: dict[str, _Log] = {}
 

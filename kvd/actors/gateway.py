@@ -44,7 +44,7 @@ from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
 from kvd.plan import check_ids
 from kvd.protocol import codec, ticket
-from kvd.protocol.types import VERSION, Message, Span
+from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import (
     Acknowledge,
     Attach,
@@ -76,6 +76,7 @@ class _Connection:
     pid: int
     uid: int
     gid: int
+    statuses: Rate
     worker: str = ""
     """Set from its attach on."""
 
@@ -89,7 +90,6 @@ class _Session:
     uid: int
     pool: Pool
     requests: Rate
-    statuses: Rate
     backlogged: bool = False
     borrowed: bool = False
     """Whether another user tried to speak for it, which is logged once."""
@@ -97,7 +97,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _PendingStatus:
-    worker: str
+    answer: Callable[[Status], None]
     call: int
     sections: dict[str, object]
 
@@ -118,7 +118,7 @@ class GatewayActor(Actor):
         describe: Callable[[], dict[str, object]],
         policy: Policy,
     ) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._peer_address = peer_address
@@ -144,11 +144,13 @@ class GatewayActor(Actor):
             self._refuse_session(event.connection, full)
             self._port.close_session(event.connection)
             return
-        self._connections[event.connection] = _Connection(event.pid, event.uid, event.gid)
+        self._connections[event.connection] = _Connection(
+            event.pid, event.uid, event.gid, Rate(_STATUSES, self.loop.time())
+        )
 
     @handles(SessionFrame)
     def session_frame(self, event: SessionFrame) -> None:
-        """An attach or a detach, or garbage, which ends the session."""
+        """An attach, a detach, an operator's question, or garbage."""
         connection = self._connections.get(event.connection)
         if connection is None:
             self._port.discard(event.descriptors)
@@ -157,9 +159,14 @@ class GatewayActor(Actor):
             request = codec.session_requests.decode(event.frame)
             if isinstance(request, Attach):
                 self._attach(event, connection, request)
+                return
+            self._port.discard(event.descriptors)
+            if isinstance(request, Detach):
+                self._detach(event.connection, connection)
             else:
-                self._port.discard(event.descriptors)
-                self._detach(event.connection, connection, request)
+                number = event.connection
+                self._check_status_rate(connection)
+                self._ask_all(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
             self._refuse_session(event.connection, error)
@@ -198,7 +205,7 @@ class GatewayActor(Actor):
             text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
 
-    def _detach(self, number: int, connection: _Connection, _request: Detach) -> None:
+    def _detach(self, number: int, connection: _Connection) -> None:
         session = self._by_worker.get(connection.worker)
         if session is None or session.connection != number:
             raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
@@ -212,9 +219,13 @@ class GatewayActor(Actor):
         if message.connection not in self._connections:
             self._house.pools.tell(WorkerGone(message.pool.worker, message.connection))
             return
-        now, uid = self.loop.time(), self._connections[message.connection].uid
-        rates = Rate(_REQUESTS, now), Rate(_STATUSES, now)
-        session = _Session(self._draw_session(), message.connection, uid, message.pool, *rates)
+        session = _Session(
+            id=self._draw_session(),
+            connection=message.connection,
+            uid=self._connections[message.connection].uid,
+            pool=message.pool,
+            requests=Rate(_REQUESTS, self.loop.time()),
+        )
         self._by_worker[message.pool.worker] = session
         self._by_id[session.id] = session
         self._house.metrics.workers.set(len(self._by_worker))
@@ -306,13 +317,21 @@ class GatewayActor(Actor):
             case Cancel():
                 self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
             case StatusRequest():
-                if not session.statuses.take(self.loop.time()):
-                    text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
-                    raise Unavailable(ErrorCode.OVERLOADED, text)
-                self._last_token += 1
-                self._statuses[self._last_token] = _PendingStatus(session.pool.worker, request.call, {})
-                for section in _SECTIONS:
-                    getattr(self._house, section).tell(Report(self._last_token))
+                self._check_status_rate(self._connections[session.connection])
+                worker = session.pool.worker
+                self._ask_all(request.call, lambda status: self.answer(Answer(worker, status)))
+
+    def _check_status_rate(self, connection: _Connection) -> None:
+        if not connection.statuses.take(self.loop.time()):
+            text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+
+    def _ask_all(self, call: int, answer: Callable[[Status], None]) -> None:
+        """Collects a status: every other actor reports its section."""
+        self._last_token += 1
+        self._statuses[self._last_token] = _PendingStatus(answer, call, {})
+        for section in _SECTIONS:
+            getattr(self._house, section).tell(Report(self._last_token))
 
     def _pull(self, request: Pull, session: _Session) -> None:
         self._check_open(session)
@@ -355,9 +374,13 @@ class GatewayActor(Actor):
         self._house.metrics.refused.labels("worker", error.code).inc()
         sent = self._port.send(session, codec.encode(Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT])))
         known = self._by_id.get(session)
-        if not sent and known is not None:  # it would wait for this answer for ever: let it attach again and ask again
-            self._port.close_session(known.connection)
-            self.closed(SessionClosed(known.connection))
+        if not sent and known is not None:
+            self._hang_up(known)
+
+    def _hang_up(self, session: _Session) -> None:
+        """An answer did not fit, and the worker would wait for it for ever: let it attach again and ask again."""
+        self._port.close_session(session.connection)
+        self.closed(SessionClosed(session.connection))
 
     # --- what others say to workers ---------------------------------------------------------------------------------
 
@@ -370,13 +393,14 @@ class GatewayActor(Actor):
 
     @handles(Answer)
     def answer(self, message: Answer) -> None:
-        """Sends; a batch of notifications that does not fit is sent again later."""
+        """Sends; a batch of notifications that does not fit is sent again later, another answer is not."""
         session = self._by_worker.get(message.worker)
-        if session is None:
+        if session is None or self._port.send(session.id, codec.encode(message.message)):
             return
-        sent = self._port.send(session.id, codec.encode(message.message))
-        if not sent and isinstance(message.message, Notifications):
+        if isinstance(message.message, Notifications):
             self._house.completion.tell(Undelivered(message.worker))
+        else:
+            self._hang_up(session)
 
     @handles(Backlog)
     def backlog(self, message: Backlog) -> None:
@@ -395,8 +419,7 @@ class GatewayActor(Actor):
         if len(pending.sections) == len(_SECTIONS):
             del self._statuses[message.token]
             document = {**self._describe(), "workers": sorted(self._by_worker), **pending.sections}
-            status: Message = Status(pending.call, msgspec.json.encode(document))
-            self.answer(Answer(pending.worker, status))
+            pending.answer(Status(pending.call, msgspec.json.encode(document)))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

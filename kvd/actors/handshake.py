@@ -5,9 +5,11 @@ a ping every heartbeat. For the peers that connect to us (they pull from us) it 
 passes the rest to the leases.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import structlog
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
@@ -16,10 +18,12 @@ from kvd.actors.messages import (
     AnswerPeer,
     AskPeer,
     ExpectPeers,
+    ForgetPeer,
     NeedPeer,
     PeerAnswers,
     PeerAsks,
     PeerDown,
+    PeerIdle,
     PeerPool,
     PeerUp,
     PeerView,
@@ -52,6 +56,7 @@ from kvd.protocol.types import VERSION, Message
 from kvd.state import peer as machine
 from kvd.state.peer import Effect, Event, State
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
+from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
 
@@ -67,6 +72,8 @@ class _Peer:
     welcome: Welcome | None = None
     pools: dict[str, PeerPool] = field(default_factory=dict)
     path: str = ""
+    slow: str | None = None
+    """Why its path is slower than it should be."""
     heard: float = 0.0
     asked: float = 0.0
     """When it was last needed."""
@@ -74,8 +81,7 @@ class _Peer:
     pings: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Beat:
+class _Beat(Struct, frozen=True, gc=False):
     """A heartbeat."""
 
 
@@ -86,7 +92,7 @@ class HandshakeActor(Actor):
     on_failure = OnFailure.RESUME
 
     def __init__(self, house: House, port: PeerPort, transport: Transport) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport
@@ -201,8 +207,25 @@ class HandshakeActor(Actor):
     def added(self, event: PeerAdded) -> None:
         """The transport can reach the memory of a peer."""
         for peer in self._with_agent(event.agent):
-            peer.path = event.path
+            self._judge(peer, event.path)
             self._step(peer, Event.LOADED)
+
+    def _judge(self, peer: _Peer, path: str) -> None:
+        """Notes the path to a peer, and warns of a slow one the first time."""
+        settings, welcome = self._house.settings, peer.welcome
+        same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
+        slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
+        if slow and not peer.slow:
+            self._house.metrics.slow_paths.labels(kind_of(path)).inc()
+            _log.warning("slow path", peer=peer.address, path=path, reason=slow)
+        peer.path, peer.slow = path, slow
+        self._count_paths()
+
+    def _count_paths(self) -> None:
+        counts = Counter(kind_of(peer.path) for peer in self._peers.values() if peer.welcome)
+        for kind in Kind:
+            self._house.metrics.peer_paths.labels(kind).set(counts[kind])
+        self._house.metrics.peers_slow.set(sum(1 for peer in self._peers.values() if peer.welcome and peer.slow))
 
     @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
@@ -215,12 +238,12 @@ class HandshakeActor(Actor):
 
     @handles(_Beat)
     def beat(self, _message: _Beat) -> None:
-        """Pings everybody, asks again who has not said welcome, and gives up on the silent and the unneeded."""
+        """Pings everybody, asks again who has not said welcome, gives up on the silent, offers to forget the idle."""
         settings, now = self._house.settings, self.loop.time()
         for peer in list(self._peers.values()):
             if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
-                self._step(peer, Event.CLOSE)
-            elif now - peer.heard > _MISSED * settings.heartbeat:
+                self._house.scheduler.tell(PeerIdle(peer.address))
+            if now - peer.heard > _MISSED * settings.heartbeat:
                 peer.heard = now
                 self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
             elif peer.state in (State.GREETING, State.REFRESHING):
@@ -231,6 +254,13 @@ class HandshakeActor(Actor):
         self._beating = bool(self._peers)
         if self._beating:
             self.tell_later(settings.heartbeat, _Beat())
+
+    @handles(ForgetPeer)
+    def forget(self, message: ForgetPeer) -> None:
+        """Hangs up on a peer that nobody needs."""
+        peer = self._peers.get(message.address)
+        if peer is not None:
+            self._step(peer, Event.CLOSE)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
@@ -263,9 +293,11 @@ class HandshakeActor(Actor):
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
                 self._transport.remove_peer(peer.welcome.agent)
                 peer.welcome = None
+                self._count_paths()
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)
                 del self._peers[peer.address], self._by_link[peer.link]
+                self._count_paths()
 
     def _announce(self, peer: _Peer) -> None:
         welcome = peer.welcome
@@ -301,7 +333,14 @@ class HandshakeActor(Actor):
             PoolInfo(pool.worker, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
             for pool in self._pools.values()
         )
-        return Welcome(settings.daemon, settings.incarnation, self._transport.agent, self._metadata, pools)
+        return Welcome(
+            settings.daemon,
+            settings.incarnation,
+            self._transport.agent,
+            self._metadata,
+            pools,
+            host=settings.host,
+        )
 
     @handles(AnswerPeer)
     def answer(self, message: AnswerPeer) -> None:
@@ -332,6 +371,7 @@ class HandshakeActor(Actor):
                 "incarnation": peer.welcome.incarnation if peer.welcome else None,
                 "state": peer.state,
                 "path": peer.path,
+                "slow": peer.slow,
                 "silent_seconds": round(now - peer.heard, 3),
                 "last_loss": peer.loss,
             }

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvd.actors.actor import Actor, Supervisor
+from kvd.actors.actor import Actor, Post, Supervisor
 from kvd.actors.loop import Loop
 from kvd.actors.settings import Settings
 from kvd.metrics import Metrics
@@ -23,12 +23,16 @@ class House:
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
     """Called by an actor that was told to drain, when nothing of it is left."""
+    post: Post = field(init=False)
     gateway: Actor = field(init=False)
     pools: Actor = field(init=False)
     handshake: Actor = field(init=False)
     leases: Actor = field(init=False)
     scheduler: Actor = field(init=False)
     completion: Actor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.post = Post(self.loop, self.supervisor)
 
     @property
     def actors(self) -> tuple[Actor, ...]:

@@ -4,10 +4,12 @@ A lease follows `kvd.state.lease`. Claims are kept by (sender, number), so that 
 same both times; what has ended is remembered for a while, so that a late ask gets its reason instead of a wait.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, handles
@@ -67,23 +69,19 @@ class _Lease:
     """Readers that have all they wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OfferExpired:
+class _OfferExpired(Struct, frozen=True, gc=False):
     key: OfferKey
 
 
-@dataclass(frozen=True, slots=True)
-class _ClaimExpired:
+class _ClaimExpired(Struct, frozen=True, gc=False):
     key: ClaimKey
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitOver:
+class _WaitOver(Struct, frozen=True, gc=False):
     key: ClaimKey
 
 
-@dataclass(frozen=True, slots=True)
-class _TombstoneExpired:
+class _TombstoneExpired(Struct, frozen=True, gc=False):
     key: OfferKey | ClaimKey
 
 
@@ -93,7 +91,7 @@ class LeasesActor(Actor):
     name = "leases"
 
     def __init__(self, house: House, peer_address: Callable[[], str], expect_readers: Callable[[bool], None]) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._peer_address = peer_address
         self._expect_readers = expect_readers
@@ -110,12 +108,14 @@ class LeasesActor(Actor):
         self._active = 0
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
-        self._expecting = False
+        self._served = 0
+        """Claims that are held and whose reads the transport has a part in."""
         self._quiescing: dict[int, Pool] = {}
         self._draining = False
         self._offers_due: Expiry[OfferKey] = Expiry(house.loop, lambda key: self.tell(_OfferExpired(key)))
         self._claims_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_ClaimExpired(key)))
         self._waits_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_WaitOver(key)))
+        self._buried: deque[OfferKey | ClaimKey] = deque()
         self._graves: Expiry[OfferKey | ClaimKey] = Expiry(house.loop, lambda key: self.tell(_TombstoneExpired(key)))
 
     # --- offers -----------------------------------------------------------------------------------------------------
@@ -150,6 +150,8 @@ class LeasesActor(Actor):
             pool=pool.worker,
             offer=offer.offer,
             blocks=0,
+            generation=lease.generation,
+            epoch=pool.epoch,
         )
         text = Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,)).encode()
         self._house.gateway.tell(Answer(pool.worker, Offered(offer.call, text)))
@@ -200,7 +202,7 @@ class LeasesActor(Actor):
             case Claim() as claim:
                 self._claimed(ClaimKey(sender, claim.claim), claim)
             case Fence() as fence:
-                self._fence(ClaimKey(sender, fence.claim), fence.generation)
+                self._fence(ClaimKey(sender, fence.claim), fence)
             case Renew() as renewal:
                 self._renew(sender, renewal.claims)
             case Release() as release:
@@ -241,26 +243,30 @@ class LeasesActor(Actor):
             self._waits_due.set(key, self.loop.time() + self._house.settings.claim_wait)
 
     def _claim_lease(self, key: ClaimKey, request: Claim, lease: _Lease) -> None:
+        error = self._hold(key, request, lease)
+        if error is None:
+            self._house.metrics.claims.labels("granted").inc()
+            self._grant(key, lease)
+        else:
+            self._refuse(key, error)
+
+    def _hold(self, key: ClaimKey, request: Claim, lease: _Lease) -> KvdError | None:
+        """Adds a claim to a lease, or says why not."""
         if request.digest != lease.digest:
             text = f"the ticket and the offer {request.offer!r} name different blocks; pass the ticket on unchanged"
-            self._refuse(key, BadRequest(ErrorCode.BAD_TICKET, text))
-            return
+            return BadRequest(ErrorCode.BAD_TICKET, text)
         if len(lease.claims) >= limits.MAX_CLAIMS_PER_OFFER:
             text = f"{limits.MAX_CLAIMS_PER_OFFER} claims hold the offer {request.offer!r} already"
-            self._refuse(key, Unavailable(ErrorCode.OVERLOADED, text))
-            return
+            return Unavailable(ErrorCode.OVERLOADED, text)
         step = machine.TABLE.step(lease.state, Event.CLAIM)
         lease.state = step.state
         if Effect.REFUSE in step.effects:
-            text = f"the offer {request.offer!r} has ended ({lease.reason})"
-            self._refuse(key, Unavailable(ErrorCode.OFFER_GONE, text))
-            return
+            return Unavailable(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         lease.claims[key] = request
         self._held[key] = lease
         self._claims_due.set(key, self.loop.time() + request.ttl)
-        self._count_claims()
-        self._house.metrics.claims.labels("granted").inc()
-        self._grant(key, lease)
+        self._count_claims(request, +1)
+        return None
 
     def _grant(self, key: ClaimKey, lease: _Lease) -> None:
         self._reply(key.sender, Grant(key.claim, lease.generation, lease.pool.epoch))
@@ -302,18 +308,30 @@ class LeasesActor(Actor):
         error = self._broken.get(key, unknown)
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
-    def _fence(self, key: ClaimKey, generation: int) -> None:
+    def _fence(self, key: ClaimKey, fence: Fence) -> None:
+        if fence.unclaimed is not None and key not in self._fenced:
+            self._hold_unclaimed(key, fence.unclaimed, fence.generation)
         lease = self._held.get(key)
-        if lease is not None and lease.generation == generation:
-            self._fenced[key] = generation
+        if lease is not None and lease.generation == fence.generation:
+            self._fenced[key] = fence.generation
             self._bury(key)
             self._drop_claim(key, finished=True)
-        held = self._fenced.get(key) == generation
+        held = self._fenced.get(key) == fence.generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
         if held:
             self._reply(key.sender, Held(key.claim))
         else:
             self._say_broken(key)
+
+    def _hold_unclaimed(self, key: ClaimKey, request: Claim, generation: int) -> None:
+        """A read that was not claimed: the lease that its ticket named must be alive still, and be the same."""
+        lease = self._leases.get((request.pool, request.offer))
+        error: KvdError | None = Unavailable(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended")
+        if lease is not None and lease.generation == generation:
+            error = self._hold(key, request, lease)
+        if error is not None:
+            self._broken[key] = error
+            self._bury(key)
 
     @handles(_ClaimExpired)
     def claim_expired(self, message: _ClaimExpired) -> None:
@@ -330,7 +348,7 @@ class LeasesActor(Actor):
             return
         self._claims_due.unset(key)
         request = lease.claims.pop(key)
-        self._count_claims()
+        self._count_claims(request, -1)
         if finished:
             lease.finished.add(request.reader)
         if len(lease.finished) >= request.readers:
@@ -355,9 +373,9 @@ class LeasesActor(Actor):
         if Effect.BREAK in step.effects:
             for key in list(lease.claims):
                 self._break(key, f"the offer {lease.key[1]!r} has ended ({reason})")
-                del self._held[key], lease.claims[key]
+                del self._held[key]
                 self._claims_due.unset(key)
-            self._count_claims()
+                self._count_claims(lease.claims.pop(key), -1)
         if Effect.RELEASE in step.effects:
             lease.reason = reason
             self._set_active(lease.pool.id, -1)
@@ -369,15 +387,22 @@ class LeasesActor(Actor):
 
     def _bury(self, key: OfferKey | ClaimKey) -> None:
         self._graves.set(key, self.loop.time() + self._house.settings.tombstone)
+        self._buried.append(key)
+        while len(self._buried) > limits.MAX_TOMBSTONES:
+            self._unearth(self._buried.popleft())
 
     @handles(_TombstoneExpired)
     def tombstone_expired(self, message: _TombstoneExpired) -> None:
         """Whoever has not asked by now will not."""
-        if isinstance(message.key, ClaimKey):
-            self._fenced.pop(message.key, None)
-            self._broken.pop(message.key, None)
-        else:
-            self._leases.pop(message.key, None)
+        self._unearth(message.key)
+
+    def _unearth(self, key: OfferKey | ClaimKey) -> None:
+        self._graves.unset(key)
+        if isinstance(key, ClaimKey):
+            self._fenced.pop(key, None)
+            self._broken.pop(key, None)
+        elif key in self._leases and self._leases[key].state in machine.TABLE.final:
+            del self._leases[key]
 
     def _set_active(self, pool: int, change: int) -> None:
         self._active += change
@@ -388,11 +413,12 @@ class LeasesActor(Actor):
         if self._draining and self._active == 0:
             self._house.idle(self.name)
 
-    def _count_claims(self) -> None:
+    def _count_claims(self, request: Claim, change: int) -> None:
         self._house.metrics.claims_active.set(len(self._held))
-        if bool(self._held) is not self._expecting:
-            self._expecting = bool(self._held)
-            self._expect_readers(self._expecting)
+        if request.serve:
+            self._served += change
+            if self._served == max(0, change):
+                self._expect_readers(self._served > 0)
 
     def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken) -> None:
         self._house.handshake.tell(AnswerPeer(sender, message))

@@ -1,7 +1,8 @@
 """What actors tell each other, by receiver. Time spans are in seconds; `worker` is the name a worker attached under."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvd.errors import KvdError
 from kvd.layout import CacheSpec
@@ -13,8 +14,7 @@ from kvd.protocol.types import Message
 # --- things that messages are about ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Struct, frozen=True, gc=False):
     """A pool of this daemon, registered with the transport. `base` is an address, `size` bytes."""
 
     id: int
@@ -26,8 +26,7 @@ class Pool:
     raw_spec: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPool:
+class PeerPool(Struct, frozen=True, gc=False):
     """A pool of a peer."""
 
     epoch: int
@@ -36,8 +35,7 @@ class PeerPool:
     spec: CacheSpec
 
 
-@dataclass(frozen=True, slots=True)
-class PeerView:
+class PeerView(Struct, frozen=True, gc=False):
     """A peer that is ready: its transport agent and its pools by name."""
 
     address: str
@@ -47,28 +45,24 @@ class PeerView:
     pools: Mapping[str, PeerPool]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True, gc=False):
     """To every actor: answer the gateway with `Reported`."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True, gc=False):
     """To gateway, scheduler and leases: take no new work, finish what runs; answer the supervisor's `on_idle`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True, gc=False):
     """To gateway, scheduler and leases: the grace time is over, end everything now."""
 
 
 # --- to the gateway -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLent:
+class PoolLent(Struct, frozen=True, gc=False):
     """The worker on `connection` gets the pool; `descriptor` stays the pool's own."""
 
     connection: int
@@ -79,31 +73,27 @@ class PoolLent:
     kept: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PoolReturned:
+class PoolReturned(Struct, frozen=True, gc=False):
     """The detach on `connection` is complete."""
 
     connection: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttachRefused:
+class AttachRefused(Struct, frozen=True, gc=False):
     """The attach or detach on `connection` is refused."""
 
     connection: int
     error: KvdError
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True, gc=False):
     """An answer to one request of a worker; dropped where its session is gone."""
 
     worker: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True, gc=False):
     """The request `call` of a worker is refused and nothing changed."""
 
     worker: str
@@ -111,16 +101,14 @@ class Refusal:
     error: KvdError
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
+class Backlog(Struct, frozen=True, gc=False):
     """Whether a worker leaves so many notifications unacknowledged that it gets no new requests accepted."""
 
     worker: str
     full: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Struct, frozen=True, gc=False):
     """What an actor has to say for a status."""
 
     token: int
@@ -131,8 +119,7 @@ class Reported:
 # --- to the pools ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AttachPool:
+class AttachPool(Struct, frozen=True, gc=False):
     """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it.
 
     `quota` bounds the bytes of all pools of `uid` together, None where nothing does.
@@ -148,24 +135,21 @@ class AttachPool:
     quota: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DetachPool:
+class DetachPool(Struct, frozen=True, gc=False):
     """A worker gives its pool back."""
 
     connection: int
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerGone:
+class WorkerGone(Struct, frozen=True, gc=False):
     """The session of a worker ended without a detach."""
 
     worker: str
     connection: int
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(Struct, frozen=True, gc=False):
     """From leases and scheduler: nothing of theirs reads from or writes to the pool any more."""
 
     pool: int
@@ -175,46 +159,46 @@ class Quiet:
 # --- to the handshake -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PoolUp:
+class PoolUp(Struct, frozen=True, gc=False):
     """To handshake, leases, scheduler: a pool is registered. `metadata` is the transport's, with the pool in it."""
 
     pool: Pool
     metadata: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDown:
+class PoolDown(Struct, frozen=True, gc=False):
     """To handshake, leases, scheduler: a pool is no more; it was quiet before."""
 
     pool: Pool
 
 
-@dataclass(frozen=True, slots=True)
-class NeedPeer:
+class NeedPeer(Struct, frozen=True, gc=False):
     """The scheduler will ask this peer: `PeerUp` or `PeerDown` follows. `stale` is set where its pools have changed."""
 
     address: str
     stale: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectPeers:
+class ExpectPeers(Struct, frozen=True, gc=False):
     """Meet the daemons at these addresses, and keep them met; nothing is due to those of earlier lists any more."""
 
     addresses: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class AskPeer:
+class AskPeer(Struct, frozen=True, gc=False):
     """Send `message` to the peer at `address`; lost where it is not ready."""
 
     address: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPeer:
+class ForgetPeer(Struct, frozen=True, gc=False):
+    """No pull needs this peer: whoever needs it later says `NeedPeer` first."""
+
+    address: str
+
+
+class AnswerPeer(Struct, frozen=True, gc=False):
     """Send `message` to a peer that asked us; lost where it is gone."""
 
     sender: bytes
@@ -224,32 +208,28 @@ class AnswerPeer:
 # --- to the leases --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OfferBlocks:
+class OfferBlocks(Struct, frozen=True, gc=False):
     """A worker's offer, its blocks checked."""
 
     pool: Pool
     offer: worker_protocol.Offer
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
+class CancelRequest(Struct, frozen=True, gc=False):
     """To the scheduler, which passes it on to the leases where it knows no such pull."""
 
     worker: str
     cancel: worker_protocol.Cancel
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAsks:
+class PeerAsks(Struct, frozen=True, gc=False):
     """A request of a peer that concerns leases."""
 
     sender: bytes
     request: peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Release
 
 
-@dataclass(frozen=True, slots=True)
-class Quiesce:
+class Quiesce(Struct, frozen=True, gc=False):
     """To leases and scheduler: take no new work for a pool and answer `Quiet` when none is left.
 
     Offers that nobody has claimed are withdrawn, pulls are cancelled; `force` breaks what is still claimed.
@@ -262,8 +242,7 @@ class Quiesce:
 # --- to the scheduler -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartPull:
+class StartPull(Struct, frozen=True, gc=False):
     """A worker's pull, its ticket read and its blocks checked."""
 
     pool: Pool
@@ -271,15 +250,13 @@ class StartPull:
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUp:
+class PeerUp(Struct, frozen=True, gc=False):
     """A peer is ready, or has told about its pools again."""
 
     view: PeerView
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDown:
+class PeerDown(Struct, frozen=True, gc=False):
     """What was asked of this peer is lost. If `restarted` it is there, under another incarnation, and being greeted."""
 
     address: str
@@ -287,8 +264,13 @@ class PeerDown:
     restarted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAnswers:
+class PeerIdle(Struct, frozen=True, gc=False):
+    """Nothing was asked of this peer for long; answered by `ForgetPeer` unless a pull will need it."""
+
+    address: str
+
+
+class PeerAnswers(Struct, frozen=True, gc=False):
     """An answer of a peer that concerns transfers."""
 
     address: str
@@ -298,46 +280,40 @@ class PeerAnswers:
 # --- to the completion ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(Struct, frozen=True, gc=False):
     """One notification for a worker."""
 
     worker: str
     item: worker_protocol.Notification
 
 
-@dataclass(frozen=True, slots=True)
-class SessionUp:
+class SessionUp(Struct, frozen=True, gc=False):
     """A worker can be sent to. Another `instance` than before starts with an empty log."""
 
     worker: str
     instance: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SessionDown:
+class SessionDown(Struct, frozen=True, gc=False):
     """A worker cannot be sent to."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(Struct, frozen=True, gc=False):
     """The gateway could not send the last batch (the worker's queue is full): send again later."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
+class Acknowledged(Struct, frozen=True, gc=False):
     """A worker has everything up to `sequence`."""
 
     worker: str
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True, gc=False):
     """The worker detached: nothing needs to be kept for it."""
 
     worker: str

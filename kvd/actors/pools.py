@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import Struct
+
 from kvd.actors.actor import Actor, handles
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
@@ -30,7 +32,7 @@ from kvd.actors.messages import (
 )
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
 from kvd.layout import CacheSpec
-from kvd.memory.interface import Memory, MemoryProvider
+from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
 
 
@@ -71,14 +73,12 @@ class _Record:
     """Who gets the pool, or its name, when it is quiet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(Struct, frozen=True, gc=False):
     worker: str
     result: Memory | KvdError
 
 
-@dataclass(frozen=True, slots=True)
-class _Overdue:
+class _Overdue(Struct, frozen=True, gc=False):
     worker: str
 
 
@@ -87,12 +87,20 @@ class PoolsActor(Actor):
 
     name = "pools"
 
-    def __init__(self, house: House, provider: MemoryProvider, transport: Transport, background: Background) -> None:
-        super().__init__(house.loop, house.supervisor)
+    def __init__(
+        self,
+        house: House,
+        provider: MemoryProvider,
+        transport: Transport,
+        background: Background,
+        store: PoolStore,
+    ) -> None:
+        super().__init__(house.post)
         self._house = house
         self._provider = provider
         self._transport = transport
         self._background = background
+        self._store = store
         self._records: dict[str, _Record] = {}
         self._last_id = 0
         self._patience: Expiry[str] = Expiry(house.loop, lambda worker: self.tell(_Overdue(worker)))
@@ -114,7 +122,7 @@ class PoolsActor(Actor):
                     "attach under another name",
                 ),
             )
-        elif record.stage is Stage.KEPT and request.instance == record.request.instance:
+        elif record.stage is Stage.KEPT and request.instance == record.request.instance and _same_spec(request, record):
             self._close_descriptor(request)
             record.request, record.kept = request, True
             self._lend(record)
@@ -153,11 +161,14 @@ class PoolsActor(Actor):
             spec=request.spec,
             raw_spec=request.raw_spec,
         )
-        self._records[request.worker] = _Record(pool, Stage.MAKING, request, kept=request.descriptor >= 0)
+        descriptor = request.descriptor
+        if descriptor < 0:
+            descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
+        self._records[request.worker] = _Record(pool, Stage.MAKING, request, kept=descriptor >= 0)
 
         def work() -> Memory:
-            if request.descriptor >= 0:
-                return self._provider.adopt(request.descriptor, request.spec.pool_bytes)
+            if descriptor >= 0:
+                return self._provider.adopt(descriptor, request.spec.pool_bytes)
             return self._provider.allocate(request.worker, request.spec.pool_bytes)
 
         self._background(work, lambda result: self.tell(_Made(request.worker, result)))
@@ -171,6 +182,8 @@ class PoolsActor(Actor):
             self._house.gateway.tell(AttachRefused(record.request.connection, message.result))
             return
         record.memory = message.result
+        request = record.request
+        self._store.keep(request.worker, request.uid, request.raw_spec, message.result.descriptor)
         self._house.metrics.pool_bytes.labels(message.result.backing).inc(record.pool.size)
         self._register(record, record.pool.spec, record.pool.raw_spec)
 
@@ -231,6 +244,7 @@ class PoolsActor(Actor):
         if record is None:
             return
         if record.successor is not None and record.successor.connection == message.connection:
+            self._close_descriptor(record.successor)
             record.successor = None
         if record.detaching == message.connection:
             record.detaching = None
@@ -257,7 +271,7 @@ class PoolsActor(Actor):
         if record.noisy or record.stage is not Stage.QUIETING:
             return
         successor = record.successor
-        if successor is not None and successor.spec == record.pool.spec:
+        if successor is not None and _same_spec(successor, record):
             self._close_descriptor(successor)
             record.request, record.successor = successor, None
             self._readmit(record)
@@ -325,6 +339,7 @@ class PoolsActor(Actor):
         del self._records[record.pool.worker]
         if record.memory is not None:
             self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
+            self._store.drop(record.pool.worker)
             record.memory.close()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
@@ -358,3 +373,7 @@ class PoolsActor(Actor):
             for record in self._records.values()
         ]
         self._house.gateway.tell(Reported(message.token, "pools", content))
+
+
+def _same_spec(request: AttachPool, record: _Record) -> bool:
+    return request.spec == record.pool.spec

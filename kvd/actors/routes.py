@@ -7,7 +7,7 @@ import numpy as np
 
 from kvd import plan
 from kvd.actors.messages import PeerPool, PeerView, Pool
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
@@ -74,13 +74,17 @@ def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: in
     """The descriptors that bring what is `wanted` from one producer rank, or None where it is nothing.
 
     Raises:
-        BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or an id is not one of the producer's.
+        BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or an id is not one of the producer's;
+            `BAD_TICKET`, the ticket's ids are no ids.
 
     """
     if source.planner is None or not any(len(span.ids) for span in wanted):
         return None
     offered = ticket.spans(ticket.ranks[source.rank])
     for span in offered:
+        if len(span.ids) % 4:
+            text = f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}: no multiple of 4"
+            raise BadRequest(ErrorCode.BAD_TICKET, text)
         if span.group < len(source.pool.spec.groups):
             plan.check_ids(source.pool.spec.groups[span.group], np.frombuffer(span.ids, dtype="<u4"))
     there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}

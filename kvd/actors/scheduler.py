@@ -8,6 +8,8 @@ Its blocks are given back when no transfer of it can write any more, which may b
 from collections import Counter
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from kvd import limits
 from kvd.actors.actor import Actor, handles
 from kvd.actors.blocks import BusyBlocks
@@ -17,10 +19,12 @@ from kvd.actors.messages import (
     AskPeer,
     CancelRequest,
     Drain,
+    ForgetPeer,
     NeedPeer,
     Notify,
     PeerAnswers,
     PeerDown,
+    PeerIdle,
     PeerUp,
     PeerView,
     Pool,
@@ -66,6 +70,8 @@ class _Transfer:
     planned: bool = False
     early_grant: Grant | None = None
     """Speaks of a pool that the peer has not told us about yet."""
+    claimed: bool = False
+    """The producer knows of it before the fence."""
     writing: bool = False
     """A read is open: its blocks are in quarantine should the pull end."""
     ask: Message | None = None
@@ -94,23 +100,19 @@ class _Pull:
         return any(rank.address == address for rank in self.ticket.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Deadline:
+class _Deadline(Struct, frozen=True, gc=False):
     key: PullKey
 
 
-@dataclass(frozen=True, slots=True)
-class _AskAgain:
+class _AskAgain(Struct, frozen=True, gc=False):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepare:
+class _Prepare(Struct, frozen=True, gc=False):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _RenewAll:
+class _RenewAll(Struct, frozen=True, gc=False):
     pass
 
 
@@ -120,12 +122,14 @@ class SchedulerActor(Actor):
     name = "scheduler"
 
     def __init__(self, house: House, transport: Transport) -> None:
-        super().__init__(house.loop, house.supervisor)
+        super().__init__(house.post)
         self._house = house
         self._transport = transport
         self._pools: dict[str, Pool] = {}
         self._busy: dict[int, BusyBlocks] = {}
         self._views: dict[str, PeerView] = {}
+        self._direct: set[str] = set()
+        """Peers whose memory the last read reached without their transport: those of the same host."""
         self._routes: dict[RouteKey, tuple[Source, ...]] = {}
         self._pulls: dict[PullKey, _Pull] = {}
         self._open: Counter[int] = Counter()
@@ -207,9 +211,22 @@ class SchedulerActor(Actor):
             pull.transfers.append(transfer)
             self._transfers[transfer.number] = transfer
         for transfer in pull.transfers:
-            self._step(transfer, Event.CONNECTED)
+            known = self._is_known(transfer)
+            if pull.outcome:
+                return  # its blocks cannot be planned
+            self._step(transfer, Event.KNOWN if known else Event.CONNECTED)
         if not pull.transfers:
             self._contributed(pull)
+
+    def _is_known(self, transfer: _Transfer) -> bool:
+        """Whether a claim is not worth its time: the ticket names the lease, and the read is short and direct."""
+        pull, rank = transfer.pull, transfer.pull.ticket.ranks[transfer.source.rank]
+        if not rank.generation or rank.epoch != transfer.source.pool.epoch or transfer.address not in self._direct:
+            return False
+        self._plan(transfer)
+        transfer.generation = rank.generation
+        descriptors = transfer.descriptors
+        return not pull.outcome and (descriptors is None or descriptors.bytes <= limits.MAX_UNCLAIMED_BYTES)
 
     def _sources(self, pull: _Pull) -> tuple[Source, ...]:
         key = route_key(pull.pool, pull.ticket.ranks, pull.views)
@@ -233,12 +250,7 @@ class SchedulerActor(Actor):
     @handles(PeerDown)
     def peer_down(self, message: PeerDown) -> None:
         """What was asked of this peer is lost. Pulls that have asked nothing yet wait on where it will be back."""
-        self._views.pop(message.address, None)
-        self._routes = {
-            key: sources
-            for key, sources in self._routes.items()
-            if all(address != message.address for address, *_ in key[1])
-        }
+        self._forget(message.address)
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
         for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
             if message.restarted:
@@ -248,6 +260,20 @@ class SchedulerActor(Actor):
         for transfer in list(self._transfers.values()):
             if transfer.address == message.address:
                 self._step(transfer, Event.REFUSED, error)
+
+    @handles(PeerIdle)
+    def peer_idle(self, message: PeerIdle) -> None:
+        """A pull may still be waiting for other peers before it asks this one."""
+        if not any(pull.asks(message.address) for pull in self._pulls.values()):
+            self._forget(message.address)
+            self._house.handshake.tell(ForgetPeer(message.address))
+
+    def _forget(self, address: str) -> None:
+        self._views.pop(address, None)
+        self._direct.discard(address)
+        self._routes = {
+            key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
+        }
 
     # --- what the producer says -------------------------------------------------------------------------------------
 
@@ -336,7 +362,7 @@ class SchedulerActor(Actor):
         """
         by_address: dict[str, list[int]] = {}
         for transfer in self._transfers.values():
-            if transfer.state is not State.CLAIMING:
+            if transfer.claimed and transfer.state is not State.CLAIMING:
                 by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
             for start in range(0, len(numbers), limits.MAX_RENEWALS):
@@ -354,6 +380,7 @@ class SchedulerActor(Actor):
         transfer = self._transfers[event.read]
         metrics = self._house.metrics
         metrics.read_seconds.observe(event.seconds)
+        (self._direct.add if event.in_post else self._direct.discard)(transfer.address)
         if transfer.descriptors is not None:
             metrics.read_bytes.inc(transfer.descriptors.bytes)
             metrics.read_descriptors.inc(transfer.descriptors.count)
@@ -382,6 +409,7 @@ class SchedulerActor(Actor):
     def _carry_out(self, effect: Effect, transfer: _Transfer, error: KvdError | None) -> None:
         match effect:
             case Effect.CLAIM:
+                transfer.claimed = True
                 self._ask(transfer, self._claim(transfer))
                 self.tell(_Prepare(transfer.number))
                 if not self._renewing:
@@ -391,13 +419,12 @@ class SchedulerActor(Actor):
                 self._read(transfer)
             case Effect.FENCE:
                 transfer.writing = False
-                self._ask(transfer, Fence(transfer.number, transfer.generation))
+                unclaimed = None if transfer.claimed else self._claim(transfer)
+                self._ask(transfer, Fence(transfer.number, transfer.generation, unclaimed))
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.LET_GO:
-                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-                release = Release(transfer.number, finished=transfer.pull.outcome == "cancelled")
-                self._house.handshake.tell(AskPeer(transfer.address, release))
+                self._let_go(transfer)
             case Effect.FREE:
                 transfer.writing = False
                 self._check_free(transfer.pull)
@@ -406,6 +433,12 @@ class SchedulerActor(Actor):
                 self._end(transfer.pull, error)
             case Effect.CONTRIBUTE:
                 self._contributed(transfer.pull)
+
+    def _let_go(self, transfer: _Transfer) -> None:
+        if transfer.claimed:
+            # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
+            release = Release(transfer.number, finished=transfer.pull.outcome == "cancelled")
+            self._house.handshake.tell(AskPeer(transfer.address, release))
 
     def _claim(self, transfer: _Transfer) -> Claim:
         pull, source = transfer.pull, transfer.source
@@ -419,6 +452,7 @@ class SchedulerActor(Actor):
             reader=pull.pool.spec.shard.rank,
             readers=source.readers,
             ttl=self._house.settings.claim_ttl,
+            serve=transfer.address not in self._direct,
         )
 
     def _read(self, transfer: _Transfer) -> None:
@@ -439,11 +473,10 @@ class SchedulerActor(Actor):
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
             self._check_free(pull)
 
-    def _end(self, pull: _Pull, error: KvdError) -> None:
+    def _end(self, pull: _Pull, error: KvdError, *, cancelled: bool = False) -> None:
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
-        cancelled = error.code is ErrorCode.CANCELLED
         self._conclude(pull, "cancelled" if cancelled else "failed")
         for transfer in pull.transfers:
             self._step(transfer, Event.STOP)
@@ -507,7 +540,7 @@ class SchedulerActor(Actor):
         if pull is None:
             self._house.leases.tell(message)
         else:
-            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
+            self._end(pull, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"), cancelled=True)
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
@@ -531,7 +564,7 @@ class SchedulerActor(Actor):
         self._quiescing.add(message.pool)
         gone = Unavailable(ErrorCode.CANCELLED, "the worker is gone")
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
-            self._end(pull, gone)
+            self._end(pull, gone, cancelled=True)
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: int) -> None:

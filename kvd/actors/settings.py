@@ -9,6 +9,10 @@ class Settings:
 
     daemon: str
     incarnation: int
+    host: str = ""
+    """Names the running kernel; empty where it is not known."""
+    rdma: bool = False
+    """Whether this host has RDMA devices."""
     heartbeat: float = 1.0
     """Between two pings of a peer; three without an answer and it is lost."""
     retry: float = 0.5

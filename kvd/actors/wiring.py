@@ -4,7 +4,7 @@ The daemon and the simulator use the same wiring; they differ in what they hand 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.actors.completion import CompletionActor
 from kvd.actors.gateway import GatewayActor
@@ -14,9 +14,10 @@ from kvd.actors.leases import LeasesActor
 from kvd.actors.policy import Policy
 from kvd.actors.pools import Background, PoolsActor
 from kvd.actors.scheduler import SchedulerActor
-from kvd.memory.interface import MemoryProvider
+from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.net.interface import PeerEvent, PeerPort, WorkerEvent, WorkerPort
 from kvd.transport.interface import (
+    Answered,
     Deregistered,
     Event,
     Landed,
@@ -43,12 +44,14 @@ class Fittings:
     describe: Callable[[], dict[str, object]]
     transport_died: Callable[[str], None]
     policy: Policy
+    transport_answered: Callable[[int], None] = lambda _number: None
+    store: PoolStore = field(default_factory=NoStore)
 
 
 def furnish(house: House, fittings: Fittings) -> None:
     """Makes the actors, starts transport and ports. Sockets come last: whoever connects finds everything there."""
     transport, worker_port, peer_port = fittings.transport, fittings.worker_port, fittings.peer_port
-    house.pools = PoolsActor(house, fittings.provider, transport, fittings.background)
+    house.pools = PoolsActor(house, fittings.provider, transport, fittings.background, fittings.store)
     house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers)
     house.scheduler = SchedulerActor(house, transport)
     house.completion = CompletionActor(house)
@@ -70,6 +73,8 @@ def furnish(house: House, fittings: Fittings) -> None:
                 house.handshake.tell(event)
             case Registered() | RegisterFailed() | Deregistered():
                 house.pools.tell(event)
+            case Answered():
+                fittings.transport_answered(event.number)
             case TransportDied():
                 fittings.transport_died(event.reason)
 

@@ -8,12 +8,14 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(Message, frozen=True):
-    """Attach to the daemon at `socket` as `worker`, with `blocks` blocks of `block_bytes` bytes, and fill them."""
+    """Attach to the daemon at `socket` as `worker`, with a pool as `flat_spec` says, and fill it."""
 
     socket: str
     worker: str
     blocks: int
     block_bytes: int
+    layers: int
+    cross_layer: bool
 
 
 class Offer(Message, frozen=True):

@@ -25,15 +25,21 @@ _PULL_SECONDS = 120.0
 
 
 class Pool:
-    """The same pool on both sides: `blocks` blocks of `block_bytes` bytes, the producer's filled with a pattern."""
+    """The same pool on both sides, as `flat_spec` says, the producer's filled with a pattern.
 
-    def __init__(self, pair: "Pair", name: str, blocks: int, block_bytes: int) -> None:
+    `bytes` are this side's, uint8 [layers * blocks, block_bytes]: see `rows`.
+    """
+
+    def __init__(
+        self, pair: "Pair", name: str, blocks: int, block_bytes: int, layers: int, *, cross_layer: bool
+    ) -> None:
         self.name, self.blocks, self.block_bytes = name, blocks, block_bytes
-        self._pair = pair
-        spec = flat_spec(blocks, block_bytes)
+        self._pair, self._layers, self._cross_layer = pair, layers, cross_layer
+        spec = flat_spec(blocks, block_bytes, layers, cross_layer=cross_layer)
         self.worker = Worker.attach(str(pair.sockets["consumer"]), name=name, spec=spec, timeout=_START_SECONDS)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(blocks, block_bytes)
-        attached = pair.ask(Attach(str(pair.sockets["producer"]), name, blocks, block_bytes), Attached)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(-1, block_bytes)
+        attach = Attach(str(pair.sockets["producer"]), name, blocks, block_bytes, layers, cross_layer)
+        attached = pair.ask(attach, Attached)
         self.backing = (attached.backing, self.worker.backing)
         self._planner = Planner(spec, spec, route([spec], spec).shares[0])
         self._raw: tuple[RawAgent, str, int] | None = None
@@ -45,6 +51,12 @@ class Pool:
         ids = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
         there, here = ids
         return self._planner.plan([Span(0, there, 0, here)])
+
+    def rows(self, ids: Sequence[int]) -> list[int]:
+        """Which rows of `bytes` these blocks are: each block's layers, or where those lie apart each layer's blocks."""
+        if self._cross_layer:
+            return [block * self._layers + layer for block in ids for layer in range(self._layers)]
+        return [layer * self.blocks + block for layer in range(self._layers) for block in ids]
 
     def tickets(self, ids: Sequence[int], times: int) -> list[str]:
         """As many offers of the producer's blocks."""
@@ -103,8 +115,8 @@ class Pool:
             InternalError: one differs.
 
         """
-        expected = pattern(self.blocks, self.block_bytes)[list(source)]
-        if not np.array_equal(self.bytes[list(destination)], expected):
+        expected = pattern(len(self.bytes), self.block_bytes)[self.rows(source)]
+        if not np.array_equal(self.bytes[self.rows(destination)], expected):
             raise InternalError(ErrorCode.INTERNAL, f"wrong bytes in {self.name} after a pull that was done")
 
 
@@ -134,9 +146,9 @@ class Pair:
         flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
         return self._processes.start(side, "kvd.cli.main", "serve", *flags)
 
-    def pool(self, name: str, blocks: int, block_bytes: int) -> Pool:
+    def pool(self, name: str, blocks: int, block_bytes: int, layers: int = 1, *, cross_layer: bool = False) -> Pool:
         """A new pool on both sides."""
-        pool = Pool(self, name, blocks, block_bytes)
+        pool = Pool(self, name, blocks, block_bytes, layers, cross_layer=cross_layer)
         self._pools.append(pool)
         return pool
 

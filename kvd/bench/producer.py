@@ -48,10 +48,10 @@ class Producer:
                 return Closed()
 
     def _attach(self, request: Attach) -> Attached:
-        spec = flat_spec(request.blocks, request.block_bytes)
+        spec = flat_spec(request.blocks, request.block_bytes, request.layers, cross_layer=request.cross_layer)
         worker = Worker.attach(request.socket, name=request.worker, spec=spec, timeout=60)
         pool = np.frombuffer(worker.pool, dtype=np.uint8)
-        pool[:] = pattern(request.blocks, request.block_bytes).reshape(-1)
+        pool[:] = pattern(request.layers * request.blocks, request.block_bytes).reshape(-1)
         self._workers[request.worker] = worker
         return Attached(worker.backing)
 

@@ -1,6 +1,8 @@
 """Raw NIXL, as the measure of what kvd adds: the same descriptors, over the same memory, between the same processes."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,8 +51,9 @@ class RawAgent:
         self._agent.make_connection(name)
         return name
 
-    def read(self, peer: str, remote_base: int, descriptors: Descriptors) -> None:
-        """Reads what `descriptors` say and waits for it: prepared lists, one transfer, as NIXL means it to be used."""
+    @contextlib.contextmanager
+    def prepared(self, peer: str, remote_base: int, descriptors: Descriptors) -> Iterator[Any]:
+        """A transfer of `descriptors`, made as NIXL means it to be: of lists that are prepared."""
         agent = self._agent
         local = agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", _rows(self.base, descriptors.dst, descriptors), mem_type="DRAM"
@@ -58,14 +61,19 @@ class RawAgent:
         remote = agent.prep_xfer_dlist(peer, _rows(remote_base, descriptors.src, descriptors), mem_type="DRAM")
         every = np.arange(descriptors.count, dtype=np.int32)
         handle = agent.make_prepped_xfer("READ", local, every, remote, every)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        if state != "DONE":
-            raise RuntimeError(f"NIXL ended a read in the state {state}")
+        yield handle
         agent.release_xfer_handle(handle)
         agent.release_dlist_handle(local)
         agent.release_dlist_handle(remote)
+
+    def read(self, peer: str, remote_base: int, descriptors: Descriptors) -> None:
+        """Reads what `descriptors` say and waits for it: one transfer."""
+        with self.prepared(peer, remote_base, descriptors) as handle:
+            state = self._agent.transfer(handle)
+            while state == "PROC":
+                state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL ended a read in the state {state}")
 
 
 def _rows(base: int, offsets: Any, descriptors: Descriptors) -> Any:

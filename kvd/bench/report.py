@@ -9,8 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from kvd.bench.load import Interference, Rate
-from kvd.bench.transfers import Measured
+from kvd.bench.transfers import Case, Measured
 from kvd.limits import KIB, MIB
+
+WIDTH = 130
+"""Columns that the widest table needs, on a terminal or not."""
 
 
 def machine() -> dict[str, object]:
@@ -47,7 +50,7 @@ def transfers_table(results: Sequence[Measured]) -> Table:
     for row in results:
         case = row.case
         table.add_row(
-            f"{case.count} x {_size(case.block_bytes)}",
+            _blocks(case),
             "scattered" if case.scattered else "adjacent",
             _size(case.bytes),
             str(row.descriptors),
@@ -117,6 +120,13 @@ def _lines(axis: Any, rows: Sequence[Measured], style: str, blocks: str) -> None
     ):
         rates = [row.rate(seconds) for row, seconds in zip(rows, times, strict=True)]
         axis.plot(sizes, rates, style, marker="o", markersize=3, color=color, label=f"{name}, {blocks} blocks")
+
+
+def _blocks(case: Case) -> str:
+    blocks = f"{case.count} x {_size(case.block_bytes)}"
+    if case.layers == 1:
+        return blocks
+    return f"{blocks} {'cross-layer' if case.cross_layer else 'per layer'}"
 
 
 def _size(size: int) -> str:

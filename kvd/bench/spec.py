@@ -1,4 +1,4 @@
-"""The cache that is measured: one layer of plain blocks, so that a block is one descriptor."""
+"""The cache that is measured: plain blocks, in one layer unless said, so that a block is one descriptor."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,13 +8,17 @@ from kvd.layout import CacheSpec, Full, Group, Shard, View, strided
 _BLOCK_TOKENS = 16
 
 
-def flat_spec(blocks: int, block_bytes: int) -> CacheSpec:
-    """A pool of `blocks` blocks of `block_bytes` bytes, a multiple of 16, one behind the other."""
-    sizes = {"layer": 1, "block": blocks, "token": _BLOCK_TOKENS, "byte": block_bytes // _BLOCK_TOKENS}
-    view = View(component="latent", offset=0, axes=strided("layer block token byte", sizes), layers=(0,))
+def flat_spec(blocks: int, block_bytes: int, layers: int = 1, *, cross_layer: bool = False) -> CacheSpec:
+    """A pool of `blocks` blocks of `block_bytes` bytes a layer, a multiple of 16, with nothing between them.
+
+    With `cross_layer` all layers of a block lie together, else all blocks of a layer.
+    """
+    sizes = {"layer": layers, "block": blocks, "token": _BLOCK_TOKENS, "byte": block_bytes // _BLOCK_TOKENS}
+    axes = strided("block layer token byte" if cross_layer else "layer block token byte", sizes)
+    view = View(component="latent", offset=0, axes=axes, layers=tuple(range(layers)))
     group = Group(window=Full(), block_tokens=_BLOCK_TOKENS, num_blocks=blocks, views=(view,))
-    shard = Shard(stages=((0, 1),))
-    return CacheSpec(dtype="uint8", pool_bytes=blocks * block_bytes, groups=(group,), shard=shard)
+    shard = Shard(stages=((0, layers),))
+    return CacheSpec(dtype="uint8", pool_bytes=view.end, groups=(group,), shard=shard)
 
 
 def tokens_of(blocks: int) -> int:
@@ -23,6 +27,6 @@ def tokens_of(blocks: int) -> int:
 
 
 def pattern(blocks: int, block_bytes: int) -> NDArray[np.uint8]:
-    """What the producer's blocks hold, uint8 [blocks, block_bytes]: every 8 bytes differ from all others."""
+    """What the producer's pool holds, uint8 [blocks, block_bytes]: every 8 bytes differ from all others."""
     words = np.arange(blocks * block_bytes // 8, dtype=np.uint64)
     return (words * np.uint64(0x9E3779B97F4A7C15)).view(np.uint8).reshape(blocks, block_bytes)

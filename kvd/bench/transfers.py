@@ -11,21 +11,28 @@ from kvd.bench.pair import Pair, Pool
 from kvd.limits import KIB, MIB
 
 GIGA = 1e9
+_TURN = 4
+"""Measurements of one kind in a row: each warms the caches of other processes, so that every kind starts cold once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`count` blocks of `block_bytes` bytes, adjacent or scattered over the pools, measured `rounds` times."""
+    """`count` blocks of `block_bytes` bytes a layer, adjacent or scattered over the pools, measured `rounds` times.
+
+    With `cross_layer` all layers of a block lie together, else all blocks of a layer.
+    """
 
     block_bytes: int
     count: int
     scattered: bool
     rounds: int
+    layers: int = 1
+    cross_layer: bool = False
 
     @property
     def bytes(self) -> int:
         """Bytes moved."""
-        return self.block_bytes * self.count
+        return self.block_bytes * self.count * self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +81,23 @@ def cases(*, quick: bool) -> list[Case]:
     return found
 
 
+def layout_cases(*, quick: bool) -> list[Case]:
+    """64 blocks of 80 layers, 80 MiB: per layer and cross-layer."""
+    rounds = 5 if quick else 30
+    return [Case(16 * KIB, 64, True, rounds, layers=80, cross_layer=cross_layer) for cross_layer in (False, True)]
+
+
 def measure(pair: Pair, chosen: Sequence[Case], progress: Callable[[], None]) -> Iterator[Measured]:
     """Measures the cases; calls `progress` after each."""
-    pools: dict[int, Pool] = {}
+    pools: dict[tuple[int, int, bool], Pool] = {}
     rng = np.random.default_rng(0)
     for case in chosen:
-        if case.block_bytes not in pools:
+        key = case.block_bytes, case.layers, case.cross_layer
+        if key not in pools:
             largest = max(other.count for other in chosen if other.block_bytes == case.block_bytes)
-            pools[case.block_bytes] = pair.pool(f"pool-{case.block_bytes}", 2 * largest, case.block_bytes)
-        yield _measure(pools[case.block_bytes], case, rng)
+            name = f"pool-{len(pools)}"
+            pools[key] = pair.pool(name, 2 * largest, case.block_bytes, case.layers, cross_layer=case.cross_layer)
+        yield _measure(pools[key], case, rng)
         progress()
 
 
@@ -91,15 +106,16 @@ def _measure(pool: Pool, case: Case, rng: np.random.Generator) -> Measured:
     descriptors = pool.descriptors(source, destination)
     tickets = pool.tickets(source, case.rounds + 1)
     pool.raw(descriptors)
-    pool.bytes[list(destination)] = 0
+    pool.bytes[pool.rows(destination)] = 0
     pool.pull(tickets.pop(), destination)
     pool.check(source, destination)
     times: dict[str, list[float]] = {"memcpy": [], "raw": [], "kvd": []}
-    spare = _spare(pool, destination)
-    for ticket in tickets:
-        times["memcpy"].append(_memcpy(pool, destination, spare))
-        times["raw"].append(pool.raw(descriptors))
-        times["kvd"].append(pool.pull(ticket, destination))
+    spare, rows = pool.rows(_spare(pool, destination)), pool.rows(destination)
+    for start in range(0, len(tickets), _TURN):
+        turn = tickets[start : start + _TURN]
+        times["memcpy"] += [_memcpy(pool, rows, spare) for _ in turn]
+        times["raw"] += [pool.raw(descriptors) for _ in turn]
+        times["kvd"] += [pool.pull(ticket, destination) for ticket in turn]
     return Measured(
         case=case,
         descriptors=descriptors.count,

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -15,6 +14,8 @@ from rich.progress import Progress
 
 from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
+from kvd.bench.prepare import Preparation
+from kvd.cli import bench_plan, bench_vllm
 
 _WINDOW = 32
 """Small pulls open at a time: as many requests as a busy decode engine has waiting for their KV."""
@@ -31,37 +32,57 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--load", action="store_true", help="status and small pulls while a pull of 1 GiB runs")
     what.add_argument("--rate", action="store_true", help="how many small pulls a second are sustained")
     what.add_argument("--plan", action="store_true", help="how fast transfers are planned")
+    what.add_argument("--layouts", action="store_true", help="scattered blocks of 80 layers, cross-layer and per layer")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
     parser.set_defaults(run=run)
+    bench_vllm.add_parser(parser.add_subparsers(title="with an engine", metavar="engine"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the files."""
-    if args.plan:
-        status: int = importlib.import_module("kvd.cli.bench_plan").run(args)
-        return status
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Pair(Path(folder)) as pair:
-        if args.load:
-            figures = _load(pair, args)
-        elif args.rate:
-            figures = _rate(pair, args)
-        else:
-            figures = _transfers(pair, args)
+    figures = _plan() if args.plan else _between_daemons(args)
     if args.json:
         document = {"machine": report.machine(), **figures}
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return 0
 
 
+def _plan() -> dict[str, object]:
+    timings = bench_plan.bench_plan(Preparation())
+    bench_plan.print_timings(timings)
+    return {"plan": [timing.as_dict() for timing in timings]}
+
+
+def _between_daemons(args: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Pair(Path(folder)) as pair:
+        if args.load:
+            return _load(pair, args)
+        if args.rate:
+            return _rate(pair, args)
+        if args.layouts:
+            return _layouts(pair, args)
+        return _transfers(pair, args)
+
+
+def _layouts(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+    chosen = transfers.layout_cases(quick=args.quick)
+    with _progress("layouts", len(chosen)) as advance:
+        per_layer, cross_layer = transfers.measure(pair, chosen, advance)
+    speedup = per_layer.kvd / cross_layer.kvd
+    Console().print(report.transfers_table([per_layer, cross_layer]))
+    Console().print(f"cross-layer blocks move {speedup:.1f} times as fast as per-layer blocks")
+    return {"per_layer": per_layer.as_dict(), "cross_layer": cross_layer.as_dict(), "speedup": speedup}
+
+
 def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     chosen = transfers.cases(quick=args.quick)
     with _progress("transfers", len(chosen)) as advance:
         results = list(transfers.measure(pair, chosen, advance))
-    Console().print(report.transfers_table(results))
+    Console(width=report.WIDTH).print(report.transfers_table(results))
     if args.plot:
         report.plot(results, args.plot)
     return {"transfers": [result.as_dict() for result in results]}

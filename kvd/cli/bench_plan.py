@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -40,6 +40,10 @@ class PlanTiming:
     def nanoseconds_each(self) -> float:
         """Planning time of one descriptor."""
         return self.plan / self.descriptors * 1e9
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "nanoseconds_each": self.nanoseconds_each}
 
 
 def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:

@@ -10,6 +10,10 @@ from kvd.errors import KvdError
 
 COMMANDS = {
     "serve": "run the daemon",
+    "status": "one look at a daemon: pools, peers, leases, transfers, paths",
+    "top": "a daemon, live in the terminal",
+    "doctor": "check this host for what kvd needs, each finding with its fix",
+    "drain": "stop a daemon after its work is finished",
     "keys": "make and show the keys that daemons know each other by",
     "demo": "prefill in one process, decode in another, kvd between them",
     "bench": "measure pulls against memcpy and raw NIXL in one run",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout.view import Axis, Dim, View
 from kvd.layout.window import Chunked, Sliding, State
-from kvd.limits import MAX_GROUPS, MAX_NAME_BYTES, MAX_RANKS
+from kvd.limits import MAX_GROUPS, MAX_NAME_BYTES, MAX_RANKS, MAX_SPEC_COORDINATES, MAX_SPEC_LAYERS
 
 if TYPE_CHECKING:
     from kvd.layout.shard import Shard
@@ -30,6 +30,7 @@ _OCCURRENCES: dict[Dim, range] = {
     "channel": range(2),
     "byte": range(1, 2),
 }
+_ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
 
 
 def check_spec(spec: "CacheSpec") -> None:
@@ -38,8 +39,12 @@ def check_spec(spec: "CacheSpec") -> None:
     _check_name("dtype", spec.dtype)
     _bounded("groups", len(spec.groups), 1, MAX_GROUPS + 1)
     _check_shard(spec.shard)
+    views = [view for group in spec.groups for view in group.views]
+    _bounded("layers over all views", sum(len(view.layers) for view in views), 0, MAX_SPEC_LAYERS + 1)
     for index, group in enumerate(spec.groups):
         _check_group(f"groups[{index}]", group, spec)
+    coordinates = sum(view.size(dim) for view in views for dim in _ENUMERATED)
+    _bounded("heads, tokens, taps and channels over all views", coordinates, 0, MAX_SPEC_COORDINATES + 1)
     _check_arenas(spec)
 
 

@@ -47,3 +47,30 @@ class MemoryProvider(Protocol):
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that a worker sent along and nobody needs."""
+
+
+class PoolStore(Protocol):
+    """Keeps pools while no daemon runs, so that a worker that is gone too loses no bytes."""
+
+    def take(self, worker: str, uid: int, spec: bytes) -> int:
+        """The descriptor of the pool that `worker` had under the last daemon, for the caller to close; else -1."""
+
+    def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
+        """Keeps a duplicate of a pool's descriptor; a second time changes nothing."""
+
+    def drop(self, worker: str) -> None:
+        """The worker's pool has ended: its bytes need not be kept."""
+
+
+class NoStore:
+    """Where nothing outlives the daemon: workers bring their pools back, or get new ones."""
+
+    def take(self, worker: str, uid: int, spec: bytes) -> int:  # noqa: ARG002
+        """There is none."""
+        return -1
+
+    def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
+        """Keeps nothing."""
+
+    def drop(self, worker: str) -> None:
+        """Has nothing."""

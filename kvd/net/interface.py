@@ -4,14 +4,14 @@ Actors see bytes and names of connections, never a socket; the simulator impleme
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from kvd.errors import BadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
+class SessionOpened(Struct, frozen=True, gc=False):
     """A process connected to the session socket; the kernel says who it is (SO_PEERCRED)."""
 
     connection: int
@@ -20,8 +20,7 @@ class SessionOpened:
     gid: int
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFrame:
+class SessionFrame(Struct, frozen=True, gc=False):
     """One frame on a session, with the descriptors that came along. Whoever handles it closes them."""
 
     connection: int
@@ -29,8 +28,7 @@ class SessionFrame:
     descriptors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
+class SessionClosed(Struct, frozen=True, gc=False):
     """The process at the other end closed the session or is gone.
 
     Where `error` is set we hung up on it (and told it why): what it sent was no frame.
@@ -40,8 +38,7 @@ class SessionClosed:
     error: BadRequest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFrame:
+class WorkerFrame(Struct, frozen=True, gc=False):
     """One ZMQ frame of a worker; `session` is its routing id, which `Attached` gave it."""
 
     session: bytes
@@ -50,16 +47,14 @@ class WorkerFrame:
     """The user it comes from, as the kernel says; -1 where that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAsked:
+class PeerAsked(Struct, frozen=True, gc=False):
     """One frame of a daemon that connected to us; `sender` is its routing id, for the answer."""
 
     sender: bytes
     frame: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAnswered:
+class PeerAnswered(Struct, frozen=True, gc=False):
     """One frame of a daemon that we connected to."""
 
     link: int

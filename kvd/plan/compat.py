@@ -49,11 +49,12 @@ def _check_groups(field: str, ours: Group, theirs: Group, source: CacheSpec, des
     _same(f"{field}.components", sorted(held), sorted(wanted))
     for component, layers in held.items():
         _same(f"{field}.{component}.layers", layers, wanted[component])
+    wanted_views = {(view.component, layer): view for view in theirs.views for layer in view.layers}
     for view in ours.views:
-        for other in theirs.views:
-            if view.component == other.component and common.intersection(view.layers).intersection(other.layers):
-                _same(f"{field}.{view.component}.dtype", view.dtype or source.dtype, other.dtype or destination.dtype)
-                _check_views(f"{field}.{view.component}", view, other, min(ours.block_tokens, theirs.block_tokens))
+        shared = (layer for layer in view.layers if layer in common)
+        for other in {id(other): other for other in (wanted_views[view.component, layer] for layer in shared)}.values():
+            _same(f"{field}.{view.component}.dtype", view.dtype or source.dtype, other.dtype or destination.dtype)
+            _check_views(f"{field}.{view.component}", view, other, min(ours.block_tokens, theirs.block_tokens))
 
 
 def _layers_by_component(group: Group, common: set[int]) -> dict[str, list[int]]:
@@ -61,8 +62,8 @@ def _layers_by_component(group: Group, common: set[int]) -> dict[str, list[int]]
     for view in group.views:
         shared = common.intersection(view.layers)
         if shared:
-            layers[view.component] = sorted((*layers.get(view.component, ()), *shared))
-    return layers
+            layers.setdefault(view.component, []).extend(shared)
+    return {component: sorted(held) for component, held in layers.items()}
 
 
 def _check_views(field: str, ours: View, theirs: View, small: int) -> None:

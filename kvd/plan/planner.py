@@ -9,7 +9,7 @@ from kvd.layout import CacheSpec
 from kvd.limits import MAX_DESCRIPTORS
 from kvd.plan.arrays import Descriptors, Ints, ascending, join
 from kvd.plan.route import Share
-from kvd.plan.template import Runs, Template, make_templates
+from kvd.plan.template import Runs, Template, check_runs, make_templates
 from kvd.plan.units import Pairing, Span, Units
 
 
@@ -18,15 +18,23 @@ class Planner:
 
     Made once a peer; `source` and `destination` must be compatible (`check_compatible`), `share` is the destination's
     (`route`). The descriptors are the fewest that move each byte once: no two are adjacent on both sides.
+
+    Raises:
+        BadRequest: INCOMPATIBLE, if the orders differ so much that a block takes more than MAX_BLOCK_DESCRIPTORS.
+
     """
 
     def __init__(self, source: CacheSpec, destination: CacheSpec, share: Share) -> None:
         pairs = list(zip(source.groups, destination.groups, strict=True))
         self._pairings = [Pairing(f"groups[{index}]", *groups) for index, groups in enumerate(pairs)]
         self._templates: list[tuple[Template, list[int]]] = []
+        runs = 0
         known: dict[tuple[object, ...], list[int]] = {}
         for group in range(len(pairs)):
-            for template in make_templates(source, destination, share.parts, group):
+            templates = make_templates(source, destination, share.parts, group)
+            runs += sum(len(run.src) for template in templates for run in template.runs)
+            check_runs("all groups", runs)
+            for template in templates:
                 members = known.setdefault(template.key, [])
                 if not members:
                     self._templates.append((template, members))
@@ -71,7 +79,8 @@ class _Plan:
             src, dst = _sorted(template, src, dst)
         extent = template.extent(src, dst)
         self._joinable |= any(_touch(extent, other) for other in self._extents)
-        self._joinable |= any(_has_distance(src, dst, wrap) for wrap in template.wraps)
+        wraps = template.wraps
+        self._joinable |= wraps is None or any(_has_distance(src, dst, wrap) for wrap in wraps)
         self._extents.append(extent)
         for run in template.runs:
             self._add_run(run, src, dst)

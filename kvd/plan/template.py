@@ -5,9 +5,8 @@ a run's addresses are those of the unit plus offsets that are the same for every
 (addresses of the units) + (offsets of the runs).
 """
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -15,11 +14,13 @@ import numpy as np
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import CacheSpec, Dim, Group, State, View
-from kvd.limits import MAX_DESCRIPTORS
+from kvd.limits import MAX_BLOCK_DESCRIPTORS
 from kvd.plan.arrays import Ints, join
 from kvd.plan.route import Part
 
 _OUTER: tuple[Dim, ...] = ("kv", "tap", "channel")
+_MOST_PAIRS = 1 << 20  # ends and starts that may meet: 20 ms to look through
+_MOST_WRAPS = 32  # each is looked for in every plan; sorting the plan is cheaper than looking for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,14 @@ class Template:
 
     `bounds` is the extent of the unit at address 0: first and last+1 byte on the source, then on the destination.
     `wraps` are the distances (on the source, on the destination) of two units at which a run of the one continues in
-    another run of the other, so that the two could be joined.
+    another run of the other, so that the two could be joined; None is not known, so that every plan must be joined.
     """
 
     source: Side
     destination: Side
     runs: tuple[Runs, ...]
     bounds: tuple[int, int, int, int]
-    wraps: tuple[tuple[int, int], ...]
+    wraps: tuple[tuple[int, int], ...] | None
 
     def extent(self, src: Ints, dst: Ints) -> tuple[int, int, int, int]:
         """As `bounds`, of the runs of all units at `src` (ascending) and `dst`."""
@@ -81,33 +82,69 @@ class Template:
         return self.source, self.destination, offsets
 
 
+def check_runs(what: str, count: int) -> None:
+    """Refuse a pair of layouts between which one block of `what` takes `count` descriptors.
+
+    Raises:
+        BadRequest: INCOMPATIBLE, beyond MAX_BLOCK_DESCRIPTORS.
+
+    """
+    if count > MAX_BLOCK_DESCRIPTORS:
+        text = f"{what}: one block would take {count} descriptors, the limit is {MAX_BLOCK_DESCRIPTORS}"
+        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts that agree on the order of heads and tokens")
+
+
 def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Part], group: int) -> list[Template]:
     """The templates of group number `group` for the `parts` of it that are read.
 
     Raises:
-        BadRequest: INCOMPATIBLE, if a unit falls into more runs than a whole plan may have.
+        BadRequest: INCOMPATIBLE, if a unit of one component falls into too many runs (`check_runs`).
 
     """
     ours, theirs = source.groups[group], destination.groups[group]
     tokens = 1 if isinstance(ours.window, State) else min(ours.block_tokens, theirs.block_tokens)
     found: dict[tuple[Side, Side], list[tuple[Ints, Ints, Ints]]] = {}
+    wanted = {(view.component, layer): view for view in theirs.views for layer in view.layers}
     for part in parts:
-        held = [view for view in ours.views if (group, view.component) == (part.group, part.component)]
-        wanted = [view for view in theirs.views if (group, view.component) == (part.group, part.component)]
-        for view, other in itertools.product(held, wanted):
-            layers = sorted(set(view.layers).intersection(other.layers))
-            if layers:
+        for view in ours.views:
+            if (group, view.component) != (part.group, part.component):
+                continue
+            for other, layers in _meetings(view, wanted):
                 sides = _side(ours, theirs, view), _side(theirs, ours, other)
                 cut = _Cut(view, source.shard.heads(view.heads), other, destination.shard.heads(other.heads))
                 found.setdefault(sides, []).append(cut.runs(layers, part.heads, tokens))
     return [_template(sides, runs) for sides, runs in found.items()]
 
 
+def _meetings(view: View, wanted: dict[tuple[str, int], View]) -> list[tuple[View, list[int]]]:
+    """The views of the other side that share layers with `view`, and which."""
+    found: dict[int, tuple[View, list[int]]] = {}
+    for layer in sorted(view.layers):
+        other = wanted.get((view.component, layer))
+        if other is not None:
+            found.setdefault(id(other), (other, []))[1].append(layer)
+    return list(found.values())
+
+
 def _side(group: Group, other: Group, view: View) -> Side:
     if isinstance(group.window, State):
         return Side(view.block_stride, (0,), group.num_blocks)
     unit = min(group.block_tokens, other.block_tokens)
-    return Side(view.block_stride, tuple(view.offsets("token")[::unit]), group.num_blocks)
+    return Side(view.block_stride, tuple(_offsets(view, "token")[::unit].tolist()), group.num_blocks)
+
+
+def _offsets(view: View, dim: Dim) -> Ints:
+    """As `View.offsets`, int64 [size]."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for axis in view.axes:
+        if axis.dim == dim:
+            offsets = np.add.outer(offsets, np.arange(axis.size, dtype=np.int64) * axis.stride).ravel()
+    return offsets
+
+
+def _places(view: View, layers: list[int]) -> list[int]:
+    places = {layer: place for place, layer in enumerate(view.layers)}
+    return [places[layer] for layer in layers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +170,15 @@ class _Cut:
         pairs.append(
             self._offsets(
                 "layer",
-                [self.source.layers.index(layer) for layer in layers],
-                [self.destination.layers.index(layer) for layer in layers],
+                _places(self.source, layers),
+                _places(self.destination, layers),
             )
         )
         src = np.array([self.source.offset + sum(ours[0] for ours, _ in pairs)], dtype=np.int64)
         dst = np.array([self.destination.offset + sum(theirs[0] for _, theirs in pairs)], dtype=np.int64)
         length = self._absorb(pairs)
         count = reduce(lambda product, pair: product * len(pair[0]), pairs, 1)
-        if count > MAX_DESCRIPTORS:
-            text = f"{self.source.component}: a block would take {count} descriptors, the limit is {MAX_DESCRIPTORS}"
-            raise BadRequest(ErrorCode.INCOMPATIBLE, text)
+        check_runs(self.source.component, count)
         for ours, theirs in pairs:
             src, dst = np.add.outer(src, ours - ours[0]).ravel(), np.add.outer(dst, theirs - theirs[0]).ravel()
         return src, dst, np.full(len(src), length, dtype=np.int64)
@@ -151,8 +186,7 @@ class _Cut:
     def _offsets(
         self, dim: Dim, ours: Iterable[int] | None = None, theirs: Iterable[int] | None = None
     ) -> tuple[Ints, Ints]:
-        src = np.array(self.source.offsets(dim), dtype=np.int64)
-        dst = np.array(self.destination.offsets(dim), dtype=np.int64)
+        src, dst = _offsets(self.source, dim), _offsets(self.destination, dim)
         if ours is not None and theirs is not None:
             src, dst = src[list(ours)], dst[list(theirs)]
         return src, dst
@@ -180,26 +214,38 @@ def _template(sides: tuple[Side, Side], found: list[tuple[Ints, Ints, Ints]]) ->
     return Template(*sides, tuple(runs), bounds, _wraps(sides, src, dst, length))
 
 
-def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tuple[tuple[int, int], ...]:
-    """All distances of two units over which one run (sorted by `src`) continues in another.
+def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tuple[tuple[int, int], ...] | None:
+    """All distances of two units over which one run continues in another; None where they are too many to look for.
 
     A run's end can be a start in another unit only where both leave the same remainders modulo what addresses of units
     are multiples of, and only within reach. Distinct units lie apart on both sides, so distances of 0 are none.
     """
-    steps = np.array([side.step for side in sides])
-    ends = np.stack([src + length, dst + length], axis=1)
-    starts = np.stack([src, dst], axis=1)
-    _, labels = np.unique(np.concatenate([ends % steps, starts % steps]), axis=0, return_inverse=True)
-    end_labels, start_labels = labels[: len(src)], labels[len(src) :]
+    if not all(side.reach for side in sides):
+        return ()
+    labels = _labels(
+        [np.concatenate([at + length, at]) % side.step for side, at in zip(sides, (src, dst), strict=True)]
+    )
+    ended, started = labels[: len(src)], labels[len(src) :]
+    order = np.argsort(started)
+    low = np.searchsorted(started[order], ended)
+    high = np.searchsorted(started[order], ended, side="right")
+    if int((high - low).sum()) > _MOST_PAIRS:
+        return None
     found: set[tuple[int, int]] = set()
-    for label in np.intersect1d(end_labels, start_labels).tolist():
-        ended, started = np.flatnonzero(end_labels == label), np.flatnonzero(start_labels == label)
-        low = np.searchsorted(src[started], ends[ended, 0] - sides[0].reach)
-        high = np.searchsorted(src[started], ends[ended, 0] + sides[0].reach, side="right")
-        for nudge in range(int((high - low).max())):
-            near = low + nudge < high
-            one, other = ended[near], started[(low + nudge)[near]]
-            steps_between = (ends[one] - starts[other])[one != other]
-            possible = np.all((steps_between != 0) & (np.abs(steps_between) <= [side.reach for side in sides]), axis=1)
-            found.update(map(tuple, np.unique(steps_between[possible], axis=0).tolist()))
-    return tuple(sorted(found))
+    candidates = np.flatnonzero(low < high)
+    for nudge in range(int((high - low).max())):
+        candidates = candidates[low[candidates] + nudge < high[candidates]]
+        others = order[low[candidates] + nudge]
+        between = [at[candidates] + length[candidates] - at[others] for at in (src, dst)]
+        possible = candidates != others
+        for side, distance in zip(sides, between, strict=True):
+            possible &= (distance != 0) & (np.abs(distance) <= side.reach)
+        found.update(zip(*(distance[possible].tolist() for distance in between), strict=True))
+    return tuple(sorted(found)) if len(found) <= _MOST_WRAPS else None
+
+
+def _labels(remainders: Sequence[Ints]) -> Ints:
+    """A number for each column of `remainders`, the same for equal columns."""
+    ours, theirs = (np.unique(row, return_inverse=True)[1] for row in remainders)
+    labels: Ints = ours * (int(theirs.max()) + 1) + theirs
+    return labels

@@ -40,6 +40,8 @@ class Claim(Message, frozen=True, tag="claim"):
     reader: Count
     readers: Annotated[int, Meta(ge=1, le=limits.MAX_RANKS)]
     ttl: Seconds
+    serve: bool = True
+    """Whether the producer's transport has a part in the read and must answer promptly; not so on the same host."""
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -53,6 +55,8 @@ class Fence(Message, frozen=True, tag="fence"):
 
     claim: Count
     generation: Count
+    unclaimed: Claim | None = None
+    """The claim itself, where the ticket named the generation and the read was too short to claim first."""
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -94,6 +98,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     metadata: bytes
     pools: tuple[PoolInfo, ...]
     version: int = VERSION
+    host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
+    """The same for all daemons on one running kernel: the consumer expects a fast path to those on its own."""
 
 
 class Grant(Message, frozen=True, tag="grant"):

@@ -32,6 +32,9 @@ class TicketRank(Message, frozen=True):
     offer: RequestId
     blocks: Annotated[int, Meta(ge=0, lt=limits.MAX_RANKS)]
     """Which entry of the ticket's `blocks` this rank offered (mostly the ranks of an engine share one)."""
+    generation: Count = 0
+    """Of the offer's lease, and `epoch` that of its pool; 0 where whoever made the ticket did not know them."""
+    epoch: Count = 0
 
 
 class Ticket(Message, frozen=True):

@@ -1,8 +1,9 @@
 """Messages between a worker and its daemon.
 
 `Attach` and `Detach` travel on the session socket, because a pool's descriptor travels with them; everything else on
-ZMQ. Requests carry `call`, a number of the worker's own, which an immediate `Error` answers to. A pull has no
-immediate answer when it is accepted: its answer is exactly one of `Done`, `Failed` and `Cancelled`.
+ZMQ. `StatusRequest` is understood on both: an operator asks on the session socket, without a pool. Requests carry
+`call`, a number of the worker's own, which an immediate `Error` answers to. A pull has no immediate answer when it is
+accepted: its answer is exactly one of `Done`, `Failed` and `Cancelled`.
 """
 
 from typing import Annotated
@@ -200,5 +201,5 @@ class Status(Message, frozen=True, tag="status"):
 
 
 Reply = Offered | Error | Notifications | Status
-SessionRequest = Attach | Detach
-SessionReply = Attached | Detached | Refused
+SessionRequest = Attach | Detach | StatusRequest
+SessionReply = Attached | Detached | Refused | Status

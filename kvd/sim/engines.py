@@ -1,5 +1,6 @@
 """Engines and the router between them: sequences are prefilled by one engine and pulled by another."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.errors import KvdError
@@ -7,7 +8,8 @@ from kvd.layout import Full
 from kvd.protocol import ticket
 from kvd.sim.cache import make_cache
 from kvd.sim.fleet import Daemon
-from kvd.sim.workers import Pulling, Worker
+from kvd.sim.ledger import Pulling
+from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
 MAX_TOKENS = 12
@@ -39,8 +41,7 @@ class Sequence:
     tries: int
     calm: bool
     """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
-    faults: dict[str, int]
-    """How often something was done to each daemon, when it began."""
+    began: float
     tickets: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     """Target ranks that have it."""
@@ -67,6 +68,8 @@ class Router:
         self.sequences = 0
         self.outcomes: dict[str, int] = {}
         """How many pulls ended how."""
+        self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
+        """Called for each pull that was sent."""
         self._alive: list[Sequence] = []
         self._by_request: dict[str, tuple[Sequence, int]] = {}
         for engine in engines:
@@ -87,10 +90,7 @@ class Router:
             timeout=4.0 if calm else rng.choice((0.02, 0.2, 1.0, 2.0)),
             tries=0 if calm else rng.randrange(3),
             calm=calm,
-            faults={
-                worker.daemon.name: self.world.faults_of.get(worker.daemon.name, 0)
-                for worker in (*source.workers, *target.workers)
-            },
+            began=self.world.loop.now,
         )
         self._alive.append(sequence)
         ttl = 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
@@ -142,14 +142,14 @@ class Router:
         if blocks is None:
             return
         request = f"{sequence.name}/{rank}/{attempt}"
-        concerned = tuple(dict.fromkeys([worker.daemon.name, *(w.daemon.name for w in sequence.source.workers)]))
+        sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
         pulling = Pulling(
             sequence=sequence.name,
             tokens=sequence.tokens,
             blocks=blocks,
             deadline=self.world.loop.now + sequence.timeout,
-            faults=tuple(sequence.faults[name] for name in concerned),
-            concerned=concerned,
+            began=sequence.began,
+            concerned=(worker.daemon.name, *sources),
             trouble=worker.trouble + worker.daemon.pauses,
             spoilt=not sequence.calm,
         )
@@ -159,6 +159,7 @@ class Router:
         except KvdError:
             worker.give_back(blocks)
             return
+        self.on_pull(sequence, worker, request)
         if attempt <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
 
@@ -184,7 +185,7 @@ class Router:
         if outcome == "done":
             sequence.done.add(rank)
 
-    def spoil(self, offer: str, worker: Worker) -> None:
+    def withdraw(self, offer: str, worker: Worker) -> None:
         """Withdraws an offer, perhaps in the middle of its pulls, which may fail from here on."""
         for engine in self.engines:
             for each in engine.workers:

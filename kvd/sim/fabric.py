@@ -6,6 +6,9 @@ when it goes on), faults follow the world's knobs, and a read that is stuck goes
 
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.sim.loop import Process
 from kvd.sim.memory import File
 from kvd.sim.promises import Promise
@@ -16,6 +19,10 @@ from kvd.transport.interface import Event, RegisterFailed
 
 _BYTES_PER_SECOND = 40e3
 """Slow, so that what happens meanwhile happens in the middle."""
+_PACE = (1.0, 1.0, 4.0, 16.0)
+"""Times that a read takes longer than at that speed."""
+_SLOWER = 200.0
+"""Times that a slow read takes longer: claims must be renewed meanwhile, and its deadline is still kept."""
 _STUCK = 3.0
 """Seconds that a stuck read takes at most."""
 _EVENT = 0.002
@@ -27,9 +34,13 @@ class SimFabric(FakeFabric):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
+        self.direct = world.rng.random() < 0.5
+        self.direct = world.rng.random() < 0.5
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
+        self._places: dict[Flight, NDArray[np.int64]] = {}
+        """Which bytes of its file each slice writes."""
 
     def map_file(self, file: File) -> int:
         """Maps a file; its address."""
@@ -53,28 +64,30 @@ class SimFabric(FakeFabric):
         self._resume(lambda flight: flight.read.fault.stuck)
 
     def fault_of_read(self, reader: str) -> Fault:
-        """By the knobs. Whoever cannot finish a read because of it is excused."""
+        """By the knobs. Whoever cannot finish a read because of it is excused; one that is merely slow is not."""
         world, knobs = self.world, self.world.knobs
         slow = world.chance(knobs.read_slow)
         stuck = world.chance(knobs.read_sticks)
         fails = world.chance(knobs.read_fails)
-        if slow or stuck or fails:
+        if stuck or fails:
             world.disturb(daemon_of(reader))
         if stuck:
             world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
-        return Fault(100.0 if slow else 1.0, stuck, fails)
+        return Fault(_SLOWER if slow else world.rng.choice(_PACE), stuck, fails)
 
     def _copy(self, flight: Flight) -> None:
         piece, read = flight.piece, flight.read
+        places = self._places.get(flight)
+        if places is None:
+            part = slice(piece.start, piece.stop)
+            rows = zip(piece.chunk.dst[part].tolist(), piece.chunk.length[part].tolist(), strict=True)
+            places = np.concatenate([np.arange(first, first + length) for first, length in rows])
+            self._places[flight] = places
         file = self.files[read.local_base]
-        for index in range(piece.start, piece.stop):
-            first, length = int(piece.chunk.dst[index]), int(piece.chunk.length[index])
-            if not file.writable[first : first + length].all():
-                who = f"read {read.key} of {flight.reader.agent}"
-                self.world.violate(
-                    Promise.QUARANTINE, f"{who} writes {length} bytes at {first} of {file.number}, which are not lent"
-                )
-                break
+        lent = file.writable[places]
+        if not lent.all():
+            text = f"read {read.key} of {flight.reader.agent} writes {(~lent).sum()} bytes that are not lent"
+            self.world.violate(Promise.QUARANTINE, f"{text}, of file {file.number}")
         super()._copy(flight)
 
 

@@ -1,5 +1,7 @@
 """Bad input: what must be refused with a typed error, and change nothing."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvd.errors import BadRequest
@@ -8,9 +10,13 @@ from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
 from kvd.sim.fleet import Daemon
+from kvd.sim.ledger import Pulling
 from kvd.sim.promises import Promise
-from kvd.sim.workers import Pulling, Worker
+from kvd.sim.workers import Worker
 from kvd.sim.world import World
+
+_TOKENS = 99
+"""Longer than any sequence: a ticket that says so is wrong already."""
 
 
 class Mischief:
@@ -121,34 +127,33 @@ class Mischief:
         )
         good = Span(0, 0, b"\0\0\0\0")
         text = ticket.Ticket(4, (ticket.TicketRank("d0", "sim://d0", 0, "e0.0", "x", 0),), ((good,),)).encode()
-        match rng.randrange(5):
-            case 0:
-                worker.send_wrong(lambda call: wire.Offer(call, f"bad{call}", 2, (bad,), 1.0), f"offer of {bad}")
-            case 1:
-                worker.send_wrong(lambda call: wire.Pull(call, f"bad{call}", text, (bad,), 1.0), f"pull into {bad}")
-            case 2:
-                worker.send_wrong(
-                    lambda call: wire.Pull(call, f"bad{call}", "kvd1.x", (good,), 1.0), "pull, bad ticket"
-                )
-            case 3:
-                worker.send_wrong(lambda call: wire.Cancel(call, "nothing"), "cancel of nothing")
-            case _:
-                worker.send_wrong(lambda call: wire.Pull(call, f"bad{call}", text, (good,), 0.0), "pull without time")
+        wrong: tuple[tuple[Callable[[int], Message], Promise, str], ...] = (
+            (lambda call: wire.Offer(call, f"bad{call}", 2, (bad,), 1.0), Promise.OWN_POOL, f"an offer of {bad}"),
+            (lambda call: wire.Pull(call, f"bad{call}", text, (bad,), 1.0), Promise.OWN_POOL, f"a pull into {bad}"),
+            (lambda call: wire.Pull(call, f"bad{call}", "kvd1.x", (good,), 1.0), Promise.BAD_INPUT, "a bad ticket"),
+            (lambda call: wire.Pull(call, f"bad{call}", text, (good,), 0.0), Promise.BAD_INPUT, "a pull without time"),
+            (lambda call: wire.Cancel(call, "nothing"), Promise.BAD_INPUT, "a cancel of nothing"),
+        )
+        worker.send_wrong(*rng.choice(wrong))
 
     def _wrong_ticket(self) -> None:
-        """A real pull with a ticket that somebody has changed on its way."""
-        worker = self.world.rng.choice(self.workers)
-        offering = [w for w in self.workers if w.attached and w.offers and w is not worker]
-        if not worker.attached or not offering or worker.session is None:
+        offering = [worker for worker in self.workers if worker.attached and worker.offers]
+        if offering:
+            source = self.world.rng.choice(offering)
+            self.forge(source, self.world.rng.choice(sorted(source.offers)), self.world.rng.choice(self.workers))
+
+    def forge(self, source: Worker, offer: str, worker: Worker) -> None:
+        """`worker` pulls what `source` offers, with a ticket that somebody has changed on its way."""
+        if not worker.attached or worker is source or worker.session is None or offer not in source.offers:
             return
         rng = self.world.rng
-        source = rng.choice(offering)
-        offer = rng.choice(sorted(source.offers))
-        right = ticket.decode(source.core.ticket(offer, 4, source.offers[offer].blocks))
+        right = ticket.decode(source.core.ticket(offer, _TOKENS, source.offers[offer].blocks))
         rank, ids = right.ranks[0], right.blocks[0]
         replace = msgspec.structs.replace
         wrong = rng.choice(
             (
+                right,
+                right,
                 replace(right, blocks=((replace(ids[0], ids=ids[0].ids[::-1]), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], ids=b"\xff\xff\xff\xff"), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], ids=b"\1"), *ids[1:]),)),
@@ -170,6 +175,5 @@ class Mischief:
         request = f"wrong{self._made}"
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
-        # The length of the sequence is wrong too: the offer stands for another number of tokens than 4, or for its own.
-        pulling = Pulling("", 0, blocks, now + 0.5, (), (), trouble, stray=True, spoilt=True)
+        pulling = Pulling("", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)

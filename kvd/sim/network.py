@@ -40,7 +40,7 @@ class Network:
         """Takes one message from daemon to daemon, or loses it."""
         world, knobs = self.world, self.world.knobs
         if (source, target) in world.cut or world.chance(knobs.drop):
-            world.disturb(source, target)
+            world.disturb_message(source, target)
             return
         copies = 1
         if world.chance(knobs.duplicate):
@@ -49,7 +49,7 @@ class Network:
             delay = 0.0003 + world.rng.random() * 0.0007
             if world.chance(knobs.delay):
                 delay += world.rng.random() * LONG_DELAY
-                world.disturb(source, target)
+                world.disturb_message(source, target)
             world.loop.call_later(delay, deliver)
 
 

@@ -8,8 +8,8 @@ from kvd.sim.promises import Promise
 from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
-_SETTLING = 5.0
-"""Seconds after which everything asked for earlier has ended: the longest deadline, and the client's grace."""
+_SETTLING = 6.5
+"""Seconds after which all that was asked for earlier has ended: the longest offer, the longest deadline with grace."""
 _FRESH = 1.0
 """Seconds that fresh pulls may take in a healed world."""
 _QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.0
@@ -39,9 +39,9 @@ def _check_ended(world: World, worker: Worker) -> None:
             f"{worker.name}: the pull {request} has not ended (its deadline was {pulling.deadline:.3f})",
         )
     worker.give_up_strays()
-    for what in worker.calls.values():
+    for promise, what in worker.calls.values():
         if worker.trouble == 0 and worker.daemon.runs == 1:
-            world.violate(Promise.BAD_INPUT, f"{worker.name}: {what} was not refused")
+            world.violate(promise, f"{worker.name}: {what} was not refused")
     for group, free in enumerate(worker.free):
         lent = sum(len(part.ids) for each in worker.offers.values() for part in each.blocks if part.group == group)
         if len(free) + lent != worker.cache.spec.groups[group].num_blocks and not worker.pulls:

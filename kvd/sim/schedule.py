@@ -4,7 +4,9 @@ Each run switches some kinds of faults on and leaves the others out, so that bot
 kinds meet in all combinations.
 """
 
-from kvd.sim.engines import Router
+from functools import partial
+
+from kvd.sim.engines import Router, Sequence
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
 from kvd.sim.mischief import Mischief
@@ -13,6 +15,8 @@ from kvd.sim.world import World
 
 ACTIVE = 3.0
 """Seconds during which things are asked for and go wrong."""
+_STRIKE = 0.1
+"""Seconds after a pull's begin in which it is struck."""
 
 
 class Schedule:
@@ -25,24 +29,29 @@ class Schedule:
         self.router = router
         self.workers = [worker for engine in router.engines for worker in engine.workers]
         self._mischief = Mischief(world, daemons, self.workers)
+        router.on_pull = self._strike
         self._set_knobs()
 
     def _set_knobs(self) -> None:
         rng, knobs = self.world.rng, self.world.knobs
         for knob, likely, most in (
-            ("drop", 0.4, 0.2),
+            ("drop", 0.5, 0.2),
             ("duplicate", 0.4, 0.3),
             ("delay", 0.4, 0.2),
             ("read_fails", 0.3, 0.3),
-            ("read_slow", 0.3, 0.3),
+            ("read_slow", 0.4, 0.7),
             ("read_sticks", 0.4, 0.4),
             ("add_peer_fails", 0.15, 0.3),
+            ("strike", 0.6, 0.5),
+            ("forge", 0.4, 0.3),
             ("queue_full", 0.15, 0.2),
             ("allocation_fails", 0.1, 0.3),
             ("registration_fails", 0.1, 0.3),
         ):
             if rng.random() < likely:
-                setattr(knobs, knob, rng.random() * most)
+                setattr(knobs, knob, rng.random() ** 2 * most)
+
+        self.world.queues_fill = knobs.queue_full > 0.0
 
     def plan(self) -> None:
         """Puts everything on the clock."""
@@ -59,7 +68,7 @@ class Schedule:
             (self._detach_worker, 0.2, 2),
             (self._cancel, 0.5, 6),
             (self._withdraw, 0.5, 6),
-            (self._mischief.do, 0.4, 8),
+            (self._mischief.do, 0.5, 20),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -91,7 +100,7 @@ class Schedule:
     def _sequence(self) -> None:
         rng = self.world.rng
         source, target = rng.sample(self.router.engines, 2)
-        self.router.begin(source, target, calm=rng.random() < 0.3)
+        self.router.begin(source, target, calm=rng.random() < 0.4)
 
     def _daemon(self) -> Daemon:
         return self.world.rng.choice(self.daemons)
@@ -124,8 +133,18 @@ class Schedule:
 
         world.loop.call_later(world.rng.random() * 2.0, mend)
 
+    def _cut(self, pair: tuple[str, str], seconds: float) -> None:
+        """One way only, and only messages."""
+        world = self.world
+        world.note("world", "cut", pair)
+        world.disturb(*pair)
+        world.cut.add(pair)
+        world.loop.call_later(seconds, world.cut.discard, pair)
+
     def _crash_daemon(self) -> None:
-        daemon = self._daemon()
+        self._crash(self._daemon())
+
+    def _crash(self, daemon: Daemon) -> None:
         if daemon.alive:
             daemon.crash()
             self._restart_later(daemon)
@@ -145,7 +164,9 @@ class Schedule:
             self.world.loop.call_later(grace + 0.1, self._restart_later, daemon)
 
     def _pause_daemon(self) -> None:
-        daemon = self._daemon()
+        self._pause(self._daemon())
+
+    def _pause(self, daemon: Daemon) -> None:
         if daemon.alive and not daemon.process.paused:
             daemon.pause()
             process = daemon.process
@@ -157,7 +178,9 @@ class Schedule:
             self.world.loop.call_later(self.world.rng.random() * 2.0, resume)
 
     def _crash_worker(self) -> None:
-        worker = self._worker()
+        self._kill(self._worker())
+
+    def _kill(self, worker: Worker) -> None:
         if worker.alive:
             worker.crash()
 
@@ -180,7 +203,9 @@ class Schedule:
             self.world.loop.call_later(self.world.rng.random(), resume)
 
     def _lose_session(self) -> None:
-        worker = self._worker()
+        self._hang_up(self._worker())
+
+    def _hang_up(self, worker: Worker) -> None:
         if worker.alive and worker.session is not None:
             self.world.note(worker.name, "loses its session")
             worker.session.hang_up(lose=self.world.rng.random() < 0.5)
@@ -198,4 +223,42 @@ class Schedule:
     def _withdraw(self) -> None:
         worker = self._worker()
         if worker.attached and worker.offers:
-            self.router.spoil(self.world.rng.choice(sorted(worker.offers)), worker)
+            self.router.withdraw(self.world.rng.choice(sorted(worker.offers)), worker)
+
+    def _strike(self, sequence: Sequence, worker: Worker, request: str) -> None:
+        """Something happens in the middle of a pull."""
+        world = self.world
+        source = world.rng.choice(sequence.source.workers)
+        if world.chance(world.knobs.forge):
+            self._mischief.forge(source, sequence.name, self._worker())
+        if not world.chance(world.knobs.strike):
+            return
+
+        def cancel() -> None:
+            if worker.attached and request in worker.pulls:
+                worker.cancel(request)
+
+        def withdraw_unheard() -> None:
+            # The consumer does not hear that its claim is broken; only the fence can tell it.
+            self._cut((source.daemon.name, worker.daemon.name), world.rng.random())
+            withdraw()
+
+        def withdraw() -> None:
+            if source.attached and sequence.name in source.offers:
+                self.router.withdraw(sequence.name, source)
+
+        action = world.rng.choice(
+            (
+                cancel,
+                withdraw,
+                withdraw_unheard,
+                partial(self._kill, source),
+                partial(self._kill, worker),
+                partial(self._crash, source.daemon),
+                partial(self._crash, worker.daemon),
+                partial(self._pause, source.daemon),
+                partial(self._pause, worker.daemon),
+                partial(self._hang_up, worker),
+            )
+        )
+        world.loop.call_later(world.rng.random() ** 2 * _STRIKE, action)

@@ -1,10 +1,6 @@
-"""Model workers: each attaches, offers and pulls through the real client's core, and checks what it is told.
-
-A worker that is told that blocks are its own again writes over them at once, so that whoever reads them late shows.
-"""
+"""Model workers: each attaches, offers and pulls through the real client's core, as a process that can die or stop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,63 +13,28 @@ from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
 from kvd.sim.cache import Cache, content
 from kvd.sim.fleet import Daemon
+from kvd.sim.ledger import SCRAP, Ledger, Offering, Pulling
 from kvd.sim.loop import Handle, Process
 from kvd.sim.memory import File
 from kvd.sim.network import Session
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
 
-_SLACK = 0.05
-"""Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
 _STEP = 0.008
 """Seconds between two polls of an engine, at most."""
-_SCRAP = 0xEE
 
 
-@dataclass(slots=True)
-class Pulling:
-    """A pull that has not ended, as its worker knows it."""
-
-    sequence: str
-    tokens: int
-    blocks: tuple[Blocks, ...]
-    deadline: float
-    faults: tuple[int, ...]
-    """How often something was done to the daemons concerned, when it began."""
-    concerned: tuple[str, ...]
-    trouble: int
-    """What had happened between this worker and its daemon, when it began."""
-    stray: bool = False
-    """Made wrong on purpose: anything but done is right."""
-    outcomes: int = 0
-    spoilt: bool = False
-    """Cancelled, its offer withdrawn, or given too little time: it may fail."""
-
-
-@dataclass(slots=True)
-class Offering:
-    """An offer that stands, or is about to."""
-
-    blocks: tuple[Blocks, ...]
-    answered: Callable[[str], None] | None
-    stands: bool = False
-
-
-class Worker:
+class Worker(Ledger):
     """One rank of an engine, through all its processes."""
 
     def __init__(self, world: World, daemon: Daemon, name: str, cache: Cache) -> None:
-        self.world = world
-        self.daemon = daemon
-        self.name = name
-        self.cache = cache
+        super().__init__(world, daemon, name, cache)
         self.runs = 0
-        self.trouble = 0
-        """Sessions lost, pauses, deaths: what excuses a late outcome."""
         self.process = Process(world.loop, name)
         self.process.kill()
         self.session: Session | None = None
-        self.on_end: Callable[[str, str], None] = lambda _request, _outcome: None
+        self._last_file: File | None = None
+        """The pool that this worker, or its predecessor, had last."""
 
     @property
     def alive(self) -> bool:
@@ -88,19 +49,15 @@ class Worker:
     def start(self) -> None:
         """A new process, which knows nothing of the one before."""
         self.runs += 1
+        self.open_books()
         self.process = Process(self.world.loop, f"{self.name}#{self.runs}")
         self.core = Core(self.name)
         self.descriptor = -1
-        self.file: File | None = None
-        self.free = [list(range(group.num_blocks)) for group in self.cache.spec.groups]
-        self.pulls: dict[str, Pulling] = {}
-        self.offers: dict[str, Offering] = {}
-        self.calls: dict[int, str] = {}
-        """Requests made wrong on purpose, and what each was."""
+        self.calls: dict[int, tuple[Promise, str]] = {}
+        """Requests made wrong on purpose: the promise that refuses them, and what each was."""
         self.detaching = False
         self._lent = False
         self._incarnation = 0
-        self._seen: dict[tuple[int, int], object] = {}
         self._poll: Handle | None = None
         self._strays = 1 << 40
         self._stray_pulls: dict[int, str] = {}
@@ -113,6 +70,7 @@ class Worker:
         if self.process.dead:
             return
         self.world.note(self.name, "crashes")
+        self.world.disturb(self.name)
         self.trouble += 1
         self.process.kill()
         if self.session is not None:
@@ -163,13 +121,15 @@ class Worker:
         file = kernel.file(descriptor)
         if self.file is not None and self.file is not file:
             self.world.violate(Promise.SURVIVES, f"{self.name} gets another pool than it had")
+        if attached.kept and self._last_file is not None and self._last_file is not file:
+            self.world.violate(Promise.SURVIVES, f"{self.name}: the pool that was kept for it is another one")
         if self.file is None:
             # A successor, or the first: it may do what it likes, so nothing may write there any more.
             file.writable[:] = False
-            file.data[:] = _SCRAP
+            file.data[:] = SCRAP
         if self.descriptor >= 0:
             kernel.close(self.descriptor)
-        self.descriptor, self.file = descriptor, file
+        self.descriptor, self.file, self._last_file = descriptor, file, file
         session.connect_requests(attached.session)
         self._lent = True
         if self._incarnation != attached.incarnation:
@@ -183,7 +143,8 @@ class Worker:
         self.trouble += 1
         self._lent = False
         if self.detaching:
-            self.detaching = False
+            self._on_detached()
+            return
         self.core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "end of file"))
         self._connect_later()
 
@@ -191,6 +152,7 @@ class Worker:
         """Gives the pool back and, once that is done, starts over as another process."""
         if self.session is not None and self.session.open:
             self.world.note(self.name, "detaches")
+            self.world.disturb(self.name)
             self.trouble += 1
             self._lent, self.detaching = False, True
             self.session.send_session(codec.encode(wire.Detach()))
@@ -225,48 +187,12 @@ class Worker:
         """A frame on the request socket."""
         reply = codec.worker_replies.decode(frame)
         if isinstance(reply, wire.Notifications):
-            self._check_batch(reply)
+            self.check_batch(self.core.attached.incarnation, reply)
         elif isinstance(reply, wire.Error):
             self.calls.pop(reply.call, None)
-            self._blocks_are_free(self._stray_pulls.pop(reply.call, ""))
+            self.blocks_are_free(self._stray_pulls.pop(reply.call, ""))
         self.core.on_frame(frame, self.world.loop.now)
         self._poll_soon()
-
-    def _check_batch(self, batch: wire.Notifications) -> None:
-        """Promise 4: a number always names the same notification; promise 1: one outcome, in time."""
-        incarnation = self.core.attached.incarnation
-        for number, item in enumerate(batch.items, batch.first):
-            known = self._seen.setdefault((incarnation, number), item)
-            if known is not item:
-                if known != item:
-                    self.world.violate(Promise.NOTIFIED, f"{self.name}: notification {number} was {known}, is {item}")
-                continue
-            if isinstance(item, wire.Done | wire.Failed | wire.Cancelled):
-                self._check_outcome(item)
-            elif isinstance(item, wire.Freed):
-                pulling = self.pulls.get(item.request)
-                if pulling is not None and pulling.stray:
-                    self._blocks_are_free(item.request)
-
-    def _check_outcome(self, item: wire.Done | wire.Failed | wire.Cancelled) -> None:
-        pulling = self.pulls.get(item.request)
-        if pulling is None:
-            return
-        pulling.outcomes += 1
-        if pulling.outcomes > 1:
-            self.world.violate(Promise.ENDS_ONCE, f"{self.name}: the pull {item.request} has a second outcome, {item}")
-        late = self.world.loop.now - pulling.deadline
-        if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.knobs.queue_full:
-            self.world.violate(
-                Promise.ENDS_ONCE, f"{self.name}: the outcome of {item.request} comes {late:.3f} s late: {item}"
-            )
-        if pulling.stray:
-            if isinstance(item, wire.Done):
-                self.world.violate(
-                    Promise.BAD_INPUT, f"{self.name}: the pull {item.request}, whose ticket is wrong, is done"
-                )
-            elif not item.quarantined:
-                self._blocks_are_free(item.request)
 
     # --- what the core says -----------------------------------------------------------------------------------------
 
@@ -279,78 +205,15 @@ class Worker:
                     if offering.answered is not None:
                         offering.answered(ticket)
             case events.OfferRefused(offer) | events.Released(offer):
-                self._offer_ended(offer)
+                self.offer_ended(offer)
             case events.Done(request):
-                self._done(request)
+                self.pull_done(request)
             case events.Failed() | events.Cancelled():
-                self._not_done(event)
+                self.pull_failed(event)
             case events.Freed(request):
-                self._blocks_are_free(request)
-
-    def _offer_ended(self, offer: str) -> None:
-        offering = self.offers.pop(offer, None)
-        if offering is not None:
-            self.give_back(offering.blocks)
-
-    def _done(self, request: str) -> None:
-        pulling = self.pulls[request]
-        file = self.file
-        assert file is not None  # noqa: S101 - a worker that pulls has its pool
-        for part in pulling.blocks:
-            tokens = self.cache.spec.groups[part.group].block_tokens
-            rows = content(pulling.sequence, part.group, pulling.tokens)
-            rows = rows[part.first * tokens : (part.first + len(part.ids)) * tokens]
-            if not self.cache.check(file.data, part.group, list(part.ids), rows):
-                self.world.violate(
-                    Promise.FENCED, f"{self.name}: {request} is done, group {part.group} holds other bytes"
-                )
-        self._blocks_are_free(request)
-        self.on_end(request, "done")
-
-    def _not_done(self, event: events.Failed | events.Cancelled) -> None:
-        pulling = self.pulls.get(event.request)
-        if pulling is None:
-            return
-        cause = event.code if isinstance(event, events.Failed) else ErrorCode.CANCELLED
-        self.world.note(self.name, "ends", event.request, str(cause))
-        calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
-        if calm and pulling.faults == tuple(self.world.faults_of.get(name, 0) for name in pulling.concerned):
-            self.world.violate(Promise.SURVIVES, f"{self.name}: {event} though nothing happened to {pulling.concerned}")
-        if not event.quarantined:
-            self._blocks_are_free(event.request)
-        self.on_end(event.request, str(cause))
-
-    def _blocks_are_free(self, request: str) -> None:
-        pulling = self.pulls.pop(request, None)
-        if pulling is None:
-            return
-        self._lend(pulling.blocks, lent=False)
-        self.give_back(pulling.blocks)
-
-    def give_back(self, blocks: tuple[Blocks, ...]) -> None:
-        """The blocks are this worker's own: it uses them for something else."""
-        if self.file is not None:
-            self.file.data[self.cache.bytes_of(blocks)] = _SCRAP
-        for part in blocks:
-            self.free[part.group].extend(part.ids)
-
-    def _lend(self, blocks: tuple[Blocks, ...], *, lent: bool) -> None:
-        if self.file is not None:
-            self.file.writable[self.cache.bytes_of(blocks)] = lent
+                self.blocks_are_free(request)
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    def take_blocks(self, wanted: list[range]) -> tuple[Blocks, ...] | None:
-        """Free blocks for the positions `wanted` of each group; None where there are too few."""
-        if any(len(positions) > len(self.free[group]) for group, positions in enumerate(wanted)):
-            return None
-        taken = []
-        for group, positions in enumerate(wanted):
-            pool = self.free[group]
-            self.world.rng.shuffle(pool)
-            ids, self.free[group] = pool[: len(positions)], pool[len(positions) :]
-            taken.append(Blocks(group, positions.start, ids))
-        return tuple(taken)
 
     def offer(
         self, name: str, tokens: int, blocks: tuple[Blocks, ...], ttl: float, answered: Callable[[str], None] | None
@@ -377,7 +240,7 @@ class Worker:
         now = self.world.loop.now
         frame = self.core.pull(request, ticket, pulling.blocks, timeout, now)
         self.pulls[request] = pulling
-        self._lend(pulling.blocks, lent=True)
+        self.lend(pulling.blocks, lent=True)
         self.session.send(frame)
         self._poll_soon()
 
@@ -392,11 +255,11 @@ class Worker:
         assert self.session is not None  # noqa: S101 - the core knows that it is connected
         self.session.send(frame)
 
-    def send_wrong(self, make: Callable[[int], Message], what: str) -> None:
+    def send_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> None:
         """Sends a request that must be refused; `make` gets its call."""
         assert self.session is not None  # noqa: S101 - only the attached send
         self._strays += 1
-        self.calls[self._strays] = what
+        self.calls[self._strays] = (promise, what)
         self.session.send(codec.encode(make(self._strays)))
 
     def pull_wrongly(self, request: str, wrong: str, pulling: Pulling, timeout: float) -> None:
@@ -405,10 +268,5 @@ class Worker:
         self._strays += 1
         self._stray_pulls[self._strays] = request
         self.pulls[request] = pulling
-        self._lend(pulling.blocks, lent=True)
+        self.lend(pulling.blocks, lent=True)
         self.session.send(codec.encode(wire.Pull(self._strays, request, wrong, spans(pulling.blocks), timeout)))
-
-    def give_up_strays(self) -> None:
-        """Their daemon is gone, or their time long over: what the core does for its own pulls."""
-        for request in [request for request, pulling in self.pulls.items() if pulling.stray]:
-            self._blocks_are_free(request)

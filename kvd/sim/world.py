@@ -4,6 +4,8 @@ import hashlib
 import random
 from dataclasses import dataclass, fields
 
+import msgspec
+
 from kvd.sim.loop import VirtualLoop
 from kvd.sim.memory import Kernel
 from kvd.sim.promises import Promise
@@ -22,6 +24,10 @@ class Knobs:
     read_fails: float = 0.0
     read_slow: float = 0.0
     read_sticks: float = 0.0
+    strike: float = 0.0
+    """A pull is cancelled, its offer withdrawn, or somebody who has a part in it dies or stops, in the middle of it."""
+    forge: float = 0.0
+    """Somebody pulls with a ticket that was changed on its way."""
     queue_full: float = 0.0
     """A worker's queue takes no message."""
     add_peer_fails: float = 0.0
@@ -33,6 +39,9 @@ class Knobs:
         for each in fields(self):
             setattr(self, each.name, 0.0)
 
+
+FATAL = 1000
+"""What a fault weighs that may well fail a request; a lost message weighs 1."""
 
 LONG_DELAY = 0.8
 """Seconds."""
@@ -50,8 +59,10 @@ class World:
         """(from, to): daemons between which nothing arrives."""
         self.violations: list[str] = []
         self.trace: list[tuple[object, ...]] = []
-        self.faults_of: dict[str, int] = {}
-        """How often something was done to a daemon, or to a message or read of its."""
+        self._faults: dict[str, list[tuple[float, int]]] = {}
+        """What was done to a daemon or worker, or to messages or reads of its, and when."""
+        self.queues_fill = False
+        """Whether this world has, or had, workers' queues that take nothing: what they should have had comes late."""
         self.crash: Exception | None = None
         """What was raised outside of any actor."""
 
@@ -73,8 +84,17 @@ class World:
     def disturb(self, *daemons: str) -> None:
         """A fault concerns these daemons: what they have in hand may fail because of it."""
         for daemon in daemons:
-            self.faults_of[daemon] = self.faults_of.get(daemon, 0) + 1
+            self._faults.setdefault(daemon, []).append((self.loop.now, FATAL))
+
+    def disturb_message(self, *daemons: str) -> None:
+        """A message between two daemons was lost, or late: one of them in a request's time must be got over."""
+        for daemon in daemons:
+            self._faults.setdefault(daemon, []).append((self.loop.now, 1))
+
+    def faults_since(self, since: float, name: str) -> int:
+        """What was done to a daemon or a worker from `since` on."""
+        return sum(weight for when, weight in reversed(self._faults.get(name, [])) if when >= since)
 
     def trace_hash(self) -> str:
         """Equal for equal runs."""
-        return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(msgspec.msgpack.encode(self.trace), digest_size=16).hexdigest()

@@ -3,8 +3,8 @@
 The rules, which the table below makes precise:
 
 - Nothing is asked of a peer before it has said who it is (`Welcome`) and the transport can reach its memory.
-- Silence for three heartbeats, another incarnation, or the transport losing it, all mean the same: what was asked of
-  it is lost, its agent is forgotten, and the handshake starts again by itself.
+- Silence for three heartbeats (or a refused handshake), another incarnation, or the transport losing it, all mean the
+  same: what was asked of it is lost, its agent is forgotten, and the handshake starts again by itself.
 - A peer whose pools have changed is asked for them again, while reads from it go on.
 """
 
@@ -43,7 +43,7 @@ class Event(StrEnum):
     RESTARTED = "restarted"
     """it answers under another incarnation"""
     CLOSE = "close"
-    """nobody needs it any more, or the daemon stops"""
+    """nobody needs it any more"""
 
 
 class Effect(StrEnum):
@@ -68,24 +68,25 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.CLOSED}),
     steps={
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
+        # Not greeted at once, but by the next heartbeat: one that refuses us would be asked as fast as it answers.
+        (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE,)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
-        (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.LOSE, _F.HANG_UP)),
+        (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
         (_S.LOADING, _E.LOADED): Step(_S.READY, (_F.ANNOUNCE,)),
         (_S.LOADING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE,)),
         (_S.LOADING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.LOADING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.READY, _E.REFRESH): Step(_S.REFRESHING, (_F.GREET,)),
         (_S.READY, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
         (_S.READY, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.READY, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.REFRESHING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
         (_S.REFRESHING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
         (_S.REFRESHING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.REFRESHING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.LOSE, _F.HANG_UP)),
+        (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
     },
     ignored={
         _S.GREETING: frozenset({_E.LOADED, _E.UNREACHABLE, _E.REFRESH}),

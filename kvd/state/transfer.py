@@ -2,8 +2,8 @@
 
 The rules, which the table below makes precise:
 
-- Nothing is read before the lease is granted, and a transfer is held only by a fence that was asked for after the last
-  byte landed. Everything else that can happen ends in `ended`, and its request in failure.
+- Nothing is read before the lease is known to exist: it is granted, or the ticket names it. A transfer is held only by
+  a fence that was asked for after the last byte landed. All else ends in `ended`, and its request in failure.
 - While a read is open at the transport the blocks are in quarantine, whatever became of the request: only `landed` and
   `broke`, the transport's own words, end that.
 - The claim is let go only after the read is over, so that a producer never frees what is still being read.
@@ -37,6 +37,8 @@ class Event(StrEnum):
     """What happened."""
 
     CONNECTED = "connected"
+    KNOWN = "known"
+    """connected, and the ticket names the lease of a read that is too short to be worth a claim"""
     GRANTED = "granted"
     REFUSED = "refused"
     """by the producer: claim refused, lease broken, or the peer is lost"""
@@ -75,6 +77,7 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.HELD, _S.ENDED}),
     steps={
         (_S.CONNECTING, _E.CONNECTED): Step(_S.CLAIMING, (_F.CLAIM,)),
+        (_S.CONNECTING, _E.KNOWN): Step(_S.READING, (_F.READ,)),
         (_S.CONNECTING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
         (_S.CONNECTING, _E.STOP): Step(_S.ENDED, (_F.FREE,)),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),

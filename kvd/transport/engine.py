@@ -22,6 +22,7 @@ import numpy as np
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import (
+    Answered,
     Deregistered,
     Event,
     Landed,
@@ -31,8 +32,9 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
+from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
-from kvd.transport.pace import PROMPT, Pace
+from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue
 
@@ -61,6 +63,7 @@ class _Peer:
 
     agent: str
     metadata: bytes
+    path: str = ""
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: str = ""
@@ -78,6 +81,8 @@ class _Read:
     started: float = 0.0
     failure: str = ""
     aborted: bool = False
+    waited: bool = False
+    """A slice was not done when its post returned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,10 +106,11 @@ def _text(error: Exception) -> str:
 class Engine:
     """Commands in, events out. Every method but `commands.put` belongs to the thread that calls `run`."""
 
-    def __init__(self, agent: Any, failures: tuple[type[Exception], ...]) -> None:
+    def __init__(self, agent: Any, failures: tuple[type[Exception], ...], lanes: Lanes) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._nixl = agent
         self._failures = failures
+        self._lanes = lanes
         self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
         self._emit: Callable[[Event], None]
         self._flush: Callable[[], None]
@@ -128,7 +134,7 @@ class Engine:
             if not posted:
                 flush()
             now = time.monotonic()
-            if not posted or now - looked >= PROMPT:
+            if not posted or now - looked >= (PROMPT if self._pace.readers_expected else RECENT):
                 self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
                 looked = now
             busy = heard or posted or ended
@@ -200,6 +206,10 @@ class Engine:
         """As `Transport.expect_readers`."""
         self._pace.readers_expected = expected
 
+    def ping(self, number: int) -> None:
+        """As `Transport.ping`."""
+        self._emit(Answered(number))
+
     def stop(self, seconds: float) -> None:
         """Makes `run` return: no new posts, and `seconds` for those that are out."""
         self._stop_seconds = seconds
@@ -234,6 +244,7 @@ class Engine:
             return True
         posted = _Posted(read, piece, handle)
         if not self._has_ended(posted, self._nixl.transfer):
+            read.waited = True
             self._posted.append(posted)
         return True
 
@@ -297,7 +308,7 @@ class Engine:
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, time.perf_counter() - read.started))
+            self._emit(Landed(read.key, time.perf_counter() - read.started, in_post=not read.waited))
         read.peer.reads.remove(read.key)
         read.prepared.release()
         self._forget_if_quiet(read.peer)
@@ -308,6 +319,7 @@ class Engine:
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
         incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
         """
+        before = self._lanes.endpoints()
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)
@@ -315,8 +327,9 @@ class Engine:
             self._remove(agent)
             self._emit(PeerFailed(agent, _text(error)))
         else:
-            self._peers[agent] = _Peer(agent, metadata)
-            self._emit(PeerAdded(agent))
+            lanes = sorted({lane for made in self._lanes.endpoints() - before for lane in self._lanes.of(made)})
+            self._peers[agent] = _Peer(agent, metadata, " ".join(lanes))
+            self._emit(PeerAdded(agent, self._peers[agent].path))
 
     def _merge(self, peer: _Peer, metadata: bytes) -> None:
         """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
@@ -328,7 +341,7 @@ class Engine:
             self._lose(peer, f"its metadata was replaced: {_text(error)}")
         else:
             peer.metadata = metadata
-            self._emit(PeerAdded(peer.agent))
+            self._emit(PeerAdded(peer.agent, peer.path))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """The peer is of no use any more: fails its reads, and forgets it when they have ended."""

@@ -109,11 +109,15 @@ class FakeFabric:
         loop: Loop,
         rng: random.Random,
         faults: Faults | None = None,
+        *,
         latency: float = 20e-6,
         bytes_per_second: float = 10e9,
+        direct: bool = False,
     ) -> None:
         self.loop = loop
         self.faults = faults or Faults(rng)
+        self.direct = direct
+        """Whether reads say that the other side's transport had no part in them."""
         self._random = rng
         self._latency = latency
         self._bytes_per_second = bytes_per_second

@@ -12,6 +12,7 @@ import numpy as np
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.fabric import FakeFabric, FakeRead, Fault, Faults, Flight, Loop
 from kvd.transport.interface import (
+    Answered,
     Deregistered,
     Event,
     Landed,
@@ -97,6 +98,10 @@ class FakeTransport:
 
     def expect_readers(self, expected: bool) -> None:
         """Nothing to do: the fabric needs no progress from the side that is read from."""
+
+    def ping(self, number: int) -> None:
+        """Asks whether the fabric turns; answered by `Answered`."""
+        self._soon(self._emit, Answered(number))
 
     def stop(self) -> None:
         """Leaves the fabric; peers lose this agent. Nothing of it moves any more."""
@@ -221,7 +226,7 @@ class FakeTransport:
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, self._fabric.loop.time() - read.started))
+            self._emit(Landed(read.key, self._fabric.loop.time() - read.started, self._fabric.direct))
         self._peers[read.agent].reads.remove(read.key)
         self._forget_if_quiet(read.agent)
 

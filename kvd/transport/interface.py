@@ -18,63 +18,61 @@ The rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(Struct, frozen=True, gc=False):
     """Memory is registered: `metadata` is what peers need to reach everything that this agent has registered now."""
 
     pool: int
     metadata: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Deregistered:
+class Deregistered(Struct, frozen=True, gc=False):
     """Memory is registered no more, and may be unmapped."""
 
     pool: int
     metadata: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterFailed:
+class RegisterFailed(Struct, frozen=True, gc=False):
     """Memory could not be registered."""
 
     pool: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAdded:
+class PeerAdded(Struct, frozen=True, gc=False):
     """Reads from `agent` may start; `path` says how the bytes will travel where the transport knows (else empty)."""
 
     agent: str
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFailed:
+class PeerFailed(Struct, frozen=True, gc=False):
     """The metadata of `agent` was of no use, or the connection to it broke: it is not known any more."""
 
     agent: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """Every byte of the read is in place. `seconds` is the time from its first post to its last byte."""
+class Landed(Struct, frozen=True, gc=False):
+    """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
+
+    `in_post` says that all of it was copied while it was posted: the other side's transport had no part in it.
+    """
 
     read: int
     seconds: float
+    in_post: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
+class ReadFailed(Struct, frozen=True, gc=False):
     """The read ended without all its bytes, and nothing writes to its destination any more."""
 
     read: int
@@ -82,14 +80,21 @@ class ReadFailed:
     aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TransportDied:
+class Answered(Struct, frozen=True, gc=False):
+    """The transport ran `ping(number)`: whatever it runs on turns."""
+
+    number: int
+
+
+class TransportDied(Struct, frozen=True, gc=False):
     """The transport cannot go on (its thread raised): the daemon must stop."""
 
     reason: str
 
 
-Event = Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | TransportDied
+Event = (
+    Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered | TransportDied
+)
 
 
 class Transport(Protocol):
@@ -126,6 +131,9 @@ class Transport(Protocol):
 
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+
+    def ping(self, number: int) -> None:
+        """Asks whether the transport turns; answered by `Answered`."""
 
     def stop(self) -> None:
         """Ends everything in order, waiting for it. Reads that are open get no event any more."""

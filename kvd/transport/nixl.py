@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.engine import Engine
 from kvd.transport.interface import Deregistered, Event, Registered, TransportDied
+from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.outbox import Outbox
 
@@ -73,7 +74,7 @@ class NixlTransport:
             raise InternalError(
                 ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
             )
-        self._engine = Engine(handle, failures)
+        self._engine = Engine(handle, failures, Lanes(agent))
         self._thread: threading.Thread | None = None
         self._outbox: Outbox | None = None
 
@@ -128,6 +129,10 @@ class NixlTransport:
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""
         self._engine.commands.put(partial(self._engine.expect_readers, expected))
+
+    def ping(self, number: int) -> None:
+        """Asks whether the thread turns; answered by `Answered`."""
+        self._engine.commands.put(partial(self._engine.ping, number))
 
     def stop(self) -> None:
         """Ends everything in order, waiting for it, `STOP_SECONDS` at most for slices that are posted."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvd.processes import Child, Processes
 
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 90.0
 
 
 class RemoteError(Exception):

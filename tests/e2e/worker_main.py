@@ -15,12 +15,15 @@ class Remote:
     """Executes the orders; `pool` is uint8 [blocks, block_bytes]."""
 
     def attach(self, socket, name, blocks, block_bytes):
-        self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=20)
+        self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=60)
         self.pool = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(blocks, block_bytes)
         return {"kept": self.worker.kept, "backing": self.worker.backing, "incarnation": self.worker.incarnation}
 
     def fill(self, ids, value):
         self.pool[ids] = value
+
+    def clear(self):
+        self.pool[:] = 0
 
     def values(self, ids):
         """The one value that each block holds, or -1 where its bytes differ from each other."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Axis, CacheSpec, Chunked, Full, Group, Shard, Sliding, State, View, strided
-from kvd.limits import MAX_SPEC_BYTES
+from kvd.limits import MAX_SPEC_BYTES, MAX_SPEC_COORDINATES, MAX_SPEC_LAYERS
 
 SIZES = {"layer": 2, "kv": 2, "block": 4, "head": 2, "token": 8, "byte": 16}
 AXES = strided("layer kv block head token byte", SIZES)
@@ -37,7 +37,26 @@ def test_a_spec_survives_msgpack_and_json(window) -> None:
     assert CacheSpec.decode_json(msgspec.json.encode(spec)) == spec
 
 
+def of_many_views(count: int, tokens: int) -> CacheSpec:
+    """A spec of `count` layers with a view each."""
+    sizes = {"block": 1, "token": tokens, "byte": 1}
+    views = tuple(
+        View(component="kv", offset=layer * tokens, axes=strided("block token byte", sizes), layers=(layer,))
+        for layer in range(count)
+    )
+    group = Group(window=Full(), block_tokens=tokens, num_blocks=1, views=views)
+    return make(groups=(group,), shard=Shard(stages=((0, count),)), pool_bytes=count * tokens)
+
+
 REFUSED = {
+    "more layers than are checked": (
+        lambda: of_many_views(MAX_SPEC_LAYERS + 1, 1),
+        f"layers over all views = {MAX_SPEC_LAYERS + 1}: must be from 0 to {MAX_SPEC_LAYERS}",
+    ),
+    "more coordinates than are planned": (
+        lambda: of_many_views(4, MAX_SPEC_COORDINATES // 4),
+        f"heads, tokens, taps and channels over all views = {MAX_SPEC_COORDINATES + 16}: must be",
+    ),
     "a view that ends beyond the pool": (lambda: make(pool_bytes=VIEW.end - 1), f"end = {VIEW.end}"),
     "a view that begins beyond the pool": (lambda: with_view(offset=10**6), "offset = 1000000"),
     "a negative offset": (lambda: with_view(offset=-1), "offset = -1"),

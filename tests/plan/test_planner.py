@@ -6,7 +6,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention
-from kvd.limits import MAX_DESCRIPTORS
+from kvd.limits import MAX_BLOCK_DESCRIPTORS
 from kvd.plan import Descriptors, Planner, Span, check_ids, route
 
 HEADS, HEAD, LAYERS, BLOCK = 8, 4, 3, 4
@@ -83,14 +83,35 @@ def test_more_descriptors_than_a_transfer_may_have_are_refused_before_they_are_m
     assert refused.value.code == ErrorCode.TOO_LARGE
 
 
-def test_a_block_that_would_take_more_descriptors_than_any_transfer_may_have_is_refused() -> None:
-    kind = model(LayerKind(Full(), (0,), (Attention(1 << 13, 2),)))
-    ours, theirs = (engine(kind, layout, block=1 << 11, blocks=1) for layout in ("packed-hnd", "packed-nhd"))
-    assert MAX_DESCRIPTORS == (1 << 13) * (1 << 11)
-    kind = model(LayerKind(Full(), (0, 1), (Attention(1 << 13, 2),)))
-    ours, theirs = (engine(kind, layout, block=1 << 11, blocks=1) for layout in ("packed-hnd", "packed-nhd"))
-    with pytest.raises(BadRequest, match="a block would take"):
+def test_a_block_of_more_descriptors_than_are_worth_moving_is_refused() -> None:
+    def planner(heads: int, layers: int):
+        kind = model(LayerKind(Full(), tuple(range(layers)), (Attention(heads, 2),)))
+        ours, theirs = (engine(kind, layout, block=1 << 11, blocks=2) for layout in ("packed-hnd", "packed-nhd"))
+        return planner_between(ours, theirs[0])
+
+    assert MAX_BLOCK_DESCRIPTORS == 64 * (1 << 11)
+    planner(64, 1)
+    with pytest.raises(BadRequest, match="kv: one block would take 262144 descriptors, the limit is 131072") as refused:
+        planner(128, 1)
+    assert refused.value.code == ErrorCode.INCOMPATIBLE
+
+
+def test_the_groups_of_a_block_share_the_limit() -> None:
+    kinds = [LayerKind(Full(), (layer,), (Attention(64, 2),)) for layer in range(2)]
+    ours, theirs = (engine(model(*kinds), layout, block=1 << 11, blocks=2) for layout in ("packed-hnd", "packed-nhd"))
+    with pytest.raises(BadRequest, match="all groups: one block would take 262144 descriptors"):
         planner_between(ours, theirs[0])
+
+
+@pytest.mark.parametrize("bound", ["_MOST_PAIRS", "_MOST_WRAPS"])
+def test_neighbours_are_joined_where_there_are_too_many_ways_to_foresee(monkeypatch, bound: str) -> None:
+    ours, theirs = (engine(MODEL, "flash-hnd", block=size)[0] for size in (8, 4))
+    blocks = Span(0, np.arange(4, dtype=np.uint32), 0, np.arange(8, dtype=np.uint32))
+    foreseen = planner_between([ours], theirs).plan([blocks])
+    monkeypatch.setattr(f"kvd.plan.template.{bound}", 0)
+    joined = planner_between([ours], theirs).plan([blocks])
+    assert foreseen.count == joined.count < 2 * LAYERS * HEADS * len(blocks.destination_ids)
+    assert sorted(foreseen.src.tolist()) == sorted(joined.src.tolist())
 
 
 def test_the_first_block_id_that_a_group_does_not_have_is_named() -> None:

@@ -39,6 +39,7 @@ def _text(info: inspect.StrType) -> st.SearchStrategy[str]:
 
 VALUES: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     inspect.Metadata: lambda info: values(info.type),
+    inspect.NoneType: lambda _: st.none(),
     inspect.BoolType: lambda _: st.booleans(),
     inspect.IntType: _integers,
     inspect.FloatType: lambda info: st.floats(info.ge, info.le),

@@ -8,6 +8,7 @@ from kvd import limits
 from kvd.transport import engine as engine_module
 from kvd.transport.engine import Engine
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
+from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 
 from .descriptors import Descriptors, descriptors
@@ -27,7 +28,7 @@ class Run:
 
     def __init__(self) -> None:
         self.nixl = ScriptedNixl()
-        self.engine = Engine(self.nixl, FAILURES)
+        self.engine = Engine(self.nixl, FAILURES, Lanes("reader"))
         self.events: list[Event] = []
         self.tell("add_peer", "p", metadata("p"))
 

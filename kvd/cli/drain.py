@@ -1,0 +1,88 @@
+"""`kvd drain`: stops a daemon after its work is finished."""
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from kvd.cli.status import add_daemon_flags, socket_of
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.net.inquiry import DaemonIdentity, Inquiry
+from kvd.protocol.status import StatusReport, decode
+
+_LOOK_SECONDS = 0.5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser(
+        "drain",
+        help="stop a daemon after its work is finished",
+        description="Sends SIGTERM to the daemon behind the socket and waits until it is gone: it turns unready, takes "
+        "no new offers and pulls, finishes what runs within its grace time (KVD_DRAIN_GRACE), and exits.",
+    )
+    add_daemon_flags(parser)
+    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for its end (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print how it went as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drains; 0 when the daemon is gone, 1 where it is still there after `--wait`."""
+    started = time.monotonic()
+    with Inquiry(socket_of(args)) as inquiry:
+        process = _open(inquiry.identity, args)
+        try:
+            _terminate(process, inquiry.identity)
+            gone = _wait(process, inquiry, args)
+        finally:
+            os.close(process)
+    seconds = time.monotonic() - started
+    if args.json:
+        sys.stdout.write(f'{{"drained": {str(gone).lower()}, "seconds": {seconds:.3f}}}\n')
+    else:
+        sys.stdout.write(f"drained in {seconds:.1f} s\n" if gone else f"still running after {seconds:.1f} s\n")
+    return 0 if gone else 1
+
+
+def _open(identity: DaemonIdentity, args: argparse.Namespace) -> int:
+    if identity.pid == 0:
+        text = f"the daemon behind {socket_of(args)} runs in another PID namespace; run this in its container"
+        raise BadRequest(ErrorCode.NOT_PERMITTED, text)
+    try:
+        return os.pidfd_open(identity.pid)
+    except ProcessLookupError as error:
+        raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon (pid {identity.pid}) is gone already") from error
+
+
+def _terminate(process: int, identity: DaemonIdentity) -> None:
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    except PermissionError as error:
+        text = f"pid {identity.pid} belongs to user {identity.uid}; run this as that user or as root"
+        raise BadRequest(ErrorCode.NOT_PERMITTED, text) from error
+
+
+def _wait(process: int, inquiry: Inquiry, args: argparse.Namespace) -> bool:
+    """Whether the process ended in time; tells on the way what it still waits for."""
+    deadline = time.monotonic() + args.wait
+    told = ""
+    while time.monotonic() < deadline:
+        if select.select([process], [], [], _LOOK_SECONDS)[0]:
+            return True
+        try:
+            text = _waits_for(decode(inquiry.status(args.timeout)))
+        except Unavailable:  # it hangs up on everybody shortly before its end
+            continue
+        if text != told and not args.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+            told = text
+    return False
+
+
+def _waits_for(status: StatusReport) -> str:
+    return f"draining: {status.scheduler.pulls} pulls, {status.leases.active} leases"

@@ -1,0 +1,96 @@
+"""How a status looks in a terminal."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kvd.protocol.status import PeerStatus, StatusReport
+from kvd.transport.path import Kind, kind_of
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them: `1.5 GiB`."""
+    for unit in _UNITS[:-1]:
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def status_view(status: StatusReport) -> RenderableType:
+    """Everything that a status says, most important first."""
+    return Group(headline(status), "", *tables(status))
+
+
+def headline(status: StatusReport) -> Text:
+    """Who it is, and whether it takes work."""
+    text = Text.assemble(
+        (status.daemon, "bold"),
+        f"  kvd {status.version}  pid {status.pid}  {status.device}  ",
+        ("ready", "bold green") if status.ready else ("not ready", "bold red"),
+        f"\npeers at {status.address}   metrics at http://{status.http}/metrics",
+    )
+    for name, reason in sorted(status.not_ready.items()):
+        text.append(f"\n{name}: {reason}", style="red")
+    return text
+
+
+def tables(status: StatusReport) -> Iterable[RenderableType]:
+    """Pools, peers, and the counts of leases and transfers."""
+    yield _pools(status)
+    yield _peers(status.handshake)
+    yield _counts(status)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("size", "busy blocks", "unacknowledged") else "left")
+    return table
+
+
+def _pools(status: StatusReport) -> Table:
+    table = _table("pools", "worker", "size", "memory", "stage", "busy blocks", "unacknowledged")
+    for pool in status.pools:
+        log = status.completion.get(pool.worker)
+        busy = status.scheduler.busy_blocks.get(pool.worker, 0)
+        kept = log.kept if log else 0
+        table.add_row(escape(pool.worker), size(pool.bytes), pool.backing or "-", pool.stage, str(busy), str(kept))
+    return table
+
+
+def _peers(peers: list[PeerStatus]) -> Table:
+    table = _table("peers", "daemon", "address", "state", "path", "lanes", "heard")
+    for peer in peers:
+        kind = kind_of(peer.path)
+        style = "red" if peer.slow else "dim" if kind is Kind.UNKNOWN else "green"
+        state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{peer.state}[/]"
+        path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
+        heard = f"{peer.silent_seconds:.1f} s ago"
+        table.add_row(escape(peer.daemon or "?"), escape(peer.address), state, path, escape(peer.path or "-"), heard)
+        if note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
+            table.add_row("", "", "", f"[red]{escape(note)}[/]")
+    return table
+
+
+def _counts(status: StatusReport) -> Table:
+    table = Table.grid(padding=(0, 2))
+    leases, pulls = status.leases, status.scheduler
+    table.add_row(
+        "[bold]leases[/]",
+        f"{leases.active} active, {leases.claimed} claimed, {leases.claims_held} claims held, "
+        f"{leases.claims_waiting} claims waiting",
+    )
+    states = ", ".join(f"{count} {state}" for state, count in pulls.transfers.items()) or "no transfers"
+    quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
+    table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
+    totals = status.totals
+    ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
+    table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
+    return table

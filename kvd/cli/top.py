@@ -1,0 +1,143 @@
+"""`kvd top`: a daemon, live in the terminal."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kvd.cli.status import add_daemon_flags, socket_of
+from kvd.cli.status_view import headline, size, tables
+from kvd.net.inquiry import Inquiry
+from kvd.protocol.status import StatusReport, Totals, decode
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_HISTORY = 60
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser("top", help="a daemon, live in the terminal")
+    add_daemon_flags(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after so many looks")
+    parser.add_argument("--json", action="store_true", help="print a line of rates for each look instead")
+    parser.set_defaults(run=run)
+
+
+class Rates:
+    """What happened between the last two statuses, and a history of it."""
+
+    def __init__(self) -> None:
+        self._last: Totals | None = None
+        self.bytes_per_second = 0.0
+        self.pulls_per_second: dict[str, float] = {}
+        self.p50 = self.p99 = 0.0
+        self.history: deque[float] = deque(maxlen=_HISTORY)
+
+    def add(self, totals: Totals) -> None:
+        """Takes another status in."""
+        last = self._last
+        self._last = totals
+        if last is None or totals.seconds <= last.seconds:  # the first one, or a daemon that was restarted
+            return
+        seconds = totals.seconds - last.seconds
+        self.bytes_per_second = max(0, totals.read_bytes - last.read_bytes) / seconds
+        self.pulls_per_second = {
+            outcome: max(0, count - last.pulls.get(outcome, 0)) / seconds for outcome, count in totals.pulls.items()
+        }
+        buckets = [
+            (float(bound), count - last.pull_buckets.get(bound, 0)) for bound, count in totals.pull_buckets.items()
+        ]
+        self.p50, self.p99 = quantile(buckets, 0.5), quantile(buckets, 0.99)
+        self.history.append(self.bytes_per_second)
+
+    def as_json(self, status: StatusReport) -> str:
+        """One line for programs; a quantile that nothing was measured for is null."""
+        return json.dumps(
+            {
+                "daemon": status.daemon,
+                "ready": status.ready,
+                "bytes_per_second": round(self.bytes_per_second),
+                "pulls_per_second": {outcome: round(rate, 3) for outcome, rate in self.pulls_per_second.items()},
+                "pull_seconds_p50": self.p50 or None,
+                "pull_seconds_p99": self.p99 or None,
+                "pulls": status.scheduler.pulls,
+                "leases": status.leases.active,
+                "quarantined": status.scheduler.quarantined,
+            }
+        )
+
+
+def quantile(buckets: list[tuple[float, int]], share: float) -> float:
+    """The bound of the bucket that `share` of the counts lie below; `buckets` are (bound, cumulative count)."""
+    buckets = sorted(buckets)
+    if not buckets or not buckets[-1][1]:
+        return 0.0
+    wanted = share * buckets[-1][1]
+    found = next(bound for bound, count in buckets if count >= wanted)
+    return buckets[-2][0] if math.isinf(found) and len(buckets) > 1 else found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks until ctrl-C, or so many times."""
+    rates = Rates()
+    with Inquiry(socket_of(args)) as inquiry:
+        look = 0
+        try:
+            if args.json:
+                while not args.count or look < args.count:
+                    status = _look(inquiry, rates, args)
+                    sys.stdout.write(rates.as_json(status) + "\n")
+                    sys.stdout.flush()
+                    look += 1
+                    time.sleep(args.interval if look != args.count else 0)
+                return 0
+            with Live(console=Console(highlight=False), screen=not args.count, auto_refresh=False) as live:
+                while not args.count or look < args.count:
+                    live.update(view(_look(inquiry, rates, args), rates), refresh=True)
+                    look += 1
+                    time.sleep(args.interval if look != args.count else 0)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _look(inquiry: Inquiry, rates: Rates, args: argparse.Namespace) -> StatusReport:
+    status = decode(inquiry.status(args.timeout))
+    rates.add(status.totals)
+    return status
+
+
+def view(status: StatusReport, rates: Rates) -> RenderableType:
+    """The screen."""
+    now = Table.grid(padding=(0, 3))
+    pulls = "   ".join(f"{outcome} {rate:.0f}/s" for outcome, rate in sorted(rates.pulls_per_second.items())) or "-"
+    now.add_row("[bold]bytes in[/]", f"{size(rates.bytes_per_second)}/s")
+    now.add_row("[bold]pulls[/]", pulls)
+    now.add_row("[bold]duration[/]", _durations(rates))
+    graph = Text(sparkline(rates.history), style="cyan")
+    peak = f"peak {size(max(rates.history, default=0))}/s of the last {len(rates.history)} looks"
+    panel = Panel(Group(now, "", graph, Text(peak, style="dim")), box=box.ROUNDED, title="now", title_align="left")
+    return Group(headline(status), panel, *tables(status))
+
+
+def _durations(rates: Rates) -> str:
+    if not rates.p50:
+        return "-"
+    return f"half within {rates.p50 * 1e3:g} ms, 99 of 100 within {rates.p99 * 1e3:g} ms"
+
+
+def sparkline(values: deque[float]) -> str:
+    """One character a value, eight heights, the highest for the largest."""
+    top = max(values, default=0)
+    return "".join(_BARS[math.ceil(value / top * (len(_BARS) - 1))] if top else _BARS[0] for value in values)

@@ -1,0 +1,1 @@
+"""What `kvd doctor` looks at, a file a subject; every finding that is not well names its fix."""

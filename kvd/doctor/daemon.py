@@ -1,0 +1,63 @@
+"""The daemon on this host: whether its socket is there, who may connect, and what it says of itself."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable
+
+from kvd.doctor.finding import Finding, Level
+from kvd.errors import KvdError
+from kvd.net.inquiry import Inquiry
+from kvd.protocol.status import decode
+
+
+def check_daemon(path: str, timeout: float) -> list[Finding]:
+    """The socket's mode, the answer, and paths that are slow."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        fix = "start one (`systemctl start kvd@0`, `kvd serve`), or name its socket with --socket"
+        return [Finding("daemon", Level.NOTE, f"no socket at {path}: {error.strerror}", fix)]
+    findings = [_check_mode(path, found)]
+    try:
+        with Inquiry(path) as inquiry:
+            identity = inquiry.identity
+            status = decode(inquiry.status(timeout))
+    except KvdError as error:
+        fix = "is it hanging? its log and /livez say more; systemd's watchdog restarts it"
+        return [*findings, Finding("daemon", Level.BROKEN, error.text, fix)]
+    if identity.pid == 0:
+        text = "it runs in a PID namespace that is not ours"
+        findings.append(Finding("daemon", Level.NOTE, text, "`kvd drain` and same-host copies need a shared one"))
+    if status.ready:
+        findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
+    for name, reason in sorted(status.not_ready.items()):
+        findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
+    findings.extend(
+        Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", "run `kvd doctor` on both sides")
+        for peer in status.handshake
+        if peer.slow
+    )
+    return findings
+
+
+def _check_mode(path: str, found: os.stat_result) -> Finding:
+    owner = _name(lambda: pwd.getpwuid(found.st_uid).pw_name, found.st_uid)
+    group = _name(lambda: grp.getgrgid(found.st_gid).gr_name, found.st_gid)
+    text = f"{stat.filemode(found.st_mode)} {owner}:{group}"
+    if not stat.S_ISSOCK(found.st_mode):
+        return Finding("socket", Level.BROKEN, f"{path} is no socket ({text})", "choose another path: KVD_SOCKET")
+    if found.st_mode & stat.S_IWOTH:
+        fix = "KVD_SOCKET_MODE=0660, and make workers members of the group"
+        return Finding("socket", Level.NOTE, f"{text}: every user of this host may attach", fix)
+    if not os.access(path, os.R_OK | os.W_OK):
+        return Finding("socket", Level.BROKEN, f"{text}: we may not connect", f"join the group {group}")
+    return Finding("socket", Level.OK, text)
+
+
+def _name(lookup: Callable[[], str], number: int) -> str:
+    try:
+        return lookup()
+    except KeyError:
+        return str(number)  # containers know few names

@@ -1,0 +1,100 @@
+"""A transfer between this process and another, over NIXL, as between two daemons of this host."""
+
+import os
+import subprocess
+import sys
+import time
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvd import limits
+from kvd.bench.raw import RawAgent
+from kvd.doctor.finding import Finding, Level
+from kvd.plan import Descriptors
+from kvd.transport.lanes import Lanes
+from kvd.transport.path import Kind, kind_of
+
+BYTES: Final = 64 * limits.MIB
+_BLOCK: Final = limits.MIB
+_PATTERN: Final = 0x5A
+_ROUNDS: Final = 3
+_MORE: Final = "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info python -m kvd.doctor.loopback read says more"
+
+
+def check_transfer(timeout: float) -> list[Finding]:
+    """Reads 64 MiB from another process; says which lanes UCX took, and how fast.
+
+    The reader is a process of its own too: a transfer may hang, and NIXL's teardown has crashed.
+    """
+    command = [sys.executable, "-m", "kvd.doctor.loopback", "read"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)  # noqa: S603 - ours
+    except subprocess.TimeoutExpired:
+        return [Finding("transfer", Level.BROKEN, f"no end within {timeout:g} s", _MORE)]
+    if ran.returncode != 0:
+        last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
+        return [Finding("transfer", Level.BROKEN, last, _MORE)]
+    return msgspec.json.decode(ran.stdout, type=list[Finding])
+
+
+def read() -> list[Finding]:
+    """The reader: starts the other process, reads from it, and judges."""
+    command = [sys.executable, "-m", "kvd.doctor.loopback", "serve"]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
+    target = np.zeros(BYTES, dtype=np.uint8)
+    agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES)
+    assert other.stdout is not None  # noqa: S101 - piped
+    metadata, address = other.stdout.readline().split()
+    lanes = Lanes("kvd-doctor")
+    before = lanes.endpoints()
+    peer = agent.connect(bytes.fromhex(metadata))
+    path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
+    seconds = min(_read(agent, peer, int(address)) for _ in range(_ROUNDS))
+    arrived = bool((target == _PATTERN).all())
+    other.communicate()
+    return [_transports(lanes), _judge(path, BYTES / seconds, arrived=arrived)]
+
+
+def _read(agent: RawAgent, peer: str, address: int) -> float:
+    offsets = np.arange(0, BYTES, _BLOCK, dtype=np.uint64)
+    descriptors = Descriptors(offsets, offsets, np.full(offsets.size, _BLOCK, dtype=np.uint64))
+    started = time.perf_counter()
+    agent.read(peer, address, descriptors)
+    return time.perf_counter() - started
+
+
+def _transports(lanes: Lanes) -> Finding:
+    names = lanes.components()
+    if not names:
+        return Finding("UCX", Level.NOTE, "this UCX does not say which transports it has", "a newer nixl wheel does")
+    return Finding("UCX", Level.OK, f"transports with a device here: {', '.join(names)}")
+
+
+def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
+    text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'lanes that UCX does not name'}"
+    if not arrived:
+        return Finding("transfer", Level.BROKEN, f"{text}: bytes differ", "please report this")
+    if kind_of(path) is Kind.TCP:
+        return Finding("transfer", Level.SLOW, text, "same-host copies are not in use: see the findings above, UCX_TLS")
+    return Finding("transfer", Level.OK, text)
+
+
+def serve() -> None:
+    """The other process: offers 64 MiB until its input ends."""
+    source = np.full(BYTES, _PATTERN, dtype=np.uint8)
+    agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES)
+    agent.serve()
+    sys.stdout.write(f"{agent.metadata.hex()} {source.ctypes.data}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        sys.stdout.buffer.write(msgspec.json.encode(read()))
+        sys.stdout.flush()
+    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl`)

@@ -1,0 +1,40 @@
+"""Memory: what may be locked, and which pages pools can have."""
+
+import re
+import resource
+from pathlib import Path
+
+from kvd import limits
+from kvd.doctor.finding import Finding, Level
+
+_PROC = Path("/proc")
+_SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def check_memlock() -> Finding:
+    """NICs lock what is registered with them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", Level.OK, "unlimited")
+    text = f"{soft // limits.KIB} KiB may be locked: an RDMA device cannot register a pool larger than that"
+    fix = "systemd: LimitMEMLOCK=infinity (the unit has it); shell: ulimit -l unlimited; Kubernetes: add IPC_LOCK"
+    if hard == resource.RLIM_INFINITY:
+        fix = f"ulimit -l unlimited (the hard limit allows it), or {fix}"
+    return Finding("memlock", Level.NOTE, text, fix)
+
+
+def check_huge_pages(meminfo: str | None = None, shmem: str | None = None) -> Finding:
+    """Copies to and from huge pages are up to 1.6 times as fast as on pages of 4 KiB."""
+    meminfo = (_PROC / "meminfo").read_text(encoding="ascii") if meminfo is None else meminfo
+    free = int((re.search(r"^HugePages_Free:\s+(\d+)", meminfo, re.MULTILINE) or ["", "0"])[1])
+    size = int((re.search(r"^Hugepagesize:\s+(\d+) kB", meminfo, re.MULTILINE) or ["", "2048"])[1]) * limits.KIB
+    if free:
+        return Finding("huge pages", Level.OK, f"{free} reserved pages of {size // limits.MIB} MiB are free")
+    if shmem is None:
+        shmem = _SHMEM_THP.read_text(encoding="ascii") if _SHMEM_THP.exists() else ""
+    chosen = (re.search(r"\[(\w+)\]", shmem) or ["", "never"])[1]
+    fix = "sysctl vm.nr_hugepages=<bytes of all pools / 2 MiB>, early after boot"
+    if chosen in ("always", "advise", "within_size", "force"):
+        return Finding("huge pages", Level.OK, f"none reserved; transparent ones for shared memory: {chosen}")
+    text = f"none reserved, transparent ones for shared memory: {chosen}; kvd asks for them by MADV_COLLAPSE"
+    return Finding("huge pages", Level.NOTE, text, f"{fix}; or echo advise > {_SHMEM_THP}")

@@ -1,0 +1,193 @@
+"""The connector that vLLM makes: hooks in, hooks out. The work is in `scheduler`, `worker`, `facts`, `memory`."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd.client import Worker
+from kvd.engines.vllm.facts import cache_facts, check_supported, rank_of, windows
+from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
+from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
+from kvd.engines.vllm.scheduler import SchedulerSide
+from kvd.engines.vllm.settings import read_settings
+from kvd.engines.vllm.spec import cache_spec
+from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
+from kvd.engines.vllm.worker import WorkerSide
+from kvd.errors import ErrorCode, InternalError
+
+
+class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Prefill/decode disaggregation of vLLM through kvd daemons.
+
+    vLLM makes one in the scheduler and one in each worker; each has the half of its role.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._rank = rank_of(vllm_config)
+        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config, ranks)
+        self._settings = settings.for_rank(self._rank, parallel.data_parallel_index)
+        self._scheduler: Any = None
+        self._worker: Any = None
+        self._allocation: PoolAllocation | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(windows(kv_cache_config), ranks)
+        else:
+            self._attach()
+
+    def _attach(self) -> None:
+        settings = self._settings
+        self._facts = cache_facts(self._vllm_config, self._kv_cache_config)
+        spec = cache_spec(self._facts)
+        client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
+        self._pool = as_tensor(client.pool, zero=client.kept)
+        self._worker = WorkerSide(
+            client, settings.worker, spec, offer_ttl=settings.offer_ttl, pull_timeout=settings.pull_timeout
+        )
+
+    # --- the engine's configuration ---------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout that suits transfers: heads, which ranks cut, outside of tokens; on GPUs all layers of a block."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC" if current_platform.is_cpu() else "BLHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats:
+        """The stats that `get_kv_connector_stats` sent, on the other side."""
+        return KvdStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KvdPromMetrics:
+        """The engine's Prometheus metrics of this connector."""
+        return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- scheduler --------------------------------------------------------------------------------------------------
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """All groups: kvd moves the request's own blocks."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvdHandshake]) -> None:
+        """The places of all ranks, once at start."""
+        self._scheduler.moved({handshake.rank: handshake.place for handshake in metadata.values()})
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was added."""
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens a pull will bring, and that it will do so between steps."""
+        tokens = self._scheduler.external(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:  # noqa: ARG002
+        """What the workers do in this step."""
+        return KvdMetadata(self._scheduler.take_orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers did in this step."""
+        self._scheduler.received(connector_output.finished_recving or ())
+        if connector_output.kv_connector_worker_meta is not None:
+            self._scheduler.moved(connector_output.kv_connector_worker_meta.places)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for a cache of one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM has to keep the request's blocks, and what it returns to the router."""
+        params = self._scheduler.finished(request, block_ids)
+        return params is not None, params
+
+    # --- worker -----------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any]:
+        """Inside of it the KV cache is allocated: in the pool."""
+        self._allocation = PoolAllocation(self._facts.nbytes, lambda: self._pool)
+        return self._allocation
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache is there: make sure that it is in the pool, as declared."""
+        if self._allocation is None or not self._allocation.answered:
+            text = f"vLLM allocated no buffer of {self._facts.nbytes} bytes inside the memory context"
+            raise InternalError(ErrorCode.INTERNAL, text)
+        check_views(self._facts, self._pool, kv_caches, self._layer_names())
+
+    def _layer_names(self) -> list[list[list[str]]]:
+        groups: list[list[list[str]]] = [[] for _ in self._kv_cache_config.kv_cache_groups]
+        for tensor in self._kv_cache_config.kv_cache_tensors:
+            for names, group in zip(groups, self._kv_cache_config.kv_cache_groups, strict=True):
+                if tensor.layers[0] in group.layer_names:
+                    names.append(tensor.layers)
+        return groups
+
+    def get_handshake_metadata(self) -> KvdHandshake:
+        """Where consumers find this rank."""
+        return KvdHandshake(self._rank, self._worker.new_place() or self._worker.place)
+
+    def bind_connector_metadata(self, connector_metadata: KvdMetadata) -> None:
+        """A step begins. Pulls are sent here, before the forward pass; `start_load_kv` may come after it."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: see `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs when all of its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: the cache is in the pool."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the cache is in the pool."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """A step ends: requests whose pull or offer has ended."""
+        results = self._worker.end()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def build_connector_worker_meta(self) -> KvdWorkerMeta | None:
+        """Where consumers find this rank, if that has changed."""
+        place = self._worker.new_place()
+        return None if place is None else KvdWorkerMeta({self._rank: place})
+
+    def get_kv_connector_stats(self) -> KvdStats | None:
+        """What this worker counted since the last call."""
+        if self._worker is None:
+            return None
+        stats = KvdStats(self._worker.take_tally().as_dict())
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """Ends the session with the daemon, which keeps the pool: what is offered can still be read."""
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,192 @@
+"""What kvd needs to know of a vLLM worker's cache, read from the worker's own configuration."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.kv_cache_interface import (
+    KVCacheSpecKind,
+    UniformTypeKVCacheSpecs,
+    compute_layout_strides,
+    get_kv_cache_spec_kind,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import prepare_kernel_block_sizes
+
+from kvd.engines.vllm.spec import CacheFacts, GroupFacts, Pages
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import Chunked, Full, Shard, Sliding, Window
+
+_MLA = {KVCacheSpecKind.MLA_ATTENTION}
+_FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
+
+
+def rank_of(vllm_config: Any) -> int:
+    """The number of this worker in its engine replica: pipeline stage by stage, as kvd counts."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank) % int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def check_supported(vllm_config: Any, cache_config: Any) -> None:
+    """Refuse, at start, what kvd does not move.
+
+    Raises:
+        BadRequest: `BAD_SPEC`, naming it.
+
+    """
+    parallel = vllm_config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field) > 1:
+            raise _refusal(f"{field} = {getattr(parallel, field)}: context parallelism splits sequences, use 1")
+    groups = cache_config.kv_cache_groups
+    if len(cache_config.transfer_group_ids) != len(groups):
+        raise _refusal("groups of this cache are kept out of transfers; kvd moves all groups or none")
+    for group in groups:
+        window_of(group.kv_cache_spec)
+
+
+def windows(cache_config: Any) -> tuple[tuple[Window, int], ...]:
+    """Of each group: its window, and its tokens a block."""
+    return tuple(
+        (window_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size)) for group in cache_config.kv_cache_groups
+    )
+
+
+def window_of(spec: Any) -> Window:
+    """Which positions of a sequence a group of this vLLM spec keeps."""
+    kind = get_kv_cache_spec_kind(spec)
+    first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    if kind in _FULL:
+        return Full()
+    if kind is KVCacheSpecKind.SLIDING_WINDOW:
+        return Sliding(first.sliding_window + first.extra_retained_tokens)
+    if kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
+        return Chunked(first.attention_chunk_size)
+    raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
+
+
+def cache_facts(vllm_config: Any, cache_config: Any) -> CacheFacts:
+    """The facts of this worker's cache.
+
+    Raises:
+        BadRequest: `BAD_SPEC`, it is something that kvd does not move.
+
+    """
+    check_supported(vllm_config, cache_config)
+    groups = cache_config.kv_cache_groups
+    layers = vllm_config.compilation_config.static_forward_context
+    kernels = prepare_kernel_block_sizes(cache_config, [_attention_groups(group, layers) for group in groups])
+    pages: list[list[Pages]] = [[] for _ in groups]
+    for tensor in cache_config.kv_cache_tensors:
+        index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
+        spec = _layer_spec(groups[index], tensor.layers[0])
+        pages[index].append(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
+    return CacheFacts(
+        nbytes=cache_config.kv_cache_tensors[0].size if cache_config.kv_cache_tensors else 0,
+        num_blocks=cache_config.num_blocks,
+        groups=tuple(
+            GroupFacts(window=window, block_tokens=block_tokens, pages=tuple(held))
+            for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
+        ),
+        shard=_shard(vllm_config),
+    )
+
+
+def _attention_groups(group: Any, layers: Any) -> list[Any]:
+    return [
+        SimpleNamespace(backend=layers[name].get_attn_backend(), kv_cache_spec=_layer_spec(group, name))
+        for name in group.layer_names
+    ]
+
+
+def _layer_spec(group: Any, name: str) -> Any:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_tokens: int) -> Pages:
+    if spec.tokens_per_state != 1:
+        raise _refusal(f"{tensor.layers[0]}: {spec.tokens_per_state} tokens a state; kvd moves caches with one")
+    kernel_blocks = spec.block_size // kernel_tokens
+    _, _, head_stride, token_stride, _ = compute_layout_strides(
+        spec,
+        cache_config.num_blocks,
+        len(tensor.layers),
+        KVCacheLayout[cache_config.kv_cache_layout],
+        kernel_tokens,
+        fixed_strides=(tensor.layer_stride, tensor.block_stride // kernel_blocks, None, None, None),
+    )
+    components, numbers = zip(*(_place(name) for name in tensor.layers), strict=True)
+    if len(set(components)) > 1:
+        raise _refusal(f"one KV cache tensor holds layers of several kinds: {sorted(set(components))}")
+    layer = vllm_config.compilation_config.static_forward_context[tensor.layers[0]]
+    on_cpu = layer.get_attn_backend().get_name() == "CPU_ATTN"
+    return Pages(
+        component=components[0],
+        layers=numbers,
+        offset=tensor.offset,
+        layer_stride=tensor.layer_stride,
+        block_stride=tensor.block_stride,
+        head_stride=head_stride,
+        token_stride=token_stride,
+        heads=spec.num_heads,
+        total_heads=_total_heads(vllm_config, spec, tensor.layers[0]),
+        kernel_tokens=kernel_tokens,
+        cell_bytes=spec.state_content_size_bytes,
+        dtype=_format(vllm_config, spec, on_cpu=on_cpu),
+        split=on_cpu,
+    )
+
+
+def _place(name: str) -> tuple[str, int]:
+    """What a layer's cache is, and its layer's number: ("model.layers.*.self_attn.attn", 7)."""
+    numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
+    if len(numbers) != 1:
+        raise _refusal(f"the layer name {name!r} has {len(numbers)} numbers; kvd needs the one of its layer")
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name), int(numbers[0])
+
+
+def _total_heads(vllm_config: Any, spec: Any, name: str) -> int:
+    """KV heads of this layer over all ranks; 1 where every rank holds the same."""
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if spec.max_tp_shards is not None:
+        return int(spec.max_tp_shards)
+    if get_kv_cache_spec_kind(spec) in _MLA:
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    if spec.num_heads == max(1, total // ranks):
+        return total
+    if spec.num_heads > 1 or ranks == 1:
+        return int(spec.num_heads) * ranks
+    raise _refusal(f"{name} has one KV head on each of {ranks} ranks; of how many over all, vLLM does not say")
+
+
+def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:
+    """What the bytes of a head mean: both sides of a transfer must agree on it."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    name = vllm_config.cache_config.cache_dtype
+    parts = [dtype] if name in {"auto", dtype} else [dtype, name]
+    if on_cpu:
+        # The kernels of different instruction sets pack keys in different orders.
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
+
+        parts.append(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, name))
+    return "/".join(parts)
+
+
+def _shard(vllm_config: Any) -> Shard:
+    parallel = vllm_config.parallel_config
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    pp_rank, tp_rank = divmod(rank_of(vllm_config), parallel.tensor_parallel_size)
+    return Shard(
+        stages=tuple(tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages)),
+        tp_rank=tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=pp_rank,
+    )
+
+
+def _refusal(text: str) -> BadRequest:
+    return BadRequest(ErrorCode.BAD_SPEC, text)

@@ -1,0 +1,69 @@
+"""What travels from the prefill engine to the decode engine: `kv_transfer_params`, which routers pass on.
+
+The flags are those of vLLM's other P/D connectors, so routers need not know kvd: a router asks the prefill engine with
+`do_remote_decode`, and gives what that answers to the decode engine, unchanged.
+"""
+
+import array
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.errors import BadRequest
+from kvd.protocol import ticket as tickets
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What a decode engine was given: the `ticket` of the first `tokens` tokens, or why it is `refused`."""
+
+    ticket: str
+    tokens: int
+    refused: str = ""
+
+
+def is_producer(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine will decode this request."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def is_consumer(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine has prefilled this request."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def write(ticket: str, tokens: int, prompt: Sequence[int] | None) -> dict[str, Any]:
+    """The answer of the prefill engine: `ticket` is for the cache of the first `tokens` tokens of `prompt`."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kvd_ticket": ticket,
+        "kvd_prompt": _checksum(prompt, tokens),
+    }
+
+
+def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens: int) -> Handover:
+    """What the decode engine was given for a prompt of `prompt_tokens` tokens.
+
+    A ticket that is missing, unreadable or of another prompt is `refused`: the request then counts as one whose blocks
+    could not be loaded, because decoding without them would hide that the router is wrong.
+    """
+    text = params.get("kvd_ticket")
+    if not isinstance(text, str):
+        return Handover("", prompt_tokens, "do_remote_prefill without a kvd_ticket: does the prefill engine run kvd?")
+    try:
+        ticket = tickets.decode(text)
+    except BadRequest as error:
+        return Handover("", prompt_tokens, error.text)
+    theirs, ours = params.get("kvd_prompt"), _checksum(prompt, ticket.tokens)
+    if ticket.tokens > prompt_tokens or theirs != ours:
+        ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
+        refused = f"{ticket_is}, this prompt has {prompt_tokens} and {ours}; does the router mix up requests?"
+        return Handover("", prompt_tokens, refused)
+    return Handover(text, ticket.tokens)
+
+
+def _checksum(prompt: Sequence[int] | None, tokens: int) -> int:
+    """CRC-32 of the first `tokens` token ids; 0 for a prompt of embeddings."""
+    return 0 if prompt is None else zlib.crc32(array.array("q", prompt[:tokens]).tobytes())

@@ -1,0 +1,53 @@
+"""What `kv_connector_extra_config` may say."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
+
+_Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
+_Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's settings; times in seconds. `{rank}` and `{dp_rank}` are replaced in `socket` and `worker`."""
+
+    socket: str
+    """Path of the session socket of the rank's daemon."""
+    worker: str = "vllm-{dp_rank}-{rank}"
+    """Name of the pool at the daemon: the same after a restart of the engine, so that it finds its pool again."""
+    offer_ttl: _Ttl = 120.0
+    """How long the producer holds blocks that nobody has claimed."""
+    pull_timeout: _Timeout = 60.0
+    """How long a pull may take, from the moment that the decode engine has blocks for it."""
+    attach_timeout: _Timeout = 60.0
+    """How long the engine waits for its daemon when it starts."""
+
+    def for_rank(self, rank: int, dp_rank: int) -> "Settings":
+        """These settings with the rank in place."""
+        return msgspec.structs.replace(
+            self,
+            socket=self.socket.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)),
+            worker=self.worker.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)),
+        )
+
+
+def read_settings(extra: Mapping[str, Any], ranks: int) -> Settings:
+    """The settings of an engine of `ranks` ranks.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, a setting is missing, unknown or out of bounds.
+
+    """
+    try:
+        settings = msgspec.convert(dict(extra), Settings)
+    except msgspec.ValidationError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"kv_connector_extra_config: {error}") from error
+    if ranks > 1 and "{rank}" not in settings.socket and "{rank}" not in settings.worker:
+        text = f"{ranks} ranks need a pool each: write {{rank}} into socket or worker of kv_connector_extra_config"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+    return settings

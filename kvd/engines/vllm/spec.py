@@ -1,0 +1,115 @@
+"""The cache of a vLLM worker as a `CacheSpec`. Pure: `kvd.engines.vllm.facts` reads the facts from vLLM.
+
+vLLM allocates one buffer a worker. Each of its "KV cache tensors" places layers of one shape in it: block b of the
+tensor's l-th layer begins at `offset + l * layer_stride + b * block_stride`, and inside it are heads, tokens and bytes
+in the order of the layout. Tensors of different groups lie on top of each other.
+"""
+
+from dataclasses import dataclass
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import Axis, CacheSpec, Group, Shard, View, Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """One KV cache tensor of vLLM. Strides and sizes are in bytes.
+
+    `heads` is what this rank holds of `total_heads`; 1 of 1 means that all ranks hold the same (MLA). A block may be
+    several kernel blocks of `kernel_tokens` tokens. `cell_bytes` is one head of one token, K and V together. If
+    `split`, a head's part of a kernel block holds all keys and then all values, not the two of each token together.
+    """
+
+    component: str
+    layers: tuple[int, ...]
+    offset: int
+    layer_stride: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    heads: int
+    total_heads: int
+    kernel_tokens: int
+    cell_bytes: int
+    dtype: str
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """One KV cache group of vLLM: its blocks serve all of `pages`, whose layers attend within `window`."""
+
+    window: Window
+    block_tokens: int
+    pages: tuple[Pages, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """The cache of one worker: a buffer of `nbytes` bytes, in which every group has block ids below `num_blocks`."""
+
+    nbytes: int
+    num_blocks: int
+    groups: tuple[GroupFacts, ...]
+    shard: Shard
+
+
+def cache_spec(facts: CacheFacts) -> CacheSpec:
+    """The spec of the pool that takes the buffer's place.
+
+    Raises:
+        BadRequest: `BAD_SPEC`, the facts describe something that kvd cannot address.
+
+    """
+    if not facts.nbytes:
+        raise BadRequest(ErrorCode.BAD_SPEC, "the model keeps no KV cache; there is nothing for kvd to move")
+    groups = tuple(
+        Group(
+            window=group.window,
+            block_tokens=group.block_tokens,
+            num_blocks=facts.num_blocks,
+            views=tuple(_view(pages, group.block_tokens, facts.num_blocks) for pages in group.pages),
+        )
+        for group in facts.groups
+    )
+    dtype = facts.groups[0].pages[0].dtype
+    return CacheSpec(dtype=dtype, pool_bytes=facts.nbytes, groups=groups, shard=facts.shard)
+
+
+def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:
+    return View(
+        component=pages.component,
+        offset=pages.offset,
+        axes=(
+            Axis("layer", len(pages.layers), pages.layer_stride),
+            Axis("block", num_blocks, pages.block_stride),
+            *_inside(pages, block_tokens),
+        ),
+        layers=pages.layers,
+        heads=pages.total_heads,
+        dtype=pages.dtype,
+    )
+
+
+def _inside(pages: Pages, block_tokens: int) -> tuple[Axis, ...]:
+    """The axes inside a block of one layer."""
+    kernel_blocks, rest = divmod(block_tokens, pages.kernel_tokens)
+    if rest:
+        text = f"blocks of {block_tokens} tokens cannot be kernel blocks of {pages.kernel_tokens}"
+        raise BadRequest(ErrorCode.BAD_SPEC, text)
+    outer = (Axis("token", kernel_blocks, pages.block_stride // kernel_blocks),) if kernel_blocks > 1 else ()
+    head = Axis("head", pages.heads, pages.head_stride)
+    if not pages.split:
+        token = Axis("token", pages.kernel_tokens, pages.token_stride)
+        return (*outer, head, token, Axis("byte", pages.cell_bytes, 1))
+    if pages.token_stride != pages.cell_bytes:
+        text = f"{pages.component}: keys before values need a layout with tokens inside heads (LBHNC)"
+        raise BadRequest(ErrorCode.BAD_SPEC, text)
+    half = pages.cell_bytes // 2
+    return (
+        *outer,
+        head,
+        Axis("kv", 2, pages.kernel_tokens * half),
+        Axis("token", pages.kernel_tokens, half),
+        Axis("byte", half, 1),
+    )

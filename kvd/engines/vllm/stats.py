@@ -1,0 +1,84 @@
+"""The engine's own metrics of its transfers: in its log, and on its `/metrics` beside the daemon's."""
+
+from statistics import fmean
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvd.engines.vllm.tally import Tally
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0)
+_BYTES = tuple(2**power for power in range(12, 37, 2))
+_BLOCKS = tuple(2**power for power in range(17))
+
+
+class KvdStats(KVConnectorStats):  # type: ignore[misc]
+    """A `Tally` as vLLM carries it from workers to loggers: `data` is a plain dict of its fields."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or {})
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything counted."""
+        self.data = Tally().as_dict()
+
+    def aggregate(self, other: KVConnectorStats) -> "KvdStats":
+        """Adds the counts of another worker, or of a later time."""
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing has been counted."""
+        return not any(self.data.values())
+
+    def reduce(self) -> dict[str, int | float]:
+        """The few numbers of a line in the log."""
+        seconds, nbytes = self.data["pull_seconds"], self.data["pull_bytes"]
+        numbers: dict[str, int | float] = {"Pulls": len(seconds)}
+        if seconds:
+            numbers["Avg pull (ms)"] = round(fmean(seconds) * 1e3, 1)
+            numbers["Max pull (ms)"] = round(max(seconds) * 1e3, 1)
+            numbers["Avg MB a pull"] = round(fmean(nbytes) / 1e6, 1)
+        return numbers | {
+            "Failed pulls": self.data["failed_pulls"],
+            "Refused offers": self.data["refused_offers"],
+            "Expired offers": self.data["expired_offers"],
+        }
+
+
+class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counts as Prometheus metrics of the engine, `vllm:kvd_...`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        seconds = "From the order of a pull to the engine's step that sees its end."
+        self._histograms = {
+            "pull_seconds": self._histogram("vllm:kvd_pull_seconds", seconds, _SECONDS),
+            "pull_blocks": self._histogram("vllm:kvd_pull_blocks", "Blocks of a pull on one rank.", _BLOCKS),
+            "pull_bytes": self._histogram("vllm:kvd_pull_bytes", "Bytes of a pull on one rank.", _BYTES),
+        }
+        self._counters = {
+            "failed_pulls": self._counter("vllm:kvd_failed_pulls", "Pulls whose request failed or was recomputed."),
+            "refused_offers": self._counter("vllm:kvd_refused_offers", "Finished prefills that were not offered."),
+            "expired_offers": self._counter("vllm:kvd_expired_offers", "Offers that nobody claimed in time."),
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds one report of an engine."""
+        for name, histogram in self._histograms.items():
+            for value in transfer_stats_data[name]:
+                histogram[engine_idx].observe(value)
+        for name, counter in self._counters.items():
+            counter[engine_idx].inc(transfer_stats_data[name])
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        metric = self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=self._labelnames)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _counter(self, name: str, text: str) -> Any:
+        metric = self._counter_cls(name=name, documentation=text, labelnames=self._labelnames)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)

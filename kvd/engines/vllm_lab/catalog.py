@@ -1,0 +1,52 @@
+"""The models of the laboratory, by name, and prompts for them. `models` writes them."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+VOCABULARY: Final = 512
+WINDOW: Final = 64
+"""Sliding window of the hybrid model, in tokens."""
+
+BLOCK: Final = 32
+"""Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
+
+MODELS: Final = ("llama", "gemma", "deepseek", "bench")
+
+FLAGS: Final[dict[str, tuple[str, ...]]] = {
+    "gemma": ("--no-disable-hybrid-kv-cache-manager",),
+    "deepseek": ("--block-size", "16"),
+}
+"""What a server needs for a model beside the flags that all have."""
+
+
+GROUPS: Final = {"gemma": 6}
+"""KV-cache groups, where there are several: a request takes blocks for each of them."""
+
+LATENT: Final = frozenset({"deepseek"})
+"""Models with latent attention. vLLM keeps no prefix cache of them on a CPU, and its CPU kernels for prefill and decode
+disagree on them, on one server and without any connector: by up to 0.06 in a token's log-probability with the weights
+here, by up to 1 with larger ones."""
+
+
+def write_models(folder: Path, *names: str) -> None:
+    """Writes models into `folder`/name, in a process of its own: transformers and torch are heavy.
+
+    Raises:
+        subprocess.CalledProcessError: It failed; what it said is on standard error.
+
+    """
+    command = [sys.executable, "-m", "kvd.engines.vllm_lab.models", str(folder), *names]
+    subprocess.run(command, check=True, env=os.environ | OFFLINE, timeout=300)  # noqa: S603  # the command is ours
+
+
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def make_prompt(tokens: int, seed: int) -> list[int]:
+    """A prompt of `tokens` random token ids; equal seeds give prompts of which one begins the other."""
+    source = random.Random(seed)  # noqa: S311  # no secret
+    return [source.randrange(2, VOCABULARY) for _ in range(tokens)]

@@ -1,0 +1,96 @@
+"""A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
+from kvd.engines.vllm_lab.servers import BLOCKS, Daemon, Engine, Server
+from kvd.engines.vllm_lab.service import Service
+
+
+class Pair(ABC):
+    """The prefill server on the first core, the decode server on the second.
+
+    `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
+    of either KV cache.
+    """
+
+    name: str
+
+    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
+        self.policy = policy
+        folder.mkdir(parents=True, exist_ok=True)
+        self.prefill, self.decode = (
+            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks), self._config(side))
+            for core, side in enumerate(("prefill", "decode"))
+        )
+
+    def _config(self, side: str) -> dict[str, Any]:
+        return {"kv_role": "kv_both", "kv_load_failure_policy": self.policy, **self.connector(side)}
+
+    @abstractmethod
+    def connector(self, side: str) -> dict[str, Any]:
+        """The connector's part of the kv-transfer-config of one side."""
+
+    @property
+    def services(self) -> list[Service]:
+        """All processes, in the order in which they start."""
+        return [self.prefill, self.decode]
+
+    async def complete(self, prompt: list[int], tokens: int, **more: Any) -> Completion:
+        """The completion of a prompt whose prefill runs on one server and whose decode on the other.
+
+        Raises:
+            HttpError: Either side gave no good answer.
+
+        """
+        body = make_body(self.prefill.engine.model, prompt, tokens, **more)
+        params = await prefill(self.prefill.url, body)
+        return await complete(self.decode.url, body | {"kv_transfer_params": params})
+
+
+class KvdPair(Pair):
+    """With two daemons; `extra` are further settings of the connector, `daemon_flags` of the daemons."""
+
+    name = "kvd"
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        extra: Mapping[str, float] = MappingProxyType({}),
+        daemon_flags: Sequence[str] = (),
+    ) -> None:
+        self._extra = extra
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder, daemon_flags) for side in ("prefill", "decode")}
+        super().__init__(folder, models, model, policy=policy, blocks=blocks)
+
+    def connector(self, side: str) -> dict[str, Any]:
+        """Names the socket of the daemon of that side."""
+        return {
+            "kv_connector": "KvdConnector",
+            "kv_connector_module_path": "kvd.engines.vllm",
+            "kv_connector_extra_config": {"socket": str(self.daemons[side].socket), **self._extra},
+        }
+
+    @property
+    def services(self) -> list[Service]:
+        """Daemons first: a server attaches when it starts."""
+        return [*self.daemons.values(), *super().services]
+
+
+class NixlPair(Pair):
+    """With vLLM's connector, which runs in the engines; the decode side pulls."""
+
+    name = "nixl"
+
+    def connector(self, side: str) -> dict[str, Any]:  # noqa: ARG002
+        """The same on both sides."""
+        return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}

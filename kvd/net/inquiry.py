@@ -1,0 +1,90 @@
+"""How an operator's command asks a daemon: one connection to the session socket, no pool, no attach."""
+
+import os
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode, session_replies
+from kvd.protocol.worker import Refused, SessionReply, Status, StatusRequest
+
+_UCRED: Final = struct.Struct("=iII")
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonIdentity:
+    """Who listens, as the kernel says. `pid` is 0 where the daemon runs in a PID namespace that we cannot see."""
+
+    pid: int
+    uid: int
+
+
+class Inquiry:
+    """A connection to the daemon at the socket `path`; closed by `close` or a `with` block.
+
+    Raises:
+        Unavailable: `DAEMON_LOST`, nobody listens there.
+        BadRequest: `NOT_PERMITTED`, we may not connect.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.connect(os.fsencode(path))
+        except PermissionError as error:
+            connected.close()
+            text = f"{path}: {error.strerror}; run as the daemon's user or as a member of its group"
+            raise BadRequest(ErrorCode.NOT_PERMITTED, text) from error
+        except OSError as error:
+            connected.close()
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
+        pid, uid, _gid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        self.identity = DaemonIdentity(pid, uid)
+        self._path = path
+        self._stream = FrameStream(connected)
+        self._calls = 0
+
+    def status(self, timeout: float) -> bytes:
+        """The daemon's status as JSON.
+
+        Raises:
+            Unavailable: `DEADLINE`, no answer within `timeout` seconds; `DAEMON_LOST`, it hung up.
+
+        """
+        self._calls += 1
+        try:
+            self._stream.send(encode(StatusRequest(self._calls)))
+        except OSError as error:
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
+        deadline = time.monotonic() + timeout
+        while True:
+            for reply in self._receive(deadline):
+                if isinstance(reply, Status) and reply.call == self._calls:
+                    return reply.report
+                if isinstance(reply, Refused):
+                    raise error_from_code(reply.code, reply.text)
+
+    def _receive(self, deadline: float) -> list[SessionReply]:
+        waiting = max(0.0, deadline - time.monotonic())
+        if not select.select([self._stream.fileno()], [], [], waiting)[0]:
+            raise Unavailable(ErrorCode.DEADLINE, f"the daemon at {self._path} did not answer in time")
+        frames = self._stream.receive()
+        if frames is None:
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up")
+        return [session_replies.decode(frame.content) for frame in frames]
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._stream.close()
+
+    def __enter__(self) -> "Inquiry":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

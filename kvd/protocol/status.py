@@ -1,0 +1,100 @@
+"""A status, as its reader sees it: the JSON in `Status.report`. Fields that this version does not know are ignored."""
+
+import msgspec
+
+from kvd.errors import BadRequest, ErrorCode
+
+
+class PoolStatus(msgspec.Struct, frozen=True):
+    """A pool; `stage` as in `kvd.actors.pools`."""
+
+    worker: str
+    bytes: int
+    backing: str | None
+    stage: str
+    uid: int
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """A peer that the daemon connects to; `path` names the lanes of its bytes, `slow` why they are slow."""
+
+    address: str
+    daemon: str | None
+    state: str
+    silent_seconds: float
+    path: str = ""
+    slow: str | None = None
+    last_loss: str = ""
+
+
+class LeaseStatus(msgspec.Struct, frozen=True):
+    """Offers that stand, how many are claimed, and claims that wait for an offer."""
+
+    active: int
+    claimed: int
+    claims_held: int
+    claims_waiting: int
+
+
+class PullStatus(msgspec.Struct, frozen=True):
+    """Pulls without an outcome, their transfers by state, and ended pulls that may still be written to."""
+
+    pulls: int
+    transfers: dict[str, int]
+    quarantined: int
+    busy_blocks: dict[str, int]
+
+
+class LogStatus(msgspec.Struct, frozen=True):
+    """Notifications that one worker has not acknowledged."""
+
+    kept: int
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Counters since the daemon started: two statuses give a rate."""
+
+    seconds: float
+    read_bytes: int
+    read_descriptors: int
+    pulls: dict[str, int]
+    refused: int
+    peers_lost: int
+    pull_buckets: dict[str, int]
+    """Pulls by duration, cumulative: `le` in seconds to count."""
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """One daemon at one moment."""
+
+    daemon: str
+    version: str
+    pid: int
+    address: str
+    http: str
+    device: str
+    ready: bool
+    not_ready: dict[str, str]
+    workers: list[str]
+    pools: list[PoolStatus]
+    handshake: list[PeerStatus]
+    leases: LeaseStatus
+    scheduler: PullStatus
+    completion: dict[str, LogStatus]
+    totals: Totals
+
+
+_decoder = msgspec.json.Decoder(StatusReport)
+
+
+def decode(report: bytes) -> StatusReport:
+    """The status in `report`.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, it is none of this version.
+
+    """
+    try:
+        return _decoder.decode(report)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error

@@ -1,0 +1,263 @@
+"""One daemon on a virtual loop, its ports and transport played by the test."""
+
+from prometheus_client import CollectorRegistry
+
+from kvd.actors.house import House
+from kvd.actors.policy import Policy
+from kvd.actors.settings import Settings
+from kvd.actors.wiring import Fittings, furnish
+from kvd.metrics import Metrics
+from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.protocol import codec
+from kvd.protocol.peer import PoolInfo, Welcome
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import VERSION, Span
+from kvd.protocol.worker import Attach, Notifications, Offer, Pull
+from kvd.sim.cache import make_cache
+from kvd.sim.loop import VirtualLoop
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadFailed, Registered
+
+CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
+INCARNATION = 1 << 20
+
+
+def ids(*blocks):
+    return b"".join(block.to_bytes(4, "little") for block in blocks)
+
+
+class Memory:
+    base, backing = 1 << 32, "plain"
+
+    def __init__(self, size, descriptor=7):
+        self.size, self.descriptor, self.closed = size, descriptor, False
+
+    def close(self):
+        self.closed = True
+
+
+class Stage:
+    """Everything outside the actors; `sent` and `asked` hold what they said."""
+
+    def __init__(self, **settings):
+        self.loop = VirtualLoop()
+        self.failures = []
+        self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
+        self.commands, self.discarded, self.hung_up, self.idle = [], [], [], []
+        self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
+        self.conditions = {}
+        self.house = House(
+            loop=self.loop,
+            settings=Settings(daemon="d", incarnation=INCARNATION, **settings),
+            metrics=Metrics(CollectorRegistry()),
+            supervisor=self,
+            condition=self.conditions.__setitem__,
+            idle=self.idle.append,
+        )
+        self.fittings = Fittings(
+            worker_port=_WorkerPort(self),
+            peer_port=_PeerPort(self),
+            transport=_Transport(self),
+            provider=_Provider(self),
+            background=lambda work, done: done(work()),
+            draw_session=self._draw,
+            describe=lambda: {"daemon": "d"},
+            transport_died=self.failures.append,
+            policy=Policy(1000),
+        )
+        self.sessions = 0
+        furnish(self.house, self.fittings)
+
+    def _draw(self):
+        self.sessions += 1
+        return bytes([self.sessions]) * 16
+
+    def failed(self, actor, message, error):
+        self.failures.append((actor.name, error))
+
+    def run(self, seconds=0.0):
+        self.loop.run_until(self.loop.now + seconds)
+        assert not self.failures, self.failures
+
+    # --- workers
+
+    def connect(self, connection=1):
+        self.house.gateway.tell(SessionOpened(connection, 1, 1000, 1000))
+        self.run()
+
+    def session(self, message, connection=1, descriptors=()):
+        frame = message if isinstance(message, bytes) else codec.encode(message)
+        self.house.gateway.tell(SessionFrame(connection, frame, descriptors))
+        self.run()
+        return self.on_sessions[-1] if self.on_sessions else None
+
+    def hang_up(self, connection=1):
+        self.house.gateway.tell(SessionClosed(connection))
+        self.run()
+
+    def attach(self, name="w", connection=1, instance=b"i" * 16, descriptors=(), raw=CACHE.raw):
+        self.connect(connection)
+        return self.session(Attach(name, instance, raw), connection, descriptors)
+
+    def request(self, message, session=b"\1" * 16):
+        frame = message if isinstance(message, bytes) else codec.encode(message)
+        before = len(self.to_workers)
+        self.house.gateway.tell(WorkerFrame(session, frame, 1000))
+        self.run()
+        return [reply for _, reply in self.to_workers[before:]]
+
+    def offer(self, name="o", blocks=(0, 1), ttl=30.0, call=1):
+        return self.request(Offer(call, name, 4, (Span(0, 0, ids(*blocks)),), ttl))
+
+    def pull(self, name="p", blocks=(2, 3), timeout=5.0, ticket=None, call=2, offered=(0, 1)):
+        text = make_ticket(blocks=offered) if ticket is None else ticket
+        return self.request(Pull(call, name, text, (Span(0, 0, ids(*blocks)),), timeout))
+
+    @property
+    def notified(self):
+        return [item for _, reply in self.to_workers if isinstance(reply, Notifications) for item in reply.items]
+
+    # --- peers
+
+    def asked_by_peer(self, message, sender=b"peer"):
+        frame = message if isinstance(message, bytes) else codec.encode(message)
+        before = len(self.answers)
+        self.house.handshake.tell(PeerAsked(sender, frame))
+        self.run()
+        return [reply for _, reply in self.answers[before:]]
+
+    def peer_says(self, message, link=1):
+        frame = message if isinstance(message, bytes) else codec.encode(message)
+        self.house.handshake.tell(PeerAnswered(link, frame))
+        self.run()
+
+    def asks(self, kind):
+        return [message for _, message in self.to_peers if isinstance(message, kind)]
+
+    # --- the transport
+
+    def landed(self, read):
+        self.transport_says(Landed(read, 0.01))
+
+    def read_failed(self, read):
+        self.transport_says(ReadFailed(read, "broken"))
+
+    def transport_says(self, event):
+        self.fittings.transport.on_event(event)
+        self.run()
+
+
+def make_ticket(pool="there", offer="o", blocks=(0, 1), address="tcp://peer:1", incarnation=0, raw_ids=None):
+    rank = TicketRank("peer", address, incarnation, pool, offer, 0)
+    return Ticket(4, (rank,), ((Span(0, 0, ids(*blocks) if raw_ids is None else raw_ids),),)).encode()
+
+
+class _WorkerPort:
+    endpoint = "ipc://x"
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def start(self, on_event):
+        pass
+
+    def send_session(self, connection, frame, descriptors=()):
+        self.stage.on_sessions.append(codec.session_replies.decode(frame))
+
+    def close_session(self, connection):
+        self.stage.hung_up.append(connection)
+
+    def discard(self, descriptors):
+        self.stage.discarded += descriptors
+
+    def send(self, session, frame):
+        if self.stage.room:
+            self.stage.to_workers.append((session, codec.worker_replies.decode(frame)))
+        return self.stage.room
+
+    def close(self):
+        pass
+
+
+class _PeerPort:
+    address = "tcp://self:1"
+
+    def __init__(self, stage):
+        self.stage, self.links = stage, {}
+
+    def start(self, on_event):
+        pass
+
+    def connect(self, address):
+        if not address.startswith("tcp://"):
+            raise codec.BadRequest("bad_ticket", f"no address: {address}")
+        self.links[len(self.links) + 1] = address
+        return len(self.links)
+
+    def ask(self, link, frame):
+        self.stage.to_peers.append((link, codec.peer_requests.decode(frame)))
+        return True
+
+    def answer(self, sender, frame):
+        self.stage.answers.append((sender, codec.peer_replies.decode(frame)))
+        return True
+
+    def disconnect(self, link):
+        self.stage.commands.append(("disconnect", link))
+
+    def close(self):
+        pass
+
+
+class _Provider:
+    def __init__(self, stage):
+        self.stage = stage
+
+    def allocate(self, name, size):
+        return self.stage.memory
+
+    def adopt(self, descriptor, size):
+        self.stage.commands.append(("adopt", descriptor))
+        return self.stage.memory
+
+    def discard(self, descriptor):
+        self.stage.discarded.append(descriptor)
+
+
+class _Transport:
+    agent, metadata = "d#1", b"meta"
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def start(self, on_event):
+        self.on_event = on_event
+
+    def register(self, pool, base, size):
+        self.on_event(Registered(pool, b"meta"))
+
+    def deregister(self, pool):
+        self.stage.commands.append(("deregister", pool))
+        self.on_event(Deregistered(pool, b"meta"))
+
+    def add_peer(self, agent, metadata):
+        self.on_event(PeerAdded(agent))
+
+    def remove_peer(self, agent):
+        self.stage.commands.append(("remove_peer", agent))
+
+    def read(self, read, agent, local_base, remote_base, descriptors):
+        self.stage.commands.append(("read", read))
+
+    def abort(self, read):
+        self.stage.commands.append(("abort", read))
+
+    def expect_readers(self, expected):
+        self.stage.commands.append(("expect_readers", expected))
+
+    def stop(self):
+        pass
+
+
+def welcome_of(pools=("there",), incarnation=5, epoch=1, version=VERSION):
+    infos = tuple(PoolInfo(pool, epoch, bytes(8), CACHE.spec.pool_bytes, CACHE.raw) for pool in pools)
+    return Welcome("peer", incarnation, "peer#1", b"m", infos, version)

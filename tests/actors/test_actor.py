@@ -1,0 +1,139 @@
+import pytest
+
+from kvd import limits
+from kvd.actors.actor import Actor, OnFailure, Post, Probe, handles
+from kvd.errors import InternalError
+from kvd.sim.loop import VirtualLoop
+
+
+class Supervisor:
+    def __init__(self):
+        self.failures = []
+
+    def failed(self, actor, message, error):
+        self.failures.append((actor.name, message, error))
+
+
+class Counter(Actor):
+    name = "counter"
+
+    def __init__(self, post):
+        super().__init__(post)
+        self.seen = []
+
+    @handles(int)
+    def number(self, message):
+        self.seen.append(message)
+        if message == 3:
+            raise ValueError("three")
+
+    @handles(str)
+    def again(self, message):
+        self.seen.append(message)
+        self.tell(1)
+
+
+class Special(Counter):
+    @handles(int)
+    def number(self, message):
+        self.seen.append(-message)
+
+
+@pytest.fixture
+def loop():
+    return VirtualLoop()
+
+
+@pytest.fixture
+def supervisor():
+    return Supervisor()
+
+
+@pytest.fixture
+def post(loop, supervisor):
+    return Post(loop, supervisor)
+
+
+def test_messages_are_handled_in_order_and_after_the_teller_is_done(loop, supervisor, post):
+    actor = Counter(post)
+    actor.tell(1)
+    actor.tell(2)
+    assert actor.seen == []
+    assert actor.waiting == 2
+    loop.run_until(0)
+    assert actor.seen == [1, 2]
+    assert actor.waiting == 0
+
+
+def test_messages_of_two_actors_are_handled_in_the_order_they_were_told(loop, post):
+    one, other, order = Counter(post), Counter(post), []
+    one.seen = other.seen = order
+    one.tell("x")
+    other.tell(7)
+    one.tell(8)
+    loop.run_until(0)
+    assert order == ["x", 7, 8, 1]
+
+
+def test_a_chain_of_messages_takes_one_turn_of_the_loop_and_a_long_one_lets_others_in(loop, post, monkeypatch):
+    monkeypatch.setattr(limits, "MESSAGES_PER_TURN", 3)
+    actor, seen = Counter(post), []
+    for number in range(10, 14):
+        actor.tell(number)
+    loop.call_soon(lambda: seen.append(list(actor.seen)))
+    loop.run_until(0)
+    assert seen == [[10, 11, 12]]
+    assert actor.seen == [10, 11, 12, 13]
+
+
+def test_a_probe_is_answered_when_all_before_it_is_handled(loop, post):
+    actor, answers = Counter(post), []
+    actor.tell(1)
+    actor.tell(Probe(lambda name: answers.append((name, list(actor.seen)))))
+    loop.run_until(0)
+    assert answers == [("counter", [1])]
+
+
+def test_a_handler_that_raises_is_reported_and_the_next_message_handled(loop, supervisor, post):
+    actor = Counter(post)
+    actor.tell(3)
+    actor.tell(4)
+    loop.run_until(0)
+    assert actor.seen == [3, 4]
+    [(name, message, error)] = supervisor.failures
+    assert (name, message, str(error)) == ("counter", 3, "three")
+
+
+def test_a_message_that_nobody_handles_is_reported(loop, supervisor, post):
+    actor = Counter(post)
+    actor.tell(1.5)
+    loop.run_until(0)
+    assert [message for _, message, _ in supervisor.failures] == [1.5]
+
+
+def test_a_full_mailbox_is_an_error_of_ours(post, monkeypatch):
+    monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 2)
+    actor = Counter(post)
+    actor.tell(1)
+    actor.tell(2)
+    with pytest.raises(InternalError, match="counter"):
+        actor.tell(3)
+
+
+def test_a_subclass_may_handle_a_kind_otherwise(loop, supervisor, post):
+    actor = Special(post)
+    actor.tell(2)
+    loop.run_until(0)
+    assert actor.seen == [-2]
+
+
+def test_a_delayed_message_can_be_called_off(loop, supervisor, post):
+    actor = Counter(post)
+    actor.tell_later(1.0, 1)
+    actor.tell_later(1.0, 2).cancel()
+    loop.run_until(2)
+    assert actor.seen == [1]
+
+
+def test_failures_stop_the_daemon_unless_an_actor_says_otherwise():
+    assert Counter.on_failure is OnFailure.STOP

@@ -1,0 +1,80 @@
+import pytest
+from stage import Stage
+
+from kvd import limits
+from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications
+
+
+@pytest.fixture
+def stage():
+    stage = Stage()
+    stage.attach()
+    return stage
+
+
+def end_offers(stage, *names):
+    for name in names:
+        stage.offer(name)
+        stage.request(Cancel(9, name), session=bytes([stage.sessions]) * 16)
+
+
+def batches(stage):
+    return [reply for _, reply in stage.to_workers if isinstance(reply, Notifications)]
+
+
+def test_notifications_are_numbered_from_1(stage):
+    end_offers(stage, "a", "b")
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (2, 1)]
+
+
+def test_a_worker_that_comes_back_gets_what_it_has_not_acknowledged(stage):
+    end_offers(stage, "a", "b", "c")
+    stage.request(Acknowledge(1))
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    [batch] = batches(stage)
+    assert (batch.first, [item.offer for item in batch.items]) == (2, ["b", "c"])
+
+
+def test_what_happens_while_it_is_away_is_kept(stage):
+    stage.offer("a", ttl=0.5)
+    stage.hang_up()
+    stage.run(1.0)
+    stage.attach(connection=2)
+    assert [item.offer for item in stage.notified] == ["a"]
+
+
+def test_a_successor_starts_with_an_empty_log(stage):
+    end_offers(stage, "a")
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2, instance=b"j" * 16)
+    assert batches(stage) == []
+
+
+def test_a_worker_that_detached_is_told_nothing(stage):
+    end_offers(stage, "a")
+    stage.session(Detach())
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    assert batches(stage) == []
+
+
+@pytest.mark.parametrize("sequence", [0, 2, 10**6, (1 << 63) - 1])
+def test_acknowledging_more_than_was_sent_does_no_harm(stage, sequence):
+    end_offers(stage, "a")
+    stage.request(Acknowledge(sequence))
+    stage.request(Acknowledge(sequence))
+    end_offers(stage, "b")
+    assert stage.notified[-1].offer == "b"
+    assert batches(stage)[-1].first == 2
+
+
+def test_a_batch_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(limits, "NOTIFICATIONS_PER_BATCH", 2)
+    end_offers(stage, "a", "b", "c")
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 2), (3, 1)]

@@ -1,0 +1,150 @@
+import pytest
+from stage import INCARNATION, Stage, ids, make_ticket, welcome_of
+
+from kvd import limits
+from kvd.errors import ErrorCode
+from kvd.protocol.peer import Claim, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import VERSION, Span
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(heartbeat=1.0, peer_idle=10.0)
+    stage.attach()
+    return stage
+
+
+# --- peers that connect to us
+
+
+def test_hello_is_answered_with_who_we_are_and_our_pools(stage):
+    [welcome] = stage.asked_by_peer(Hello("peer", 3))
+    assert isinstance(welcome, Welcome)
+    assert (welcome.daemon, welcome.incarnation, welcome.agent) == ("d", INCARNATION, "d#1")
+    assert [info.pool for info in welcome.pools] == ["w"]
+
+
+def test_another_version_is_refused(stage):
+    [refuse] = stage.asked_by_peer(Hello("peer", 3, VERSION + 1))
+    assert (type(refuse), refuse.claim, refuse.code) == (Refuse, 0, ErrorCode.BAD_VERSION)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91\xa5claim", b"\x92\xa4ping\xff", b"\xff" * 50])
+def test_garbage_is_refused(stage, frame):
+    [refuse] = stage.asked_by_peer(frame)
+    assert (type(refuse), refuse.claim, refuse.code) == (Refuse, 0, ErrorCode.BAD_MESSAGE)
+
+
+def test_ping_is_answered(stage):
+    assert stage.asked_by_peer(Ping(4)) == [Pong(4, INCARNATION)]
+
+
+# --- peers that we connect to
+
+
+def test_a_peer_is_greeted_every_heartbeat_until_it_answers(stage):
+    stage.pull(timeout=60.0)
+    assert len(stage.asks(Hello)) == 1
+    stage.run(2.5)
+    assert len(stage.asks(Hello)) == 3
+    stage.peer_says(welcome_of())
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 3
+    assert len(stage.asks(Ping)) == 1
+
+
+def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
+    stage.pull(timeout=60.0)
+    for _ in range(5):
+        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
+    assert len(stage.asks(Hello)) == 1
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "speaks 9" in failed.text
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 2
+
+
+def test_a_peer_of_another_version_is_lost(stage):
+    stage.pull()
+    stage.peer_says(welcome_of(version=VERSION + 1))
+    assert stage.notified[0].code == ErrorCode.PEER_LOST
+
+
+def test_garbage_of_a_peer_is_dropped(stage):
+    stage.pull()
+    stage.peer_says(b"garbage")
+    stage.peer_says(welcome_of())
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_a_peer_that_is_silent_for_three_heartbeats_is_lost(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.run(3.0)
+    assert stage.notified == []
+    stage.run(1.1)
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert ("remove_peer", "peer#1") in stage.commands
+
+
+def test_a_peer_that_answers_is_not_lost(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    for _ in range(6):
+        stage.run(1.0)
+        stage.peer_says(Pong(1, 5))
+    assert stage.notified == []
+
+
+def test_a_peer_that_restarted_is_greeted_again(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Pong(1, 6))
+    assert stage.notified[0].code == ErrorCode.PEER_LOST
+    assert len(stage.asks(Hello)) == 2
+    stage.pull("q", blocks=(4, 5), timeout=60.0)
+    stage.peer_says(welcome_of(incarnation=6))
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_an_idle_peer_is_forgotten(stage):
+    stage.pull(timeout=1.0)
+    for _ in range(13):
+        stage.peer_says(welcome_of())
+        stage.run(1.0)
+    assert ("disconnect", 1) in stage.commands
+    assert not stage.house.handshake._peers
+    assert not stage.house.scheduler._views
+
+
+def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
+    spans = (Span(0, 0, ids(0, 1)),)
+    ranks = tuple(TicketRank("peer", f"tcp://{name}:1", 0, "there", "o", 0) for name in ("a", "b"))
+    stage.pull(ticket=Ticket(4, ranks, (spans,)).encode(), timeout=60.0)
+    for _ in range(15):
+        stage.peer_says(welcome_of(), link=1)
+        stage.peer_says(b"\xc1", link=2)
+        stage.house.handshake._by_link[2].heard = stage.loop.now  # b's connection is up, it does not say welcome
+        stage.run(1.0)
+    assert stage.notified == []
+    assert ("disconnect", 1) not in stage.commands
+
+
+def test_a_spec_that_is_none_makes_a_peer_lost(stage):
+    stage.pull()
+    info = PoolInfo("there", 1, bytes(8), 100, b"\x80")
+    stage.peer_says(Welcome("peer", 5, "peer#1", b"m", (info,)))
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "pools wrongly" in failed.text
+
+
+def test_too_many_peers_are_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS", 1)
+    stage.pull()
+    stage.pull("q", blocks=(4, 5), ticket=make_ticket(address="tcp://other:1"))
+    assert stage.notified[0].request == "q"
+    assert stage.notified[0].code == ErrorCode.PEER_LOST

@@ -1,0 +1,246 @@
+import pytest
+from stage import INCARNATION, Stage, ids
+
+from kvd import limits
+from kvd.actors.messages import Drain
+from kvd.errors import ErrorCode
+from kvd.protocol import ticket
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Cancel, Error, Offered, Released
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(claim_wait=2.0, tombstone=10.0)
+    stage.attach()
+    return stage
+
+
+def claim(number=1, offer="o", reader=0, readers=1, ttl=5.0, incarnation=INCARNATION, pool="w", blocks=(0, 1)):
+    crc = ticket.digest(4, (Span(0, 0, ids(*blocks)),))
+    return Claim(number, pool, offer, incarnation, crc, reader, readers, ttl)
+
+
+def released(stage):
+    return [(item.offer, item.reason) for item in stage.notified if isinstance(item, Released)]
+
+
+def test_an_offer_is_answered_with_a_ticket(stage):
+    [offered] = stage.offer()
+    assert isinstance(offered, Offered)
+    [rank] = ticket.decode(offered.ticket).ranks
+    assert (rank.daemon, rank.pool, rank.offer, rank.incarnation) == ("d", "w", "o", INCARNATION)
+
+
+def test_an_offer_that_stands_cannot_be_made_again(stage):
+    stage.offer()
+    [error] = stage.offer(call=8)
+    assert (type(error), error.call, error.code) == (Error, 8, ErrorCode.DUPLICATE_REQUEST)
+
+
+def test_an_offer_needs_time(stage):
+    assert stage.offer(ttl=0.0)[0].code == ErrorCode.BAD_MESSAGE
+
+
+def test_an_offer_that_nobody_claims_expires(stage):
+    stage.offer(ttl=1.0)
+    stage.run(0.9)
+    assert released(stage) == []
+    stage.run(0.2)
+    assert released(stage) == [("o", "expired")]
+
+
+def test_a_claim_holds_an_offer_beyond_its_time(stage):
+    stage.offer(ttl=1.0)
+    stage.asked_by_peer(claim())
+    stage.run(3.0)
+    assert released(stage) == []
+    stage.asked_by_peer(Release(1, finished=False))
+    assert released(stage) == [("o", "expired")]
+
+
+def test_a_fence_that_held_releases_the_offer_once_every_reader_has_finished(stage):
+    stage.offer()
+    [one] = stage.asked_by_peer(claim(1, reader=0, readers=2))
+    [other] = stage.asked_by_peer(claim(1, reader=1, readers=2), sender=b"other")
+    assert one.generation == other.generation
+    assert stage.asked_by_peer(Fence(1, one.generation)) == [Held(1)]
+    assert released(stage) == []
+    assert stage.asked_by_peer(Fence(1, one.generation), sender=b"other") == [Held(1)]
+    assert released(stage) == [("o", "read")]
+
+
+def test_asks_that_come_twice_are_answered_the_same(stage):
+    stage.offer()
+    assert stage.asked_by_peer(claim()) == stage.asked_by_peer(claim())
+    generation = stage.answers[-1][1].generation
+    assert stage.asked_by_peer(Fence(1, generation)) == stage.asked_by_peer(Fence(1, generation)) == [Held(1)]
+    assert stage.asked_by_peer(claim()) == []  # a late copy, of a claim that has ended
+
+
+def test_a_fence_with_another_generation_does_not_hold(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim())
+    [broken] = stage.asked_by_peer(Fence(1, grant.generation + 1))
+    assert isinstance(broken, Broken)
+
+
+def test_a_fence_of_another_sender_does_not_hold(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim())
+    [broken] = stage.asked_by_peer(Fence(1, grant.generation), sender=b"stranger")
+    assert isinstance(broken, Broken)
+
+
+def test_a_withdrawn_offer_breaks_its_claims_before_the_worker_may_write(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim())
+    stage.request(Cancel(3, "o"))
+    assert isinstance(stage.answers[-1][1], Broken)
+    assert released(stage) == [("o", "withdrawn")]
+    [broken] = stage.asked_by_peer(Fence(1, grant.generation))
+    assert isinstance(broken, Broken)
+    assert "withdrawn" in broken.text
+
+
+def test_an_offer_made_again_under_the_same_name_is_another_one(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim())
+    stage.request(Cancel(3, "o"))
+    stage.offer()
+    [again] = stage.asked_by_peer(claim(2))
+    assert again.generation > grant.generation
+    [broken] = stage.asked_by_peer(Fence(1, again.generation))
+    assert isinstance(broken, Broken)
+
+
+def test_a_claim_that_is_not_renewed_lapses(stage):
+    stage.offer(ttl=1.0)
+    [grant] = stage.asked_by_peer(claim(ttl=2.0))
+    stage.run(1.5)
+    stage.asked_by_peer(Renew((1,)))
+    stage.run(1.5)
+    assert released(stage) == []
+    stage.run(1.0)
+    assert released(stage) == [("o", "expired")]
+    [broken] = stage.asked_by_peer(Fence(1, grant.generation))
+    assert "not renewed for 2 s" in broken.text
+
+
+def test_renewing_what_is_not_held_is_answered(stage):
+    [broken] = stage.asked_by_peer(Renew((99,)))
+    assert (type(broken), broken.claim, broken.code) == (Broken, 99, ErrorCode.LEASE_BROKEN)
+
+
+def test_a_claim_waits_for_its_offer(stage):
+    assert stage.asked_by_peer(claim()) == []
+    stage.run(1.0)
+    stage.offer()
+    assert isinstance(stage.answers[-1][1], Grant)
+
+
+def test_a_claim_that_is_asked_for_again_waits_on(stage):
+    for _ in range(5):
+        assert stage.asked_by_peer(claim()) == []
+        stage.run(1.0)
+    stage.offer()
+    assert isinstance(stage.answers[-1][1], Grant)
+
+
+def test_a_claim_does_not_wait_for_ever(stage):
+    stage.asked_by_peer(claim())
+    stage.run(2.1)
+    [(_, refuse)] = stage.answers
+    assert (type(refuse), refuse.code) == (Refuse, ErrorCode.OFFER_GONE)
+
+
+def test_a_claim_that_is_let_go_waits_no_more(stage):
+    stage.asked_by_peer(claim())
+    stage.asked_by_peer(Release(1, finished=False))
+    stage.offer()
+    assert stage.answers == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (claim(blocks=(0, 2)), ErrorCode.BAD_TICKET),
+        (claim(incarnation=INCARNATION - 1), ErrorCode.OFFER_GONE),
+        (claim(pool="nobody"), ErrorCode.OFFER_GONE),
+    ],
+)
+def test_claims_that_cannot_be_granted_are_refused(stage, asked, code):
+    stage.offer()
+    [refuse] = stage.asked_by_peer(asked)
+    assert (type(refuse), refuse.code) == (Refuse, code)
+
+
+def test_a_claim_of_an_offer_that_has_ended_is_told_why(stage):
+    stage.offer()
+    stage.request(Cancel(3, "o"))
+    [refuse] = stage.asked_by_peer(claim())
+    assert "withdrawn" in refuse.text
+
+
+def test_what_has_ended_is_forgotten_after_a_while(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim())
+    stage.asked_by_peer(Fence(1, grant.generation))
+    stage.run(11.0)
+    leases = stage.house.leases
+    assert not leases._leases
+    assert not leases._fenced
+    assert not len(leases._graves)
+
+
+def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
+    stage.offer("claimed")
+    stage.offer("unclaimed", blocks=(2, 3))
+    stage.asked_by_peer(claim(offer="claimed"))
+    stage.house.leases.tell(Drain())
+    stage.run()
+    assert released(stage) == [("unclaimed", "shutdown")]
+    assert stage.idle == []
+    [error] = stage.offer("new", blocks=(4,))
+    assert error.code == ErrorCode.SHUTTING_DOWN
+    stage.asked_by_peer(Release(1, finished=True))
+    assert stage.idle == ["leases"]
+
+
+def test_too_many_offers_are_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_REQUESTS_PER_WORKER", 1)
+    stage.offer()
+    assert stage.offer("p")[0].code == ErrorCode.OVERLOADED
+
+
+def unclaimed(generation, number=1, **which):
+    return Fence(number, generation, claim(number, **which))
+
+
+def test_a_read_that_was_not_claimed_is_proven_by_its_fence_alone(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    assert stage.asked_by_peer(unclaimed(rank.generation)) == [Held(1)]
+    assert released(stage) == [("o", "read")]
+    assert stage.asked_by_peer(unclaimed(rank.generation)) == [Held(1)]
+
+
+def test_a_read_that_was_not_claimed_is_not_proven_once_its_offer_has_ended(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    stage.request(Cancel(3, "o"))
+    [broken] = stage.asked_by_peer(unclaimed(rank.generation))
+    assert isinstance(broken, Broken)
+    stage.offer()
+    for number in (1, 2):
+        [broken] = stage.asked_by_peer(unclaimed(rank.generation, number))
+        assert isinstance(broken, Broken)
+
+
+def test_a_read_that_was_not_claimed_is_not_proven_where_the_ticket_names_other_blocks(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    [broken] = stage.asked_by_peer(unclaimed(rank.generation, blocks=(0, 2)))
+    assert broken.code == ErrorCode.BAD_TICKET
+    assert released(stage) == []

@@ -1,0 +1,360 @@
+import pytest
+from stage import Stage, ids, make_ticket, welcome_of
+
+from kvd import limits
+from kvd.actors.messages import Drain, Stop
+from kvd.errors import ErrorCode
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Hello, Pong, PoolInfo, Refuse, Release, Renew, Welcome
+from kvd.protocol.ticket import Ticket, TicketRank, join
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed
+from kvd.sim.cache import make_cache
+from kvd.transport.interface import Landed
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(claim_ttl=3.0, retry=0.5)
+    stage.attach()
+    return stage
+
+
+def outcome(stage):
+    [item] = stage.notified
+    return item
+
+
+def start_reading(stage, **pull):
+    assert stage.pull(**pull) == []
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1))
+    assert ("read", 1) in stage.commands
+
+
+def test_a_pull_claims_reads_fences_and_is_done(stage):
+    start_reading(stage)
+    assert stage.asks(Fence) == []
+    stage.landed(1)
+    assert stage.asks(Fence) == [Fence(1, 7)]
+    assert stage.notified == []
+    stage.peer_says(Held(1))
+    assert outcome(stage) == Done("p")
+
+
+def test_a_claim_names_what_the_ticket_names(stage):
+    stage.pull(ticket=make_ticket(incarnation=5))
+    stage.peer_says(welcome_of())
+    [claim] = stage.asks(Claim)
+    assert (claim.pool, claim.offer, claim.incarnation, claim.readers, claim.ttl) == ("there", "o", 5, 1, 3.0)
+
+
+def test_a_fence_that_does_not_hold_fails_the_pull(stage):
+    start_reading(stage)
+    stage.landed(1)
+    stage.peer_says(Broken(1, "lease_broken", "gone"))
+    assert outcome(stage) == Failed("p", "lease_broken", "gone", quarantined=False)
+
+
+def test_a_held_that_nobody_asked_for_is_dropped(stage):
+    start_reading(stage)
+    stage.peer_says(Held(1))
+    assert stage.notified == []
+
+
+def test_answers_on_another_link_are_dropped(stage):
+    stage.pull()
+    stage.pull("q", blocks=(4, 5), ticket=make_ticket(address="tcp://other:1"))
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1), link=2)
+    assert ("read", 1) not in stage.commands
+
+
+def test_a_claim_that_is_refused_fails_the_pull_with_the_producers_reason(stage):
+    stage.pull()
+    stage.peer_says(welcome_of())
+    stage.peer_says(Refuse(1, "offer_gone", "it has ended"))
+    assert outcome(stage) == Failed("p", "offer_gone", "it has ended", quarantined=False)
+
+
+def test_only_the_worker_can_cancel(stage):
+    stage.pull()
+    stage.peer_says(welcome_of())
+    stage.peer_says(Refuse(1, "cancelled", "says a peer"))
+    assert isinstance(outcome(stage), Failed)
+
+
+def test_a_pull_fails_at_its_deadline_and_its_blocks_stay_in_quarantine_until_the_read_has_ended(stage):
+    start_reading(stage, timeout=2.0)
+    stage.run(2.1)
+    failed = outcome(stage)
+    assert (failed.code, failed.quarantined) == (ErrorCode.DEADLINE, True)
+    assert "reading" in failed.text
+    assert ("abort", 1) in stage.commands
+    [busy] = stage.pull("q", blocks=(3, 4))
+    assert (type(busy), busy.code) == (Error, ErrorCode.BLOCKS_BUSY)
+    stage.read_failed(1)
+    assert stage.notified[-1] == Freed("p")
+    assert stage.asks(Release) == [Release(1, finished=False)]
+    assert stage.pull("q", blocks=(3, 4)) == []
+
+
+def test_the_claim_is_renewed_as_long_as_the_read_is_open(stage):
+    start_reading(stage, timeout=2.0)
+    stage.run(2.1)  # failed by now
+    stage.peer_says(Pong(1, 5))
+    before = len(stage.asks(Renew))
+    stage.run(2.0)
+    assert len(stage.asks(Renew)) > before
+    stage.landed(1)
+    stage.run(2.0)
+    last = len(stage.asks(Renew))
+    stage.run(3.0)
+    assert len(stage.asks(Renew)) == last
+
+
+def test_a_claim_that_is_not_granted_is_asked_for_again_and_not_renewed(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.run(2.6)
+    assert len(stage.asks(Claim)) == 6
+    assert stage.asks(Renew) == []
+
+
+def test_a_cancelled_pull_says_that_this_reader_will_not_come_again(stage):
+    start_reading(stage)
+    stage.request(Cancel(5, "p"))
+    assert outcome(stage) == Cancelled("p", quarantined=True)
+    stage.landed(1)
+    assert stage.notified[-1] == Freed("p")
+    assert stage.asks(Release) == [Release(1, finished=True)]
+
+
+def test_a_request_id_is_used_once_at_a_time(stage):
+    stage.pull()
+    [error] = stage.pull(blocks=(4, 5), call=9)
+    assert (error.call, error.code) == (9, ErrorCode.DUPLICATE_REQUEST)
+
+
+def test_a_block_named_twice_is_refused(stage):
+    assert stage.pull(blocks=(2, 2))[0].code == ErrorCode.BAD_BLOCKS
+
+
+def test_too_many_pulls_are_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_REQUESTS_PER_WORKER", 1)
+    stage.pull()
+    assert stage.pull("q", blocks=(4, 5))[0].code == ErrorCode.OVERLOADED
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (make_ticket(raw_ids=b"\1"), ErrorCode.BAD_TICKET),
+        (make_ticket(blocks=(0, 99)), ErrorCode.BAD_BLOCKS),
+        (make_ticket(blocks=(0,)), ErrorCode.BAD_BLOCKS),
+    ],
+)
+def test_a_ticket_that_makes_no_sense_fails_its_pull_and_nothing_else(stage, text, code):
+    stage.pull(ticket=text)
+    stage.peer_says(welcome_of())
+    assert outcome(stage).code == code
+    assert stage.pull("q") == []
+
+
+def test_an_address_that_is_none_fails_the_pull(stage):
+    stage.pull(ticket=make_ticket(address="nowhere"))
+    assert outcome(stage).code == ErrorCode.PEER_LOST
+
+
+def test_what_does_not_fit_fails_the_pull_with_both_sides_named(stage):
+    other = make_cache("flash-hnd", 0, 2, num_blocks=8, block_tokens=2, groups=1)
+    stage.pull()
+    welcome = welcome_of()
+    info = PoolInfo("there", 1, bytes(8), other.spec.pool_bytes, other.raw)
+    stage.peer_says(Welcome("peer", 5, "peer#1", b"m", (info,), welcome.version))
+    assert outcome(stage).code == ErrorCode.INCOMPATIBLE
+
+
+def test_a_pull_of_nothing_is_fenced_all_the_same(stage):
+    stage.pull(blocks=())
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1))
+    assert not any(command[0] == "read" for command in stage.commands)
+    assert stage.asks(Fence) == [Fence(1, 7)]
+    stage.peer_says(Held(1))
+    assert outcome(stage) == Done("p")
+
+
+# --- peers that change
+
+
+def test_a_known_peer_is_asked_again_for_a_pool_that_it_has_not_named(stage):
+    stage.pull()
+    stage.peer_says(welcome_of(pools=("earlier",)))
+    assert stage.notified == []
+    assert len(stage.asks(Hello)) == 2
+    stage.peer_says(welcome_of(pools=("earlier", "there")))
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_a_peer_that_does_not_have_the_pool_is_not_asked_for_ever(stage):
+    stage.pull(timeout=60.0)
+    for _ in range(4):
+        stage.peer_says(welcome_of(pools=("earlier",)))
+    assert outcome(stage).code == ErrorCode.OFFER_GONE
+
+
+def test_a_grant_of_a_younger_pool_waits_until_the_peer_has_told_of_it(stage):
+    stage.pull()
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 2))
+    assert ("read", 1) not in stage.commands
+    stage.peer_says(welcome_of(epoch=2))
+    assert ("read", 1) in stage.commands
+
+
+def two_ranks():
+    """A ticket of an engine of two ranks, each beside a daemon of its own."""
+    spans = (Span(0, 0, ids(0, 1)),)
+    ranks = [TicketRank("peer", f"tcp://{name}:1", 0, name, "o", 0) for name in ("a", "b")]
+    return join(Ticket(4, (rank,), (spans,)).encode() for rank in ranks)
+
+
+def half_welcome(name, rank, epoch=1, incarnation=5):
+    half = make_cache("flash-hnd", rank, 2, num_blocks=8, block_tokens=2, groups=1)
+    info = PoolInfo(name, epoch, bytes(8), half.spec.pool_bytes, half.raw)
+    return Welcome(name, incarnation, f"{name}#{incarnation}", b"m", (info,))
+
+
+def test_a_pull_of_two_producers_is_done_when_both_have_held(stage):
+    stage.pull(ticket=two_ranks())
+    stage.peer_says(half_welcome("a", 0), link=1)
+    stage.peer_says(half_welcome("b", 1), link=2)
+    for link in (1, 2):
+        stage.peer_says(Grant(link, 7, 1), link=link)
+        stage.landed(link)
+    stage.peer_says(Held(1), link=1)
+    assert stage.notified == []
+    stage.peer_says(Held(2), link=2)
+    assert outcome(stage) == Done("p")
+
+
+def test_a_producer_that_is_lost_before_the_other_is_there_fails_the_pull(stage):
+    stage.pull(ticket=two_ranks(), timeout=60.0)
+    stage.peer_says(half_welcome("a", 0), link=1)
+    stage.run(4.1)  # a is silent from here on, b was all the time
+    assert outcome(stage).code == ErrorCode.PEER_LOST
+    stage.peer_says(half_welcome("b", 1), link=2)
+
+
+def test_a_producer_that_restarts_before_the_other_is_there_is_waited_for(stage):
+    stage.pull(ticket=two_ranks(), timeout=60.0)
+    stage.peer_says(half_welcome("a", 0), link=1)
+    stage.peer_says(Pong(1, 6), link=1)
+    stage.peer_says(half_welcome("b", 1), link=2)
+    assert stage.notified == []
+    assert stage.asks(Claim) == []
+    stage.peer_says(half_welcome("a", 0, incarnation=6), link=1)
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_a_producer_that_has_done_its_part_may_go(stage):
+    stage.pull(ticket=two_ranks(), timeout=60.0)
+    stage.peer_says(half_welcome("a", 0), link=1)
+    stage.peer_says(half_welcome("b", 1), link=2)
+    stage.peer_says(Grant(1, 7, 1), link=1)
+    stage.landed(1)
+    stage.peer_says(Held(1), link=1)
+    stage.peer_says(Pong(1, 6), link=1)
+    stage.peer_says(Grant(2, 8, 2), link=2)
+    stage.peer_says(half_welcome("b", 1, epoch=2), link=2)
+    stage.landed(2)
+    stage.peer_says(Held(2), link=2)
+    assert outcome(stage) == Done("p")
+
+
+def test_the_first_that_fails_stops_the_others(stage):
+    stage.pull(ticket=two_ranks())
+    stage.peer_says(half_welcome("a", 0), link=1)
+    stage.peer_says(half_welcome("b", 1), link=2)
+    for link in (1, 2):
+        stage.peer_says(Grant(link, 7, 1), link=link)
+    stage.read_failed(1)
+    failed = outcome(stage)
+    assert (failed.code, failed.quarantined) == (ErrorCode.TRANSPORT, True)
+    assert ("abort", 2) in stage.commands
+    stage.landed(2)
+    assert stage.notified[-1] == Freed("p")
+
+
+# --- the end
+
+
+def test_a_stopped_daemon_fails_its_pulls(stage):
+    start_reading(stage)
+    stage.house.scheduler.tell(Drain())
+    stage.run()
+    assert stage.pull("q", blocks=(4,))[0].code == ErrorCode.SHUTTING_DOWN
+    stage.house.scheduler.tell(Stop())
+    stage.run()
+    assert outcome(stage).code == ErrorCode.SHUTTING_DOWN
+    assert stage.idle == []
+    stage.landed(1)
+    assert stage.idle == ["scheduler"]
+
+
+def test_too_much_quarantine_is_a_condition(stage):
+    rough = Stage(max_quarantined=0)
+    rough.attach()
+    start_reading(rough, timeout=1.0)
+    rough.run(1.1)
+    assert "1 pulls are in quarantine" in rough.conditions["quarantine"]
+    rough.landed(1)
+    assert rough.conditions["quarantine"] is None
+
+
+# --- short reads of the same host
+
+
+def known_ticket(epoch=1, generation=9):
+    rank = TicketRank("peer", "tcp://peer:1", 5, "there", "o", 0, generation, epoch)
+    return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
+
+
+def read_once(stage, in_post=True):
+    start_reading(stage)
+    stage.transport_says(Landed(1, 0.01, in_post))
+    stage.peer_says(Held(1))
+
+
+def test_a_short_read_that_the_peers_transport_has_no_part_in_is_not_claimed_but_fenced(stage):
+    read_once(stage)
+    stage.pull("q", ticket=known_ticket())
+    assert ("read", 2) in stage.commands
+    assert len(stage.asks(Claim)) == 1
+    stage.landed(2)
+    fence = stage.asks(Fence)[-1]
+    assert (fence.claim, fence.generation) == (2, 9)
+    assert (fence.unclaimed.offer, fence.unclaimed.incarnation) == ("o", 5)
+    assert stage.notified == [Done("p")]
+    stage.peer_says(Held(2))
+    assert stage.notified == [Done("p"), Done("q")]
+
+
+@pytest.mark.parametrize("ticket", [known_ticket(generation=0), known_ticket(epoch=2)])
+def test_a_lease_that_the_ticket_does_not_name_is_claimed(stage, ticket):
+    read_once(stage)
+    stage.pull("q", ticket=ticket)
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_a_read_that_the_peers_transport_served_is_claimed(stage):
+    read_once(stage, in_post=False)
+    stage.pull("q", ticket=known_ticket())
+    assert len(stage.asks(Claim)) == 2
+
+
+def test_a_long_read_is_claimed(stage, monkeypatch):
+    read_once(stage)
+    monkeypatch.setattr(limits, "MAX_UNCLAIMED_BYTES", 1)
+    stage.pull("q", ticket=known_ticket())
+    assert len(stage.asks(Claim)) == 2

@@ -1,0 +1,194 @@
+"""The manifests: valid by the strict schemas of Kubernetes, as confined as promised, and alike in both packagings."""
+
+import json
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.config import Config
+from tests.deploy.gotemplate import Renderer
+
+pytestmark = pytest.mark.timeout(150)
+
+yaml = pytest.importorskip("yaml")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
+CHART = KUBERNETES / "helm/kvd"
+VERSION = "1.34"
+GPU = {"rdma": {"enabled": True}, "gpuClaim": {"enabled": True}, "podMonitor": {"enabled": True}}
+
+
+@cache
+def kustomized(overlay: str) -> list[dict[str, Any]]:
+    for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
+        if shutil.which(command[0]):
+            ran = subprocess.run(
+                [*command, str(KUBERNETES / "overlays" / overlay)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
+            return list(yaml.safe_load_all(ran.stdout))
+    pytest.skip("needs kubectl or kustomize")
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: merged(value, changes.get(key, {})) if isinstance(value, dict) else changes.get(key, value)
+        for key, value in {**changes, **values}.items()
+    }
+
+
+def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the chart makes: by `helm` where there is one, else by the renderer of these tests."""
+    if shutil.which("helm"):
+        command = ["helm", "template", "vllm", str(CHART), "--values", "-"]
+        ran = subprocess.run(
+            command, input=json.dumps(changes), capture_output=True, text=True, timeout=120, check=True
+        )
+        return [document for document in yaml.safe_load_all(ran.stdout) if document]
+    values = merged(yaml.safe_load((CHART / "values.yaml").read_text()), changes)
+    renderer = Renderer(values, "vllm")
+    renderer.load((CHART / "templates/_helpers.tpl").read_text())
+    texts = [renderer.render(path.read_text()) for path in sorted((CHART / "templates").glob("*.yaml"))]
+    return [document for text in texts for document in yaml.safe_load_all(text) if document]
+
+
+MANIFESTS = {
+    "kustomize cpu": lambda: kustomized("cpu"),
+    "kustomize gpu-rdma": lambda: kustomized("gpu-rdma"),
+    "chart": lambda: charted({}),
+    "chart with gpu and rdma": lambda: charted(GPU),
+}
+
+
+@pytest.fixture(params=MANIFESTS)
+def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return MANIFESTS[request.param]()
+
+
+def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def pod(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    (deployment,) = of_kind(documents, "Deployment")
+    return deployment["spec"]["template"]["spec"]
+
+
+def sidecar(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = pod(documents)["initContainers"]
+    return found
+
+
+def beyond_restricted(spec: dict[str, Any]) -> list[str]:
+    """What the restricted Pod Security Standard would refuse."""
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    found += [volume["name"] for volume in spec["volumes"] if "hostPath" in volume]
+    if spec["securityContext"].get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+        found.append("seccompProfile")
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        context = container["securityContext"]
+        if context.get("privileged") or context.get("allowPrivilegeEscalation") is not False:
+            found.append(f"{container['name']}: privileges")
+        if not (context.get("runAsNonRoot") or spec["securityContext"].get("runAsNonRoot")):
+            found.append(f"{container['name']}: root")
+        if context["capabilities"].get("drop") != ["ALL"]:
+            found.append(f"{container['name']}: capabilities")
+        found += [f"{container['name']}: {name}" for name in context["capabilities"].get("add", [])]
+    return found
+
+
+def test_every_document_is_valid_by_the_strict_schema(manifests: list[dict[str, Any]]) -> None:
+    for document in manifests:
+        if document["kind"] != "PodMonitor":  # not of Kubernetes itself
+            kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def test_the_daemon_is_a_native_sidecar_that_vllm_waits_for(manifests: list[dict[str, Any]]) -> None:
+    daemon = sidecar(manifests)
+    assert daemon["restartPolicy"] == "Always"
+    assert {daemon[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")} == {"/readyz"}
+    assert daemon["livenessProbe"]["httpGet"]["path"] == "/livez"
+    ports = {port["name"] for port in daemon["ports"]}
+    assert {daemon[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} <= ports
+
+
+def test_variables_are_fields_of_the_configuration_and_the_socket_lies_where_both_see_it(
+    manifests: list[dict[str, Any]],
+) -> None:
+    daemon, (engine,) = sidecar(manifests), pod(manifests)["containers"]
+    for container in (daemon, engine):
+        variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+        fields = {name.removeprefix("KVD_").lower() for name in variables if name.startswith("KVD_")}
+        assert fields <= set(Config.model_fields)
+        folder = str(Path(str(variables["KVD_SOCKET"])).parent)
+        assert folder in {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "sockets"}
+
+
+def test_the_kubelet_waits_longer_than_the_daemon_drains(manifests: list[dict[str, Any]]) -> None:
+    (grace,) = [entry["value"] for entry in sidecar(manifests)["env"] if entry["name"] == "KVD_DRAIN_GRACE"]
+    assert pod(manifests)["terminationGracePeriodSeconds"] > int(grace) + 15
+
+
+def test_without_rdma_everything_is_at_the_restricted_level() -> None:
+    assert beyond_restricted(pod(charted({}))) == []
+    assert beyond_restricted(pod(kustomized("cpu"))) == []
+
+
+def test_rdma_takes_one_capability_and_nothing_else() -> None:
+    assert beyond_restricted(pod(charted(GPU))) == ["kvd: IPC_LOCK"]
+    assert beyond_restricted(pod(kustomized("gpu-rdma"))) == ["kvd: IPC_LOCK"]
+
+
+def test_both_containers_name_one_gpu_by_a_claim_that_is_there() -> None:
+    documents = kustomized("gpu-rdma")
+    (claim,) = pod(documents)["resourceClaims"]
+    (template,) = of_kind(documents, "ResourceClaimTemplate")
+    assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    users = [sidecar(documents), *pod(documents)["containers"]]
+    assert [container["resources"]["claims"] for container in users] == [[{"name": claim["name"]}]] * 2
+
+
+@pytest.mark.parametrize("make", [lambda: kustomized("cpu"), lambda: charted(GPU)], ids=["kustomize", "chart"])
+def test_the_pod_monitor_finds_the_pods_and_their_port(make: Any) -> None:
+    documents = make()
+    (monitor,) = of_kind(documents, "PodMonitor")
+    (deployment,) = of_kind(documents, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["spec"]["jobLabel"]] == "kvd"
+    ports = {port["name"] for port in sidecar(documents)["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
+    def essence(spec: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(spec, sort_keys=True)
+        kept = json.loads(re.sub(r'"image": "[^"]*"', '"image": ""', text))
+        for container in [*kept["initContainers"], *kept["containers"]]:
+            container["env"] = sorted(
+                (entry for entry in container["env"] if not entry["name"].startswith("VLLM_")),
+                key=lambda entry: entry["name"],
+            )
+        return kept
+
+    assert essence(pod(charted({}))) == essence(pod(kustomized("cpu")))
+
+
+def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**values, "kvdd": {}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**values, "kvd": {**values["kvd"], "device": "tpu"}}, schema)

@@ -1,0 +1,81 @@
+"""Which path the bytes take: named by the lanes, judged by what the hardware would allow, and reported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvd.cli.main import main
+from kvd.net.inquiry import Inquiry
+from kvd.protocol.status import StatusReport, decode
+from kvd.transport.lanes import Lanes
+from kvd.transport.path import Kind, kind_of, why_slow
+from tests.e2e.fleet import Fleet
+
+BLOCKS = [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("", Kind.UNKNOWN),
+        ("something/new", Kind.UNKNOWN),
+        ("tcp/eth0 tcp/lo", Kind.TCP),
+        ("cma/memory tcp/lo", Kind.CMA),
+        ("sysv/memory tcp/lo", Kind.SHM),
+        ("rc_mlx5/mlx5_0:1 cma/memory", Kind.RDMA),
+        ("rc_mlx5/mlx5_0:1 cuda_ipc/cuda", Kind.CUDA_IPC),
+    ],
+)
+def test_a_path_is_as_good_as_its_best_lane(path: str, kind: Kind) -> None:
+    assert kind_of(path) is kind
+
+
+def test_tcp_is_slow_where_a_same_host_copy_or_rdma_could_be() -> None:
+    tcp = "tcp/eth0"
+    assert "one PID namespace" in str(why_slow(tcp, same_host=True, rdma_here=False))
+    assert "RDMA devices" in str(why_slow(tcp, same_host=False, rdma_here=True))
+    assert why_slow(tcp, same_host=False, rdma_here=False) is None
+    assert why_slow("cma/memory tcp/lo", same_host=True, rdma_here=True) is None
+    assert why_slow("", same_host=True, rdma_here=True) is None
+
+
+def test_where_no_ucx_is_loaded_nothing_is_known_and_nothing_fails() -> None:
+    lanes = Lanes("nobody")
+    assert lanes.endpoints() == frozenset()
+    assert lanes.of(0) == []
+    assert lanes.components() == []
+
+
+def pulled(fleet: Fleet) -> StatusReport:
+    """What the consumer says after one pull between two daemons of this host."""
+    source, target = fleet.daemon("p"), fleet.daemon("d")
+    prefill, decode_worker = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
+    decode_worker.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=BLOCKS), ids=BLOCKS)
+    assert decode_worker.outcome("r", 20)["kind"] == "Done"
+    with Inquiry(str(target.socket)) as inquiry:
+        return decode(inquiry.status(10))
+
+
+@pytest.mark.e2e
+def test_a_fall_back_to_tcp_on_one_host_is_warned_of_shown_and_counted(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    status = pulled(fleet)
+    (peer,) = status.handshake
+    assert kind_of(peer.path) is Kind.TCP
+    assert "on this host" in str(peer.slow)
+    warned = [json.loads(line) for line in (tmp_path / "d-1.log").read_text().splitlines()]
+    assert [entry["path"] for entry in warned if entry["event"] == "slow path"] == [peer.path]
+    assert main(["doctor", "--no-transfer", "--json", "--socket", str(tmp_path / "d.sock")]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["level"] for finding in findings if finding["subject"] == "peer p"] == ["slow"]
+
+
+@pytest.mark.e2e
+def test_a_same_host_copy_is_named_and_not_called_slow(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self,cma")
+    (peer,) = pulled(fleet).handshake
+    assert kind_of(peer.path) is Kind.CMA
+    assert peer.slow is None

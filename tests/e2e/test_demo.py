@@ -1,0 +1,28 @@
+"""`kvd demo` with real daemons and engines: every token is that of a single engine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = {
+    "as it comes": (),
+    "two ranks to one, of other blocks": (
+        *("--producer-tp", "2", "--consumer-tp", "1", "--layout", "flashinfer-hnd"),
+        *("--producer-block-size", "32", "--consumer-block-size", "16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_the_demo_gives_the_tokens_of_a_single_engine(flags):
+    command = [sys.executable, "-m", "kvd.cli.main", "demo", "--requests", "6", "--tokens", "3", "--json", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["total"]["tokens_equal"]
+    assert len(report["requests"]) == 6
+    assert all(request["bytes"] > 0 for request in report["requests"])

@@ -1,0 +1,278 @@
+"""The scheduler's half: which blocks are offered, pulled and let go of, request by request."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvd.client import Blocks
+from kvd.engines.vllm.orders import RankPlace
+from kvd.engines.vllm.scheduler import SchedulerSide
+from kvd.errors import InternalError
+from kvd.layout import Chunked, Full, Sliding
+from kvd.protocol.ticket import decode
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Status(enum.Enum):
+    FINISHED_LENGTH_CAPPED = 1
+    FINISHED_ABORTED = 2
+
+
+@dataclass
+class Request:
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None
+    request_id: str = "r"
+    status: Status = Status.FINISHED_LENGTH_CAPPED
+    num_in_flight_tokens: int = 0
+    max_tokens: int = 5
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False)
+    _all_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_computed_tokens = len(self.prompt_token_ids)
+        self._all_token_ids = list(self.prompt_token_ids)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return False
+
+
+@dataclass
+class Block:
+    block_id: int
+    block_hash: bytes | None = None
+
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
+
+def table(*ids: int, cached: int = 0) -> list[Block]:
+    return [Block(block, b"hash" if i < cached else None) for i, block in enumerate(ids)]
+
+
+def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
+    made = SchedulerSide(groups or ((Full(), 4),), ranks)
+    made.moved({r: RankPlace(f"d{r}", f"tcp://h:{r}", 7, f"vllm-{r}") for r in range(ranks)})
+    return made
+
+
+def prefilled(producer: SchedulerSide, tokens: int, *tables: list[int]) -> dict[str, Any]:
+    request = Request(list(range(tokens)), dict(PREFILL))
+    producer.arrived(request)
+    request.num_computed_tokens = request.num_prompt_tokens
+    params = producer.finished(request, tables)
+    assert params is not None
+    return params
+
+
+def decoded(consumer: SchedulerSide, params: dict[str, Any], tokens: int, computed: int = 0) -> tuple[Request, int]:
+    request = Request(list(range(tokens)), params)
+    consumer.arrived(request)
+    return request, consumer.external(request, computed)
+
+
+def test_a_prefill_ends_in_an_offer_and_a_ticket_of_all_ranks() -> None:
+    producer = side(ranks=2)
+    params = prefilled(producer, 9, [3, 1, 2, 0])
+    (offer,) = producer.take_orders().offers
+    assert (offer.request, offer.tokens, offer.blocks) == ("r", 9, (Blocks(0, 0, [3, 1, 2]),))
+    ticket = decode(params["kvd_ticket"])
+    assert [(rank.pool, rank.address, rank.incarnation, rank.offer) for rank in ticket.ranks] == [
+        ("vllm-0", "tcp://h:0", 7, offer.offer),
+        ("vllm-1", "tcp://h:1", 7, offer.offer),
+    ]
+    assert ticket.tokens == 9
+    assert params["do_remote_prefill"]
+    assert not params["do_remote_decode"]
+
+
+def test_the_decode_side_brings_all_but_the_token_it_computes_itself() -> None:
+    params, consumer = prefilled(side(), 9, [3, 1, 2]), side()
+    request, external = decoded(consumer, params, 9)
+    assert external == 8
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert pull.waits
+    assert pull.blocks == (Blocks(0, 0, [5, 6]),)
+    assert pull.ticket == params["kvd_ticket"]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(2, [5]), (4, [5]), (5, [5]), (6, [5, 6]), (8, [5, 6])])
+def test_short_prompts_and_block_boundaries_bring_what_the_last_token_attends_to(
+    tokens: int, blocks: list[int]
+) -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), tokens, [3, 1]), tokens)
+    consumer.allocated(request, [table(5, 6)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert pull.blocks == (Blocks(0, 0, blocks),)
+
+
+def test_blocks_of_the_own_prefix_cache_are_not_brought() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 13, [3, 1, 2, 9]), 13, computed=8)
+    assert external == 4
+    consumer.allocated(request, [table(5, 6, 7, 8, cached=2)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert pull.blocks == (Blocks(0, 2, [7]),)
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(1, 0), (9, 8)])
+def test_a_request_that_misses_nothing_lets_the_producer_go(tokens: int, computed: int) -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), tokens, [3, 1, 2]), tokens, computed=computed)
+    assert external == 0
+    consumer.allocated(request, [table(5, 6, 7, cached=2)], 0)
+    (pull,) = consumer.take_orders().pulls
+    assert (pull.blocks, pull.waits, pull.refused) == ((), False, "")
+
+
+def test_each_group_brings_the_positions_of_its_window() -> None:
+    groups = ((Full(), 4), (Sliding(6), 4))
+    consumer = side(*groups)
+    request, external = decoded(consumer, prefilled(side(*groups), 18, [1, 2, 3, 4, 5], [0, 0, 0, 9, 8]), 18)
+    consumer.allocated(request, [table(11, 12, 13, 14, 15), table(0, 0, 0, 18, 19)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert pull.blocks == (Blocks(0, 0, [11, 12, 13, 14, 15]), Blocks(1, 3, [18, 19]))
+
+
+def test_cached_blocks_between_missing_ones_are_not_overwritten() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 17, [1, 2, 3, 4, 5]), 17)
+    blocks = table(11, 12, 13, 14, 15)
+    blocks[2].block_hash = b"hash"
+    consumer.allocated(request, [blocks], external)
+    (pull,) = consumer.take_orders().pulls
+    assert "prefix cache" in pull.refused
+
+
+def test_blocks_before_a_gap_are_not_offered() -> None:
+    producer = side((Full(), 4), (Sliding(6), 4))
+    prefilled(producer, 18, [1, 2, 3, 4, 5], [9, 0, 0, 8, 7])
+    (offer,) = producer.take_orders().offers
+    assert offer.blocks == (Blocks(0, 0, [1, 2, 3, 4, 5]), Blocks(1, 3, [8, 7]))
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "left_out"),
+    [
+        (Sliding(6), 17, True),  # after 17 tokens the window begins at 12; computing token 16 needs 11
+        (Sliding(6), 18, False),
+        (Chunked(8), 16, True),  # after 16 tokens nothing is needed; computing token 15 needs 8 to 14
+        (Chunked(8), 17, False),
+        (Full(), 17, False),
+    ],
+)
+def test_a_prefill_leaves_out_its_last_token_where_the_decode_side_needs_a_block_it_would_drop(
+    window: Any, tokens: int, left_out: bool
+) -> None:
+    producer = side((Full(), 4), (window, 4))
+    request = Request(list(range(tokens)), dict(PREFILL))
+    producer.arrived(request)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == len(request._all_token_ids)
+    assert request.num_prompt_tokens == tokens - left_out
+    consumer = side((Full(), 4), (window, 4))
+    params = prefilled(producer, tokens, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert decoded(consumer, params, tokens)[1] == tokens - 1
+
+
+def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    consumer.allocated(request, [table(5, 6, 7)], 0)
+    assert len(consumer.take_orders().pulls) == 1
+    assert consumer.external(request, 0) == 0
+
+
+def test_an_abort_during_the_pull_cancels_it() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert consumer.finished(request, [[5, 6, 7]]) is None
+    assert consumer.take_orders().cancels == [pull.pull]
+
+
+def test_an_abort_after_the_pull_cancels_nothing() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    consumer.received(["r"])
+    consumer.finished(request, [[5, 6, 7]])
+    assert consumer.take_orders().cancels == []
+
+
+def test_an_abort_before_the_pull_lets_the_producer_go() -> None:
+    consumer = side()
+    request, _ = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.finished(request, [[]])
+    (pull,) = consumer.take_orders().pulls
+    assert not pull.waits
+
+
+def test_an_aborted_prefill_is_not_offered() -> None:
+    producer = side()
+    request = Request(list(range(9)), dict(PREFILL), status=Status.FINISHED_ABORTED)
+    assert producer.finished(request, [[1, 2, 3]]) is None
+    assert producer.take_orders().offers == []
+
+
+def test_a_request_of_no_other_engine_is_left_alone() -> None:
+    consumer = side()
+    request, external = decoded(consumer, {}, 9)
+    assert external == 0
+    consumer.allocated(request, [table(5, 6, 7)], 0)
+    assert consumer.finished(request, [[5, 6, 7]]) is None
+    orders = consumer.take_orders()
+    assert (orders.pulls, orders.offers, orders.cancels) == ([], [], [])
+
+
+@pytest.mark.parametrize("damage", ["none", "garbage", "other prompt", "longer"])
+def test_a_ticket_that_cannot_be_this_prompts_fails_the_request(damage: str) -> None:
+    params, tokens = prefilled(side(), 9, [3, 1, 2]), 9
+    if damage == "none":
+        del params["kvd_ticket"]
+    elif damage == "garbage":
+        params["kvd_ticket"] = "kvd1.AAAA"
+    elif damage == "other prompt":
+        params["kvd_prompt"] += 1
+    else:
+        tokens = 8
+    consumer = side()
+    request, external = decoded(consumer, params, tokens)
+    assert external == tokens - 1
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    (pull,) = consumer.take_orders().pulls
+    assert pull.refused
+
+
+def test_tickets_of_the_step_name_a_daemon_that_was_started_during_it() -> None:
+    producer = side()
+    params = prefilled(producer, 9, [3, 1, 2])
+    producer.moved({0: RankPlace("d0", "tcp://h:9", 8, "vllm-0")})
+    (rank,) = decode(params["kvd_ticket"]).ranks
+    assert (rank.address, rank.incarnation) == ("tcp://h:9", 8)
+
+
+def test_names_are_never_used_twice_and_fit_their_bound() -> None:
+    producer, names = side(), set()
+    for _ in range(3):
+        request = Request(list(range(9)), dict(PREFILL), request_id="ä" * 400)
+        producer.finished(request, [[3, 1, 2]])
+        (order,) = producer.take_orders().offers
+        assert len(order.offer.encode()) <= 256
+        names.add(order.offer)
+    assert len(names) == 3
+
+
+def test_a_rank_without_a_known_daemon_is_an_error_that_says_so() -> None:
+    producer = SchedulerSide(((Full(), 4),), 2)
+    producer.moved({1: RankPlace("d1", "tcp://h:1", 7, "vllm-1")})
+    with pytest.raises(InternalError, match=r"ranks \[1\]"):
+        prefilled(producer, 9, [3, 1, 2])

@@ -1,0 +1,278 @@
+"""Each promise's mechanisms, taken out one at a time: what the simulator must notice."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvd.actors import gateway, leases, pools, scheduler
+from kvd.actors.blocks import BusyBlocks
+from kvd.actors.completion import CompletionActor, _Log
+from kvd.actors.expiry import Expiry
+from kvd.actors.messages import Notify, SessionUp
+from kvd.actors.pools import PoolsActor, Stage
+from kvd.protocol.peer import Held
+from kvd.protocol.worker import Cancelled, Failed
+from kvd.sim.promises import Promise
+from kvd.state import lease as lease_machine
+from kvd.state import transfer as transfer_machine
+from kvd.state.machine import Step
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    breaks: Promise
+    apply: Callable
+    first: int = 0
+    """Where to begin: the seed that found it when this was written, where that is far from 0."""
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def mutation(breaks, first=0):
+    def register(apply):
+        MUTATIONS.append(Mutation(apply.__name__, breaks, apply, first))
+        return apply
+
+    return register
+
+
+def handler(monkeypatch, actor, kind, replacement):
+    monkeypatch.setitem(actor.handlers, kind, replacement)
+
+
+def steps(monkeypatch, table, **changes):
+    monkeypatch.setattr(table, "steps", {**table.steps, **changes.pop("steps")})
+
+
+# --- 1: every pull ends once, in time --------------------------------------------------------------------------------
+
+
+@mutation(Promise.ENDS_ONCE)
+def deadlines_are_not_kept(monkeypatch):
+    handler(monkeypatch, scheduler.SchedulerActor, scheduler._Deadline, lambda self, message: None)
+
+
+@mutation(Promise.ENDS_ONCE)
+def a_lost_peer_is_not_told_to_its_pulls(monkeypatch):
+    original = scheduler.SchedulerActor._end
+
+    def end(self, pull, error):
+        if error.code != "deadline":
+            original(self, pull, error)
+
+    monkeypatch.setattr(scheduler.SchedulerActor, "_end", end)
+
+
+@mutation(Promise.ENDS_ONCE)
+def a_pull_that_failed_is_told_twice(monkeypatch):
+    original = CompletionActor.notify
+
+    def notify(self, message):
+        original(self, message)
+        if isinstance(message.item, Failed):
+            original(self, message)
+
+    handler(monkeypatch, CompletionActor, Notify, notify)
+
+
+# --- 2: done means the bytes that were offered ------------------------------------------------------------------------
+
+
+@mutation(Promise.FENCED, first=37)
+def the_fence_always_holds(monkeypatch):
+    original = leases.LeasesActor._fence
+
+    def fence(self, key, generation):
+        if key in self._held:
+            original(self, key, generation)
+        else:
+            self._reply(key.sender, Held(key.claim))
+
+    monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
+
+
+@mutation(Promise.FENCED, first=129)
+def nobody_asks_for_the_fence(monkeypatch):
+    table = transfer_machine.TABLE
+    done = Step(
+        transfer_machine.State.HELD,
+        (transfer_machine.Effect.LET_GO, transfer_machine.Effect.FREE, transfer_machine.Effect.CONTRIBUTE),
+    )
+    key = (transfer_machine.State.READING, transfer_machine.Event.LANDED)
+    steps(monkeypatch, table, steps={key: done})
+
+
+@mutation(Promise.FENCED)
+def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
+    key = (lease_machine.State.CLAIMED, lease_machine.Event.REVOKE)
+    steps(
+        monkeypatch,
+        lease_machine.TABLE,
+        steps={key: Step(lease_machine.State.REVOKED, (lease_machine.Effect.RELEASE,))},
+    )
+
+
+@mutation(Promise.FENCED, first=187)
+def an_expired_claim_still_holds_its_lease(monkeypatch):
+    """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
+
+    def claim_expired(self, message):
+        lease = self._held.get(message.key)
+        if lease is not None:
+            lease.claims.pop(message.key)
+            self._step(lease, lease_machine.Event.UNCLAIMED, "")
+            if self.loop.time() >= lease.expires:
+                self._step(lease, lease_machine.Event.EXPIRE, "expired")
+            else:
+                lease.claims[message.key] = None
+
+    def fence(self, key, generation):
+        if key in self._held:
+            self._reply(key.sender, Held(key.claim))
+        else:
+            self._say_broken(key)
+
+    handler(monkeypatch, leases.LeasesActor, leases._ClaimExpired, claim_expired)
+    monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
+
+
+# --- 3: nothing is written to free blocks -----------------------------------------------------------------------------
+
+
+@mutation(Promise.QUARANTINE)
+def blocks_are_free_before_the_read_has_ended(monkeypatch):
+    original = scheduler.SchedulerActor._read
+
+    def read(self, transfer):
+        original(self, transfer)
+        transfer.writing = False
+
+    monkeypatch.setattr(scheduler.SchedulerActor, "_read", read)
+
+
+@mutation(Promise.QUARANTINE)
+def workers_are_not_told_of_quarantine(monkeypatch):
+    original = CompletionActor.notify
+
+    def notify(self, message):
+        item = message.item
+        if isinstance(item, Failed):
+            message = Notify(message.worker, Failed(item.request, item.code, item.text, quarantined=False))
+        elif isinstance(item, Cancelled):
+            message = Notify(message.worker, Cancelled(item.request, quarantined=False))
+        original(self, message)
+
+    handler(monkeypatch, CompletionActor, Notify, notify)
+
+
+# --- 4: no notification is lost, none comes twice ---------------------------------------------------------------------
+
+
+@mutation(Promise.NOTIFIED)
+def notifications_are_not_kept(monkeypatch):
+    original = CompletionActor.flush
+
+    def flush(self, message):
+        original(self, message)
+        log = self._logs.get(message.worker)
+        if log is not None:
+            log.items.clear()
+            log.sent = 0
+
+    for kind, method in list(CompletionActor.handlers.items()):
+        if method is original:
+            handler(monkeypatch, CompletionActor, kind, flush)
+
+
+@mutation(Promise.NOTIFIED)
+def a_reconnecting_worker_gets_a_new_log(monkeypatch):
+    original = CompletionActor.session_up
+
+    def session_up(self, message):
+        self._logs[message.worker] = _Log(message.instance)
+        original(self, message)
+
+    handler(monkeypatch, CompletionActor, SessionUp, session_up)
+
+
+# --- 5: only blocks of the own pool -----------------------------------------------------------------------------------
+
+
+@mutation(Promise.OWN_POOL, first=27)
+def block_ids_are_not_checked(monkeypatch):
+    monkeypatch.setattr(gateway, "check_ids", lambda group, ids: None)
+    monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
+    monkeypatch.setattr(BusyBlocks, "give_back", lambda self, spans: None)
+
+
+# --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
+
+
+@mutation(Promise.BAD_INPUT, first=102)
+def the_digest_of_a_ticket_is_not_checked(monkeypatch):
+    original = leases.LeasesActor._claim_lease
+
+    def claim_lease(self, key, request, lease):
+        lease.digest = request.digest
+        original(self, key, request, lease)
+
+    monkeypatch.setattr(leases.LeasesActor, "_claim_lease", claim_lease)
+
+
+@mutation(Promise.BAD_INPUT)
+def refusals_are_not_sent(monkeypatch):
+    monkeypatch.setattr(gateway.GatewayActor, "_refuse", lambda self, session, call, error: None)
+
+
+# --- 7: a death costs only what it must -------------------------------------------------------------------------------
+
+
+@mutation(Promise.QUARANTINE, first=35)
+def successors_do_not_wait(monkeypatch):
+    original = PoolsActor.attach
+
+    def attach(self, request):
+        record = self._records.get(request.worker)
+        if record is not None and record.stage is Stage.KEPT:
+            record.request = request
+            self._lend(record)
+        else:
+            original(self, request)
+
+    for kind, method in list(PoolsActor.handlers.items()):
+        if method is original:
+            handler(monkeypatch, PoolsActor, kind, attach)
+
+
+@mutation(Promise.SURVIVES, first=107)
+def claims_are_not_renewed(monkeypatch):
+    handler(monkeypatch, scheduler.SchedulerActor, scheduler._RenewAll, lambda self, message: None)
+
+
+@mutation(Promise.SURVIVES, first=46)
+def lost_asks_are_not_sent_again(monkeypatch):
+    handler(monkeypatch, scheduler.SchedulerActor, scheduler._AskAgain, lambda self, message: None)
+
+
+@mutation(Promise.SURVIVES)
+def a_returned_pool_is_not_taken(monkeypatch):
+    original = pools.PoolsActor._make
+
+    def make(self, request):
+        original(self, type(request)(**{**{f: getattr(request, f) for f in request.__slots__}, "descriptor": -1}))
+
+    monkeypatch.setattr(pools.PoolsActor, "_make", make)
+
+
+# --- 0: nothing leaks -------------------------------------------------------------------------------------------------
+
+
+@mutation(Promise.SOUND)
+def tombstones_stay(monkeypatch):
+    handler(monkeypatch, leases.LeasesActor, leases._TombstoneExpired, lambda self, message: None)
+
+
+@mutation(Promise.SOUND)
+def deadlines_are_never_unset(monkeypatch):
+    monkeypatch.setattr(Expiry, "unset", lambda self, key: None)

@@ -1,0 +1,26 @@
+"""Every mechanism behind a promise is missed by the simulator when it is taken out."""
+
+import pytest
+from mutations import MUTATIONS
+
+from kvd.sim.promises import Promise
+from kvd.sim.run import run_seed
+
+MOST = 2000
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_simulator_finds_that(mutation, monkeypatch, record_property):
+    mutation.apply(monkeypatch)
+    for number in range(MOST):
+        seed = (mutation.first + number) % MOST
+        broken = run_seed(seed, keep_trace=False).violations
+        if any(text.startswith(f"[{mutation.breaks}]") for text in broken):
+            record_property("found_at_seed", seed)
+            return
+    pytest.fail(f"{MOST} seeds without a violation of {mutation.breaks}")
+
+
+def test_every_promise_has_a_mutation():
+    assert {mutation.breaks for mutation in MUTATIONS} == set(Promise)

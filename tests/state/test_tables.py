@@ -1,0 +1,121 @@
+import pytest
+
+from kvd.errors import InternalError
+from kvd.state import lease, peer, transfer
+from kvd.state.machine import Step
+
+MACHINES = pytest.mark.parametrize("module", [transfer, lease, peer], ids=["transfer", "lease", "peer"])
+
+
+def reachable(table):
+    found, todo = {table.initial}, [table.initial]
+    while todo:
+        state = todo.pop()
+        for (start, _), step in table.steps.items():
+            if start == state and step.state not in found:
+                found.add(step.state)
+                todo.append(step.state)
+    return found
+
+
+@MACHINES
+def test_every_state_can_be_reached(module):
+    assert reachable(module.TABLE) == set(module.State)
+
+
+@MACHINES
+def test_final_states_are_left_by_no_event(module):
+    for (state, _), step in module.TABLE.steps.items():
+        assert state not in module.TABLE.final or step.state == state
+
+
+@MACHINES
+def test_every_event_and_every_effect_is_used(module):
+    assert {event for _, event in module.TABLE.steps} == set(module.Event)
+    assert {effect for step in module.TABLE.steps.values() for effect in step.effects} == set(module.Effect)
+
+
+@MACHINES
+def test_an_event_is_a_step_or_ignored_but_never_both(module):
+    for state, events in module.TABLE.ignored.items():
+        for event in events:
+            assert (state, event) not in module.TABLE.steps
+
+
+@MACHINES
+def test_every_state_has_an_answer_to_every_event_that_can_come(module):
+    """What has no answer is listed here, with the reason why it cannot come."""
+    table = module.TABLE
+    without = {
+        (state, event)
+        for state in module.State
+        for event in module.Event
+        if (state, event) not in table.steps and event not in table.ignored.get(state, ())
+    }
+    assert without == IMPOSSIBLE[table.name]
+
+
+T, L, P = transfer, lease, peer
+IMPOSSIBLE = {
+    "transfer": {
+        # A route is made once.
+        *(
+            (state, event)
+            for state in T.State
+            if state is not T.State.CONNECTING
+            for event in (T.Event.CONNECTED, T.Event.KNOWN)
+        ),
+        # Nothing was asked of the producer yet.
+        (T.State.CONNECTING, T.Event.GRANTED),
+        # The transport speaks only of a read that is open.
+        *(
+            (state, event)
+            for state in T.State
+            if state not in (T.State.READING, T.State.DRAINING)
+            for event in (T.Event.LANDED, T.Event.BROKE)
+        ),
+        # Whoever passes answers on drops a `held` that nobody asked for.
+        *(
+            (state, T.Event.PROVEN)
+            for state in (T.State.CONNECTING, T.State.CLAIMING, T.State.READING, T.State.DRAINING)
+        ),
+    },
+    "lease": set(),
+    "peer": set(),
+}
+
+
+def test_an_event_without_an_answer_is_an_internal_error():
+    with pytest.raises(InternalError, match="a transfer that is connecting cannot take landed"):
+        transfer.TABLE.step(transfer.State.CONNECTING, transfer.Event.LANDED)
+
+
+def test_an_ignored_event_changes_nothing():
+    assert transfer.TABLE.step(transfer.State.HELD, transfer.Event.STOP) == Step(transfer.State.HELD)
+
+
+def test_no_transfer_is_held_without_a_fence_after_the_last_byte():
+    """Promise 2, read off the table: every way to `held` passes `landed`, then `proven`."""
+    ways = {(start, event) for (start, event), step in transfer.TABLE.steps.items() if step.state is T.State.HELD}
+    assert ways == {(T.State.FENCING, T.Event.PROVEN)}
+    into_fencing = {(s, e) for (s, e), step in transfer.TABLE.steps.items() if step.state is T.State.FENCING}
+    assert into_fencing == {(T.State.READING, T.Event.LANDED)}
+
+
+def test_blocks_leave_quarantine_only_on_the_transports_word():
+    """Promise 3, read off the table: from a read that is open, only `landed` and `broke` lead to `free`."""
+    for (state, event), step in transfer.TABLE.steps.items():
+        if state in (T.State.READING, T.State.DRAINING) and T.Effect.FREE in step.effects:
+            assert event in (T.Event.LANDED, T.Event.BROKE)
+
+
+def test_a_lease_breaks_its_claims_before_the_worker_may_write():
+    for (state, _), step in lease.TABLE.steps.items():
+        if state is L.State.CLAIMED and L.Effect.RELEASE in step.effects:
+            assert step.effects.index(L.Effect.BREAK) < step.effects.index(L.Effect.RELEASE)
+
+
+def test_a_peer_that_is_lost_is_told_to_whoever_waits():
+    for (_, event), step in peer.TABLE.steps.items():
+        if event in (P.Event.UNREACHABLE, P.Event.SILENT):
+            assert P.Effect.LOSE in step.effects

@@ -1,0 +1,31 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kvd.engines.vllm_lab.catalog import write_models
+
+pytest.register_assert_rewrite("same_tokens", "load")
+
+HERE = Path(__file__).parent
+TEST_SECONDS = 600
+"""The first test of a module starts three servers: two minutes where the machine has other work."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if item.path.parent == HERE]
+    found = importlib.util.find_spec("vllm")
+    installed = found is not None and found.origin is not None  # this folder alone could pass for a namespace package
+    for item in ours:
+        item.add_marker(pytest.mark.e2e)
+        item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+        if not installed:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with all models of the laboratory."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder, "llama", "gemma", "deepseek", "bench")
+    return folder

@@ -1,0 +1,37 @@
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.processes import Processes
+
+with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
+    warnings.simplefilter("ignore")  # of vLLM and torch about themselves
+    import connector_engine  # noqa: F401
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Any]:
+    """Daemons on a folder of their own, ended with the test."""
+    from connector_engine import Daemons  # noqa: PLC0415 - needs vLLM
+
+    with Processes(tmp_path) as processes:
+        yield Daemons(processes, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def configurations(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """vLLM's configuration by kind of model; made once, because that takes seconds."""
+    from connector_engine import configuration  # noqa: PLC0415 - needs vLLM
+
+    made: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in made:
+            made[kind] = configuration(kind, tmp_path_factory.mktemp("models") / kind)
+        return made[kind]
+
+    return of

@@ -1,0 +1,284 @@
+"""An engine of connectors: vLLM's configuration, allocator and hooks, with real daemons, and no model.
+
+What vLLM's scheduler and model runner would call is called here, in their order, so that a test can look at bytes.
+"""
+
+import copy
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvd.engines.vllm import KvdConnector
+from kvd.processes import Child, Processes
+
+HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
+WINDOW = 80
+PATIENCE = 60.0
+LATENT = 576
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "gemma": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "deepseek": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": LAYERS,
+    },
+}
+
+
+def configuration(kind: str, folder: Path) -> Any:
+    """vLLM's own configuration of a small model of this kind."""
+    folder.mkdir()
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8 if kind == "deepseek" else HEADS,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(shape | MODELS[kind]))
+    transfer = KVTransferConfig(kv_connector="KvdConnector", kv_role="kv_both", kv_connector_extra_config={})
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=16 if kind == "deepseek" else BLOCK_TOKENS,
+        disable_hybrid_kv_cache_manager=False,
+        num_gpu_blocks_override=BLOCKS,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+    config.cache_config.kv_cache_layout = "LBNHC" if kind == "deepseek" else "LBHNC"
+    return config
+
+
+def layer_specs(kind: str, tp_size: int) -> dict[str, Any]:
+    """What the layers of a worker ask for, as the models of vLLM do."""
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
+    dense = FullAttentionSpec(**shape, dtype=torch.bfloat16)
+    local = SlidingWindowSpec(**shape, dtype=torch.bfloat16, sliding_window=WINDOW)
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
+    of_layer: dict[str, Callable[[int], Any]] = {
+        "llama": lambda _: dense,
+        "gemma": lambda layer: dense if layer % 3 == 2 else local,
+        "deepseek": lambda _: latent,
+    }
+    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(LAYERS)}
+
+
+@dataclass
+class Request:
+    """The fields of vLLM's request that the connector reads."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any]
+    status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+    num_in_flight_tokens: int = 0
+    max_tokens: int = 1
+    num_prompt_tokens: int = field(init=False)
+    _all_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self._all_token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.num_prompt_tokens
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return False
+
+
+class Engine:
+    """The scheduler's connector and those of `tp_size` workers. `settings` is `kv_connector_extra_config`."""
+
+    def __init__(self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1) -> None:
+        config = copy.deepcopy(config)
+        config.parallel_config.tensor_parallel_size = tp_size
+        config.kv_transfer_config.kv_connector_extra_config = settings
+        specs = layer_specs(kind, tp_size)
+        backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
+        layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)
+        self.cache_config = get_kv_cache_configs(config, [specs], [1 << 30])[0]
+        self.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
+        self.scheduler = KvdConnector(config, KVConnectorRole.SCHEDULER, self.cache_config)
+        self.workers: list[KvdConnector] = []
+        self.caches: list[dict[str, torch.Tensor]] = []
+        for rank in range(tp_size):
+            self._add_worker(config, rank)
+        places = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(places)
+        self._aggregator = KVOutputAggregator(tp_size)
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+
+    def _add_worker(self, config: Any, rank: int) -> None:
+        config = copy.copy(config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        worker = KvdConnector(config, KVConnectorRole.WORKER, self.cache_config)
+        self.workers.append(worker)
+        layout = KVCacheLayout[self.cache_config.kv_cache_layout]
+        with worker.get_mem_pool_context():
+            caches = allocate_kv_cache(self.cache_config, torch.device("cpu"), layout)
+        worker.register_kv_caches(caches)
+        self.caches.append(caches)
+
+    @property
+    def groups(self) -> int:
+        return len(self.cache_config.kv_cache_groups)
+
+    def step(self) -> None:
+        """One step of the engine without a forward pass; its outcome is joined over the ranks by vLLM itself."""
+        metadata = self.scheduler.build_connector_meta(None)
+        outputs = [SimpleNamespace(kv_connector_output=_step(worker, metadata)) for worker in self.workers]
+        joined = self._aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(joined)
+        self.sent |= joined.finished_sending or set()
+        self.received |= joined.finished_recving or set()
+        self.failed |= joined.failed_recving
+
+    def run_until(self, ended: Callable[[], bool]) -> None:
+        """Steps until `ended()`, or fails the test."""
+        until = time.monotonic() + PATIENCE
+        while not ended():
+            assert time.monotonic() < until, f"sent {self.sent}, received {self.received}, failed {self.failed}"
+            self.step()
+            time.sleep(0.001)
+
+    def prefilled(self, name: str, prompt: Sequence[int], tables: Sequence[list[int]]) -> dict[str, Any]:
+        """A request whose prefill has ended with these block tables; returns what the router gets."""
+        request = Request(name, list(prompt), {"do_remote_decode": True})
+        self.scheduler.on_new_request(request)
+        self.step()  # in which the prefill is computed
+        keep, params = self.scheduler.request_finished_all_groups(request, tuple(tables))
+        assert keep
+        assert params is not None
+        return params
+
+    def decode(
+        self, name: str, prompt: Sequence[int], params: dict[str, Any], tables: Sequence[list[int]], computed: int = 0
+    ) -> Request:
+        """A request that has its blocks, the first `computed` tokens of them from the prefix cache (of one group)."""
+        request = Request(name, list(prompt), params)
+        self.scheduler.on_new_request(request)
+        tokens, _ = self.scheduler.get_num_new_matched_tokens(request, computed)
+        cached = computed // BLOCK_TOKENS
+        blocks = [
+            [
+                SimpleNamespace(block_id=block, is_null=block == 0, block_hash=b"hash" if i < cached else None)
+                for i, block in enumerate(table)
+            ]
+            for table in tables
+        ]
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=blocks), tokens)
+        return request
+
+    def fill(self, seed: int) -> None:
+        """Other bytes in every layer's cache of every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        for caches in self.caches:
+            for name in sorted(caches):
+                shape = caches[name].shape
+                caches[name].copy_(torch.randint(-9000, 9000, shape, generator=generator).to(torch.bfloat16))
+
+    def close(self) -> None:
+        self.caches.clear()
+        for worker in self.workers:
+            worker.shutdown()
+
+
+def _step(worker: KvdConnector, metadata: Any) -> KVConnectorOutput:
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    output = KVConnectorOutput(
+        finished_sending=results.finished_sending,
+        finished_recving=results.finished_recving,
+        failed_recving=results.failed_recving,
+        kv_connector_stats=worker.get_kv_connector_stats(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
+    worker.clear_connector_metadata()
+    return output
+
+
+class Daemons:
+    """Daemons by name, each with a fixed port, so that it can be started again."""
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self._processes = processes
+        self._folder = folder
+        self._ports: dict[str, int] = {}
+        self._running: dict[str, Child] = {}
+
+    def start(self, *names: str) -> None:
+        """Starts daemons (again); returns when all of them listen."""
+        for name in names:
+            port = self._ports.setdefault(name, _free_port())
+            flags = {"name": name, "socket": self.socket(name), "listen": f"tcp://127.0.0.1:{port}", "claim-wait": "60"}
+            arguments = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+            self._running[name] = self._processes.start(name, "kvd.cli.main", "serve", *arguments)
+        until = time.monotonic() + PATIENCE
+        while not all(_listens(self.socket(name)) for name in names):
+            assert time.monotonic() < until, f"not all of the daemons {names} listen"
+            time.sleep(0.02)
+
+    def socket(self, name: str) -> str:
+        """The session socket of a daemon."""
+        return str(self._folder / f"{name}.sock")
+
+    def kill(self, name: str) -> None:
+        """As `kill -9`."""
+        os.kill(self._running[name].pid, signal.SIGKILL)
+        assert self._running[name].wait(10)
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

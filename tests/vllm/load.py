@@ -1,0 +1,66 @@
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+from same_tokens import assert_same
+
+from kvd.engines.vllm_lab.client import Completion
+from kvd.engines.vllm_lab.http import HttpError
+from kvd.engines.vllm_lab.pair import Pair
+
+REQUEST_SECONDS = 90.0
+"""Every request has an outcome by then, whatever died."""
+
+_salts = itertools.count()
+
+
+async def one(pair: Pair, prompt: list[int], expected: Completion) -> HttpError | None:
+    """The error in which a request ends; any tokens are the right ones. No cache has blocks of it: they all travel."""
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            completion = await pair.complete(prompt, len(expected.tokens), cache_salt=f"salt-{next(_salts)}")
+    except HttpError as error:
+        return error
+    assert_same(completion, expected)
+    return None
+
+
+class Load:
+    """Requests without a pause; counts how they ended."""
+
+    def __init__(self, pair: Pair, expected: list[tuple[list[int], Completion]]) -> None:
+        self._pair = pair
+        self._expected = itertools.cycle(expected)
+        self._stopping = False
+        self._changed = asyncio.Condition()
+        self.right = 0
+        self.errors: list[HttpError] = []
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            error = await one(self._pair, *next(self._expected))
+            if error is None:
+                self.right += 1
+            else:
+                self.errors.append(error)
+            async with self._changed:
+                self._changed.notify_all()
+            if error is not None:
+                await asyncio.sleep(0.1)  # a server that is dead refuses at once
+
+    async def answered(self, count: int) -> None:
+        """Returns when `count` requests were answered."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.right >= count)
+
+    @contextlib.asynccontextmanager
+    async def running(self, width: int) -> AsyncIterator["Load"]:
+        """Keeps `width` requests in flight inside the context; every one of them has ended when it is left."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(self._run())
+            try:
+                yield self
+            finally:
+                self._stopping = True

@@ -1,0 +1,183 @@
+"""Whatever dies, and whenever: no wrong token, no request without an outcome, no restart of what did not die."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from load import REQUEST_SECONDS, Load, one
+from same_tokens import assert_same
+from waiting import until
+
+from kvd.engines.vllm_lab.catalog import make_prompt
+from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
+from kvd.engines.vllm_lab.http import HttpError
+from kvd.engines.vllm_lab.pair import KvdPair
+from kvd.engines.vllm_lab.servers import scrape
+from kvd.engines.vllm_lab.service import Service, start_all, stop_all
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODEL = "bench"
+"""The model with the largest KV cache: a prompt of 400 tokens moves 50 MB, so that deaths find transfers at work."""
+
+TOKENS = 6
+BLOCKS = 96
+OVERWRITING = 4
+"""Prompts of 1,000 tokens that together need more blocks than there are."""
+
+OFFER_TTL = 12.0
+"""Long enough for a busy machine, short enough to be waited for."""
+
+
+MOMENT_SECONDS = 0.002
+
+DAEMON_FLAGS = ("--heartbeat", "10", "--claim-ttl", "3")
+"""A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read."""
+
+
+@dataclass
+class Faulty:
+    """A pair whose processes may be killed, and what a decode server alone makes of some prompts."""
+
+    pair: KvdPair
+    policy: str
+    expected: list[tuple[list[int], Completion]]
+
+    async def offered(self, number: int, salt: str) -> tuple[dict[str, object], Completion]:
+        """The body for the decode side of a request that the prefill side has done its part of, and the expectation."""
+        prompt, expected = self.expected[number]
+        body = make_body(MODEL, prompt, TOKENS, cache_salt=salt)
+        return body | {"kv_transfer_params": await prefill(self.pair.prefill.url, body)}, expected
+
+    async def ends_by_policy(self, body: dict[str, object], expected: Completion) -> None:
+        """A request whose KV is lost: an error where the policy is to fail, else the right tokens all the same."""
+        async with asyncio.timeout(REQUEST_SECONDS):
+            if self.policy == "fail":
+                with pytest.raises(HttpError):
+                    await complete(self.pair.decode.url, body)
+            else:
+                assert_same(await complete(self.pair.decode.url, body), expected)
+
+    async def works(self) -> None:
+        """New requests get the right tokens: after the time that it takes to find a new daemon, every one."""
+
+        async def succeeds() -> bool:
+            return await one(self.pair, *self.expected[0]) is None
+
+        await until(succeeds, seconds=30)
+        for prompt, expected in self.expected:
+            assert await one(self.pair, prompt, expected) is None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fail", "recompute"])
+async def faulty(
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Faulty]:
+    pair = KvdPair(
+        tmp_path_factory.mktemp(request.param),
+        models,
+        MODEL,
+        policy=request.param,
+        blocks=BLOCKS,
+        extra={"offer_ttl": OFFER_TTL},
+        daemon_flags=DAEMON_FLAGS,
+    )
+    try:
+        await start_all(pair.services)
+        prompts = [make_prompt(400 + 10 * number, seed=number) for number in range(4)]
+        bodies = [make_body(MODEL, prompt, TOKENS, cache_salt="alone") for prompt in prompts]
+        completions = [await complete(pair.decode.url, body) for body in bodies]
+        yield Faulty(pair, request.param, list(zip(prompts, completions, strict=True)))
+    finally:
+        stop_all(pair.services)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(lambda pair: pair.daemons["decode"], id="decode daemon"),
+        pytest.param(lambda pair: pair.daemons["prefill"], id="prefill daemon"),
+        pytest.param(lambda pair: pair.decode, id="decode server"),
+        pytest.param(lambda pair: pair.prefill, id="prefill server"),
+    ],
+)
+async def test_a_death_under_load_gives_no_wrong_token_and_its_restart_alone_makes_all_work_again(
+    faulty: Faulty, victim: Callable[[KvdPair], Service]
+) -> None:
+    service = victim(faulty.pair)
+    async with Load(faulty.pair, faulty.expected).running(width=3) as load:
+        await load.answered(4)
+        service.kill()
+    await start_all([service])
+    await faulty.works()
+    assert all(other.running for other in faulty.pair.services)
+
+
+async def test_a_prefill_daemon_that_dies_with_an_offer_ends_the_request_by_the_policy(faulty: Faulty) -> None:
+    body, expected = await faulty.offered(0, salt="daemon dies")
+    daemon = faulty.pair.daemons["prefill"]
+    daemon.kill()
+    await faulty.ends_by_policy(body, expected)
+    await start_all([daemon])
+    await faulty.works()
+
+
+async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its_blocks(faulty: Faulty) -> None:
+    body, expected = await faulty.offered(1, salt="server dies")
+    done = await _done(faulty)
+    faulty.pair.prefill.kill()
+    assert_same(await complete(faulty.pair.decode.url, body), expected)
+    assert await _done(faulty) == done + 1
+    await start_all([faulty.pair.prefill])
+    await faulty.works()
+
+
+async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_tokens(faulty: Faulty) -> None:
+    failures = (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total")
+    expected, request = await _request_stopped_while_it_pulls(faulty)
+    try:
+        await until(lambda: _nothing_held(faulty), seconds=3 * OFFER_TTL)
+        for number in range(OVERWRITING):
+            other = make_prompt(1000, seed=500 + number)
+            await complete(faulty.pair.prefill.url, make_body(MODEL, other, 1))
+    finally:
+        faulty.pair.daemons["decode"].signal(signal.SIGCONT)
+    if faulty.policy == "fail":
+        with pytest.raises(HttpError):
+            await request
+    else:
+        assert_same(await request, expected)
+    assert (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total") > failures
+    await faulty.works()
+
+
+async def _request_stopped_while_it_pulls(faulty: Faulty) -> tuple[Completion, asyncio.Task[Completion]]:
+    """A request whose blocks are claimed by a decode daemon that is suspended (SIGSTOP) before it has read them all.
+
+    The daemon runs for moments that are far shorter than the read of 50 MB, until it has its claim.
+    """
+    daemon = faulty.pair.daemons["decode"]
+    body, expected = await faulty.offered(0, salt="overwritten")
+    daemon.signal(signal.SIGSTOP)
+    request = asyncio.create_task(complete(faulty.pair.decode.url, body))
+
+    async def claimed() -> bool:
+        daemon.signal(signal.SIGCONT)
+        await asyncio.sleep(MOMENT_SECONDS)
+        daemon.signal(signal.SIGSTOP)
+        return (await scrape(faulty.pair.daemons["prefill"])).total("kvd_claims_active") > 0
+
+    await until(claimed, seconds=30, every=0.01)
+    return expected, request
+
+
+async def _nothing_held(faulty: Faulty) -> bool:
+    return (await scrape(faulty.pair.daemons["prefill"])).total("kvd_leases_active") == 0
+
+
+async def _done(faulty: Faulty) -> float:
+    return (await scrape(faulty.pair.daemons["decode"])).total("kvd_pulls_total", outcome="done")

@@ -1,0 +1,144 @@
+"""Prefill on one vLLM and decode on another give the tokens of a single one, for every kind of KV cache."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from same_tokens import LATENT_TOLERANCE, TOLERANCE, assert_same
+from waiting import until
+
+from kvd.engines.vllm_lab.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
+from kvd.engines.vllm_lab.client import Completion, complete, make_body
+from kvd.engines.vllm_lab.pair import KvdPair
+from kvd.engines.vllm_lab.servers import Engine, Server, scrape
+from kvd.engines.vllm_lab.service import start_all, stop_all
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 12
+
+
+@dataclass
+class Served:
+    """One model on a pair, and on a server of its own."""
+
+    pair: KvdPair
+    single: Server
+
+    async def expected(self, prompt: list[int]) -> Completion:
+        return await complete(self.single.url, make_body(self.single.engine.model, prompt, TOKENS))
+
+    async def case(self, length: int, seed: int) -> tuple[list[int], Completion]:
+        """A prompt, and what the single server makes of it.
+
+        The decode side computes the last token of a prompt with the kernels for decode. Where these disagree with those
+        for prefill, that token is one that the single server made itself, so that it computed it with the same ones.
+        """
+        if self.single.engine.model not in LATENT:
+            prompt = make_prompt(length, seed)
+            return prompt, await self.expected(prompt)
+        prompt = make_prompt(length - 1, seed)
+        body = make_body(self.single.engine.model, prompt, 1 + TOKENS)
+        whole = await complete(self.single.url, body)
+        return prompt + whole.tokens[:1], Completion(whole.tokens[1:], whole.logprobs[1:], whole.margins[1:])
+
+    @property
+    def tolerance(self) -> float:
+        return LATENT_TOLERANCE if self.single.engine.model in LATENT else TOLERANCE
+
+    async def cache(self, prompt: list[int], first: str) -> None:
+        """Puts the blocks of a prompt into the decode side's prefix cache: computed there, or pulled there."""
+        model = self.single.engine.model
+        if model in LATENT:
+            pytest.skip("vLLM keeps no prefix cache of latent attention on a CPU")
+        if first == "computed there":
+            await complete(self.pair.decode.url, make_body(model, prompt, TOKENS))
+        elif model in GROUPS:
+            pytest.skip("of blocks outside of the window nothing was pulled: vLLM finds no prefix without a hole")
+        else:
+            await self.pair.complete(prompt, TOKENS)
+
+    async def decode_metric(self, name: str) -> float:
+        return (await scrape(self.pair.decode)).total(name)
+
+    async def daemon_metric(self, name: str) -> float:
+        return (await scrape(self.pair.daemons["decode"])).total(name)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma", "deepseek"])
+async def served(
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    pair = KvdPair(folder, models, request.param)
+    single = Server("single", folder, Engine(models, request.param, core=0))
+    try:
+        await start_all([*pair.services, single])
+        yield Served(pair, single)
+    finally:
+        stop_all([*pair.services, single])
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(3, id="shorter than a block"),
+        pytest.param(BLOCK, id="one block exactly"),
+        pytest.param(BLOCK + 1, id="one token into the second block"),
+        pytest.param(4 * BLOCK, id="at a boundary"),
+        pytest.param(4 * BLOCK - 1, id="one token before a boundary"),
+        pytest.param(WINDOW, id="as long as the window"),
+        pytest.param(5 * WINDOW + 7, id="much longer than the window"),
+    ],
+)
+async def test_a_prompt_of_any_length_gives_the_tokens_of_a_single_server(served: Served, length: int) -> None:
+    prompt, expected = await served.case(length, seed=1000 + length)
+    read_before = await served.daemon_metric("kvd_read_bytes_total")
+    assert_same(await served.pair.complete(prompt, TOKENS), expected, served.tolerance)
+    assert await served.daemon_metric("kvd_read_bytes_total") > read_before, "nothing was pulled"
+
+
+@pytest.mark.parametrize("first", ["computed there", "pulled there"])
+async def test_a_prompt_whose_blocks_are_all_in_the_decode_sides_cache_gives_the_same_tokens(
+    served: Served, first: str
+) -> None:
+    prompt = make_prompt(8 * BLOCK, seed=len(first))
+    await served.cache(prompt, first)
+    hits = await served.decode_metric("vllm:prefix_cache_hits_total")
+    got = await served.pair.complete(prompt, TOKENS)
+    assert await served.decode_metric("vllm:prefix_cache_hits_total") > hits
+    assert_same(got, await served.expected(prompt))
+
+
+@pytest.mark.parametrize("first", ["computed there", "pulled there"])
+async def test_a_prompt_that_begins_like_one_in_the_decode_sides_cache_gives_the_same_tokens(
+    served: Served, first: str
+) -> None:
+    prompt = make_prompt(10 * BLOCK + 5, seed=10 + len(first))
+    await served.cache(prompt[: 6 * BLOCK], first)
+    hits = await served.decode_metric("vllm:prefix_cache_hits_total")
+    got = await served.pair.complete(prompt, TOKENS)
+    assert await served.decode_metric("vllm:prefix_cache_hits_total") > hits
+    assert_same(got, await served.expected(prompt))
+
+
+async def test_twenty_requests_at_once_give_the_tokens_of_a_single_server(served: Served) -> None:
+    cases = [await served.case(5 + 17 * number, seed=100 + number) for number in range(20)]
+    completions = await asyncio.gather(*(served.pair.complete(prompt, TOKENS) for prompt, _ in cases))
+    for completion, (_, expected) in zip(completions, cases, strict=True):
+        assert_same(completion, expected, served.tolerance)
+
+
+async def test_nothing_failed_and_nothing_is_held_after_the_last_request(served: Served) -> None:
+    await served.pair.complete(make_prompt(50, seed=3), TOKENS)
+    decode = await scrape(served.pair.daemons["decode"])
+    assert decode.total("kvd_pull_failures_total") == 0
+    assert decode.total("kvd_pulls_active") == 0
+
+    async def released() -> bool:
+        return (await scrape(served.pair.daemons["prefill"])).total("kvd_leases_active") == 0
+
+    await until(released, seconds=10)
