@@ -21,6 +21,7 @@ from kvd.health import Health
 from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
+from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets
@@ -110,6 +111,7 @@ class Daemon:
             transport_answered=self._transport_answered,
             store=self._store,
             policy=policy.Policy(os.geteuid(), rules),
+            stamps=HostStamps(),
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
