@@ -64,7 +64,7 @@ from kvd.protocol.worker import (
 
 _ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
 _REQUESTS = Pace(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
-_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, limits.MAX_STATUSES_PER_SECOND)
+_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, 2 * limits.MAX_STATUSES_PER_SECOND)
 _log = structlog.get_logger("kvd.gateway")
 _SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 

@@ -5,35 +5,10 @@ import urllib.request
 
 import pytest
 
-from kvd.net import keys
 from tests.e2e.fleet import Fleet, send, until
+from tests.e2e.keyring import Keyring
 
 pytestmark = pytest.mark.e2e
-
-
-class Keyring:
-    """Makes each daemon's key and one list for all."""
-
-    def __init__(self, fleet, folder):
-        self._fleet, self._folder = fleet, folder
-        self.allowed = folder / "peers"
-        self.lines = {}
-
-    def daemon(self, name, *, listed=True):
-        pair, file = keys.generate(), self._folder / f"{name}.key"
-        keys.save(pair, file)
-        self.lines[name] = f"{pair.public.hex()} {name}\n"
-        if listed:
-            self.write(*self.lines)
-
-        def start(**flags):
-            return self._fleet.daemon(name, curve_key=str(file), curve_peers=str(self.allowed), **flags)
-
-        return start
-
-    def write(self, *names):
-        self.allowed.write_text("".join(self.lines[name] for name in names))
-        self.allowed.chmod(0o644)
 
 
 def rejected(daemon, reason):
