@@ -1,7 +1,6 @@
 """What the tests over hosts share: the hosts, a daemon on each, a worker on each, and pulls that take seconds."""
 
 import contextlib
-import time
 
 from tests.e2e.fleet import RemoteError, until
 
