@@ -65,8 +65,8 @@ MAX_REQUESTS_PER_SECOND: Final = 20_000
 """Offers and pulls of one worker after the first `MAX_REQUESTS_PER_WORKER`: several times what an engine makes, and a
 fifth of what the gateway can read, so that a worker gone wild leaves room for the others."""
 
-MAX_STATUSES_PER_SECOND: Final = 20
-"""Statuses of one session after as many at once: every actor stops to report what it has."""
+MAX_STATUSES_PER_SECOND: Final = 500
+"""Statuses of one session after twice as many at once: every actor stops to report what it has."""
 
 MAX_UNACKNOWLEDGED: Final = 65_536
 """Notifications kept for one worker until it acknowledges them; when full its new requests are refused."""
