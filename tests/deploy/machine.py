@@ -115,7 +115,8 @@ class Machine:
         bound = {
             sys.base_prefix: "/opt/python",
             site.getsitepackages()[0]: "/opt/site",
-            str(ROOT): "/opt/src",
+            str(ROOT / "kvd"): "/opt/src/kvd",  # not their parent, which may be root's alone
+            str(ROOT / "tests"): "/opt/src/tests",
             str(binaries): "/opt/kvd/bin",
             str(UNITS / "kvd@.service"): "/etc/systemd/system/kvd@.service",
             str(drop_ins): "/etc/systemd/system/kvd@.service.d",
