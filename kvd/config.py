@@ -60,6 +60,12 @@ class Config(BaseSettings):
     memory: Backing = Field(
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
+    transport_threads: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="NIXL agents that share a long read, a thread each: on one host each is a core copying.",
+    )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
     claim_ttl: float = Field(

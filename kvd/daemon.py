@@ -30,6 +30,7 @@ from kvd.notify import DescriptorStore, Notifier, received_descriptors
 from kvd.peers_file import PeersFile
 from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
+from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
 _WATCH_SECONDS = 1.0
@@ -79,7 +80,8 @@ class Daemon:
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        self._transport = NixlTransport(identity, loop)
+        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
+        self._transport = StripedTransport([NixlTransport(agent, loop) for agent in agents])
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,
