@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
 from kvd.actors import policy
+from kvd.actors.actor import Actor
 from kvd.actors.house import House
 from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
@@ -40,7 +41,9 @@ _ROUND_SECONDS = 1.0
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
 _FLUSH_SECONDS = 1.0
-"""How long the last notifications may take to reach the sockets."""
+"""How long the last messages may take to pass through the actors."""
+_ACKNOWLEDGE_SECONDS = 2.0
+"""How long workers may take to acknowledge the last notifications: an engine does so with its next step."""
 
 
 class Daemon:
@@ -58,7 +61,7 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failure = ""
-        self._busy = {"leases", "scheduler"}
+        self._busy: set[str] = set()
         self._idle = asyncio.Event()
 
     async def serve(self) -> int:
@@ -147,12 +150,13 @@ class Daemon:
         self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
         if not self._failure:
             self._log.info("draining", grace=self.config.drain_grace)
-            for actor in (house.gateway, house.leases, house.scheduler):
-                actor.tell(Drain())
-            await self._grace()
+            house.gateway.tell(Drain())
+            await self._drain(house.leases, house.scheduler, seconds=self.config.drain_grace)
         for actor in (house.scheduler, house.leases):
             actor.tell(Stop())
         await self._flush()
+        if not self._failure:
+            await self._drain(house.completion, seconds=_ACKNOWLEDGE_SECONDS)
         house.gateway.tell(Stop())
         await self._flush()
         self._worker_sockets.close()
@@ -161,9 +165,14 @@ class Daemon:
         self._http.close()
         self._log.info("stopped", failure=self._failure or None)
 
-    async def _grace(self) -> None:
+    async def _drain(self, *actors: Actor, seconds: float) -> None:
+        """Waits until nothing of these actors is left, for so long at most, or until a second signal."""
+        self._busy = {actor.name for actor in actors}
+        self._idle.clear()
+        for actor in actors:
+            actor.tell(Drain())
         waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
-        await asyncio.wait(waiting, timeout=self.config.drain_grace, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for future in waiting:
             future.cancel()
 

@@ -231,7 +231,9 @@ class LeasesActor(Actor):
         lease = self._leases.get(offer_key)
         if lease is not None:
             self._claim_lease(key, request, lease)
-        elif request.pool not in self._pools or self._draining:
+        elif self._draining:
+            self._refuse(key, self._cannot_come(request))
+        elif request.pool not in self._pools:
             text = f"no worker {request.pool!r} is attached here, so that the offer {request.offer!r} cannot come"
             self._refuse(key, Unavailable(ErrorCode.OFFER_GONE, text))
         elif len(self._waiting) >= limits.MAX_CLAIMS_WAITING:
@@ -455,13 +457,22 @@ class LeasesActor(Actor):
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
-        """Offers that nobody claimed end now; the others when they are read."""
+        """Offers that nobody claimed end now; the others when they are read. No claim waits for an offer any more."""
         self._draining = True
+        for key in list(self._waiting):
+            request = self._stop_waiting(key)
+            if request is not None:
+                self._refuse(key, self._cannot_come(request))
         for lease in list(self._leases.values()):
             if not lease.claims:
                 self._step(lease, Event.REVOKE, "shutdown")
         if self._active == 0:
             self._house.idle(self.name)
+
+    @staticmethod
+    def _cannot_come(request: Claim) -> KvdError:
+        text = f"the producer's daemon is stopping, so that the offer {request.offer!r} cannot come any more"
+        return Unavailable(ErrorCode.SHUTTING_DOWN, text)
 
     @handles(Stop)
     def stop(self, _message: Stop) -> None:
