@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -17,7 +18,7 @@ from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
 from kvd.config import Config
-from kvd.errors import KvdError
+from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.health import Health
 from kvd.http import HttpServer
 from kvd.memory.interface import Memory
@@ -34,6 +35,9 @@ from kvd.transport.nixl import NixlTransport
 from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from kvd.tracing import Traces
+
 _WATCH_SECONDS = 1.0
 """Between two looks at the peer file."""
 _ROUND_SECONDS = 1.0
@@ -42,8 +46,9 @@ STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
 _FLUSH_SECONDS = 1.0
 """How long the last messages may take to pass through the actors."""
-_ACKNOWLEDGE_SECONDS = 2.0
-"""How long workers may take to acknowledge the last notifications: an engine does so with its next step."""
+_ACKNOWLEDGE_SECONDS = 0.5
+"""How long workers may take to acknowledge the last notifications: an engine does so with its next step. By then they
+lie in the socket of one that does not, and its session's end cannot overtake them."""
 
 
 class Daemon:
@@ -93,6 +98,7 @@ class Daemon:
             trust=self._trust,
             on_rejected=Rejections(self.metrics, self._log),
         )
+        self._traces = _traces(config)
         self.house = House(
             loop=loop,
             settings=config.actor_settings(self.incarnation),
@@ -100,6 +106,7 @@ class Daemon:
             supervisor=LoggingSupervisor(self.metrics, self.fail),
             condition=self.health.set,
             idle=self._is_idle,
+            spans=self._traces,
         )
         fittings = Fittings(
             worker_port=self._worker_sockets,
@@ -162,6 +169,8 @@ class Daemon:
         self._worker_sockets.close()
         self._peer_sockets.close()
         await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
+        if self._traces is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._traces.close)
         self._http.close()
         self._log.info("stopped", failure=self._failure or None)
 
@@ -256,6 +265,17 @@ class Daemon:
             "not_ready": self.health.reasons,
             "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
         }
+
+
+def _traces(config: Config) -> "Traces | None":
+    if not config.traces:
+        return None
+    try:
+        from kvd.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
+    except ImportError as error:
+        text = f"traces are asked for, and OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+    return exporting(config.name)
 
 
 class _Background:

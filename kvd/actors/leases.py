@@ -33,6 +33,7 @@ from kvd.actors.messages import (
     Reported,
     Stop,
 )
+from kvd.actors.spans import ClaimSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
@@ -99,6 +100,8 @@ class LeasesActor(Actor):
         self._leases: dict[OfferKey, _Lease] = {}
         self._held: dict[ClaimKey, _Lease] = {}
         self._waiting: dict[ClaimKey, Claim] = {}
+        self._spans: dict[ClaimKey, ClaimSpan] = {}
+        """Of the claims that are traced and have not ended."""
         self._waiting_for: dict[OfferKey, dict[ClaimKey, None]] = {}
         self._fenced: dict[ClaimKey, int] = {}
         """Claims whose fence held, with the generation: the same answer to the same ask."""
@@ -206,8 +209,10 @@ class LeasesActor(Actor):
             case Renew() as renewal:
                 self._renew(sender, renewal.claims)
             case Release() as release:
-                self._stop_waiting(ClaimKey(sender, release.claim))
-                self._drop_claim(ClaimKey(sender, release.claim), finished=release.finished)
+                key = ClaimKey(sender, release.claim)
+                self._end_span(key, "released")
+                self._stop_waiting(key)
+                self._drop_claim(key, finished=release.finished)
 
     def _claimed(self, key: ClaimKey, request: Claim) -> None:
         held = self._held.get(key)
@@ -222,6 +227,7 @@ class LeasesActor(Actor):
             self._claim(key, request)
 
     def _claim(self, key: ClaimKey, request: Claim) -> None:
+        self._begin_span(key, request)
         ours = self._house.settings.incarnation
         if request.incarnation not in (0, ours):
             text = f"the offer {request.offer!r} was made to an earlier run of this daemon, which has ended"
@@ -248,6 +254,8 @@ class LeasesActor(Actor):
         error = self._hold(key, request, lease)
         if error is None:
             self._house.metrics.claims.labels("granted").inc()
+            if key in self._spans:
+                self._spans[key].granted()
             self._grant(key, lease)
         else:
             self._refuse(key, error)
@@ -275,6 +283,7 @@ class LeasesActor(Actor):
 
     def _refuse(self, key: ClaimKey, error: KvdError) -> None:
         self._house.metrics.claims.labels("refused").inc()
+        self._end_span(key, "refused", error)
         self._reply(key.sender, Refuse(key.claim, error.code, error.text))
 
     @handles(_WaitOver)
@@ -308,10 +317,12 @@ class LeasesActor(Actor):
     def _say_broken(self, key: ClaimKey) -> None:
         unknown = Unavailable(ErrorCode.LEASE_BROKEN, "this daemon knows no such claim (any more)")
         error = self._broken.get(key, unknown)
+        self._end_span(key, "broken", error)
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
     def _fence(self, key: ClaimKey, fence: Fence) -> None:
         if fence.unclaimed is not None and key not in self._fenced:
+            self._begin_span(key, fence.unclaimed)
             self._hold_unclaimed(key, fence.unclaimed, fence.generation)
         lease = self._held.get(key)
         if lease is not None and lease.generation == fence.generation:
@@ -321,6 +332,7 @@ class LeasesActor(Actor):
         held = self._fenced.get(key) == fence.generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
         if held:
+            self._end_span(key, "held")
             self._reply(key.sender, Held(key.claim))
         else:
             self._say_broken(key)
@@ -366,6 +378,15 @@ class LeasesActor(Actor):
         self._broken[key] = Unavailable(ErrorCode.LEASE_BROKEN, why)
         self._bury(key)
         self._say_broken(key)
+
+    def _begin_span(self, key: ClaimKey, request: Claim) -> None:
+        if self._house.spans is not None and request.traceparent is not None and key not in self._spans:
+            self._spans[key] = self._house.spans.claim(request)
+
+    def _end_span(self, key: ClaimKey, outcome: str, error: KvdError | None = None) -> None:
+        span = self._spans.pop(key, None)
+        if span is not None:
+            span.end(outcome, error)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
