@@ -33,6 +33,7 @@ from kvd.actors.messages import (
     Reported,
     Stop,
 )
+from kvd.actors.spans import ClaimSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
@@ -109,6 +110,8 @@ class LeasesActor(Actor):
         self._leases: dict[OfferKey, _Lease] = {}
         self._held: dict[ClaimKey, _Lease] = {}
         self._waiting: dict[ClaimKey, Claim] = {}
+        self._spans: dict[ClaimKey, ClaimSpan] = {}
+        """Of the claims that are traced and have not ended."""
         self._waiting_for: dict[OfferKey, dict[ClaimKey, None]] = {}
         self._fenced: dict[ClaimKey, int] = {}
         """Claims whose fence held, with the generation: the same answer to the same ask."""
@@ -223,8 +226,10 @@ class LeasesActor(Actor):
             case Renew() as renewal:
                 self._renew(sender, renewal.claims)
             case Release() as release:
-                self._stop_waiting(ClaimKey(sender, release.claim))
-                self._drop_claim(ClaimKey(sender, release.claim), finished=release.finished)
+                key = ClaimKey(sender, release.claim)
+                self._end_span(key, "released")
+                self._stop_waiting(key)
+                self._drop_claim(key, finished=release.finished)
 
     def _claimed(self, key: ClaimKey, request: Claim) -> None:
         held = self._held.get(key)
@@ -239,6 +244,7 @@ class LeasesActor(Actor):
             self._claim(key, request)
 
     def _claim(self, key: ClaimKey, request: Claim) -> None:
+        self._begin_span(key, request)
         ours = self._house.settings.incarnation
         if request.incarnation not in (0, ours):
             text = f"the offer {request.offer!r} was made to an earlier run of this daemon, which has ended"
@@ -248,7 +254,9 @@ class LeasesActor(Actor):
         lease = self._leases.get(offer_key)
         if lease is not None:
             self._claim_lease(key, request, lease)
-        elif request.pool not in self._pools or self._draining:
+        elif self._draining:
+            self._refuse(key, self._cannot_come(request))
+        elif request.pool not in self._pools:
             text = f"no worker {request.pool!r} is attached here, so that the offer {request.offer!r} cannot come"
             self._refuse(key, Unavailable(ErrorCode.OFFER_GONE, text))
         elif len(self._waiting) >= limits.MAX_CLAIMS_WAITING:
@@ -263,6 +271,8 @@ class LeasesActor(Actor):
         error = self._hold(key, request, lease)
         if error is None:
             self._house.metrics.claims.labels("granted").inc()
+            if key in self._spans:
+                self._spans[key].granted()
             self._grant(key, lease)
         else:
             self._refuse(key, error)
@@ -290,6 +300,7 @@ class LeasesActor(Actor):
 
     def _refuse(self, key: ClaimKey, error: KvdError) -> None:
         self._house.metrics.claims.labels("refused").inc()
+        self._end_span(key, "refused", error)
         self._reply(key.sender, Refuse(key.claim, error.code, error.text))
 
     @handles(_WaitOver)
@@ -323,6 +334,7 @@ class LeasesActor(Actor):
     def _say_broken(self, key: ClaimKey) -> None:
         unknown = Unavailable(ErrorCode.LEASE_BROKEN, "this daemon knows no such claim (any more)")
         error = self._broken.get(key, unknown)
+        self._end_span(key, "broken", error)
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
     def _fence(self, key: ClaimKey, fence: Fence) -> None:
@@ -334,6 +346,7 @@ class LeasesActor(Actor):
     def _check_fence(self, key: ClaimKey, fence: Fence) -> bool:
         """Whether the lease is held under that generation; if so, this reader has finished."""
         if fence.unclaimed is not None and key not in self._fenced and key not in self._held:
+            self._begin_span(key, fence.unclaimed)
             self._hold_unclaimed(key, fence.unclaimed, fence.generation)
         lease = self._held.get(key)
         if lease is not None and lease.generation == fence.generation:
@@ -342,6 +355,8 @@ class LeasesActor(Actor):
             self._drop_claim(key, finished=True)
         held = self._fenced.get(key) == fence.generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
+        if held:
+            self._end_span(key, "held")
         return held
 
     def _hold_unclaimed(self, key: ClaimKey, request: Claim, generation: int) -> None:
@@ -385,6 +400,15 @@ class LeasesActor(Actor):
         self._broken[key] = Unavailable(ErrorCode.LEASE_BROKEN, why)
         self._bury(key)
         self._say_broken(key)
+
+    def _begin_span(self, key: ClaimKey, request: Claim) -> None:
+        if self._house.spans is not None and request.traceparent is not None and key not in self._spans:
+            self._spans[key] = self._house.spans.claim(request)
+
+    def _end_span(self, key: ClaimKey, outcome: str, error: KvdError | None = None) -> None:
+        span = self._spans.pop(key, None)
+        if span is not None:
+            span.end(outcome, error)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
@@ -478,13 +502,22 @@ class LeasesActor(Actor):
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
-        """Offers that nobody claimed end now; the others when they are read."""
+        """Offers that nobody claimed end now; the others when they are read. No claim waits for an offer any more."""
         self._draining = True
+        for key in list(self._waiting):
+            request = self._stop_waiting(key)
+            if request is not None:
+                self._refuse(key, self._cannot_come(request))
         for lease in list(self._leases.values()):
             if not lease.claims:
                 self._step(lease, Event.REVOKE, "shutdown")
         if self._active == 0:
             self._house.idle(self.name)
+
+    @staticmethod
+    def _cannot_come(request: Claim) -> KvdError:
+        text = f"the producer's daemon is stopping, so that the offer {request.offer!r} cannot come any more"
+        return Unavailable(ErrorCode.SHUTTING_DOWN, text)
 
     @handles(Stop)
     def stop(self, _message: Stop) -> None:

@@ -62,7 +62,10 @@ class Report(Struct, frozen=True, gc=False):
 
 
 class Drain(Struct, frozen=True, gc=False):
-    """To gateway, scheduler and leases: take no new work, finish what runs; answer the supervisor's `on_idle`."""
+    """To gateway, scheduler and leases: take no new work, finish what runs. To completion: nothing more will be said.
+
+    All but the gateway call the house's `idle` when nothing of theirs is left.
+    """
 
 
 class Stop(Struct, frozen=True, gc=False):

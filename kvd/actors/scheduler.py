@@ -39,6 +39,7 @@ from kvd.actors.messages import (
     Stop,
 )
 from kvd.actors.routes import RouteKey, Source, make_route, plan_read, route_key
+from kvd.actors.spans import PullSpan, TransferSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
@@ -89,6 +90,7 @@ class _Transfer:
     """A read is open: its blocks are in quarantine should the pull end."""
     ask: Message | None = None
     """What the producer has not answered yet: sent again when the answer is late."""
+    span: TransferSpan | None = None
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class _Pull:
     """How often the peers' pools were looked through."""
     views: dict[str, PeerView] = field(default_factory=dict)
     """The producers as they were when the pull was routed: one that has done its part may be gone since."""
+    span: PullSpan | None = None
 
     def asks(self, address: str) -> bool:
         """Whether one of its producer ranks is there."""
@@ -178,6 +181,8 @@ class SchedulerActor(Actor):
         now = self.loop.time()
         awaited = {rank.address for rank in message.ticket.ranks}
         record = _Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
+        if self._house.spans is not None:
+            record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
         self._open[pool.id] += 1
         self._house.metrics.pulls_active.inc()
@@ -227,6 +232,9 @@ class SchedulerActor(Actor):
         for source in sources:
             self._last_number += 1
             transfer = _Transfer(self._last_number, pull, source, pull.ticket.ranks[source.rank].address)
+            if pull.span is not None:
+                rank = pull.ticket.ranks[source.rank]
+                transfer.span = pull.span.transfer(rank.daemon, rank.pool)
             pull.transfers.append(transfer)
             self._transfers[transfer.number] = transfer
         for transfer in pull.transfers:
@@ -443,6 +451,8 @@ class SchedulerActor(Actor):
         step = machine.TABLE.step(transfer.state, event)
         if step.state is not transfer.state:
             self._answered(transfer)
+            if transfer.span is not None:
+                transfer.span.enter(step.state)
         transfer.state = step.state
         for effect in step.effects:
             self._carry_out(effect, transfer, error)
@@ -526,6 +536,7 @@ class SchedulerActor(Actor):
             readers=source.readers,
             ttl=self._house.settings.claim_ttl,
             serve=transfer.address not in self._direct,
+            traceparent=None if transfer.span is None else transfer.span.traceparent,
         )
 
     def _read(self, transfer: _Transfer) -> None:
@@ -561,7 +572,7 @@ class SchedulerActor(Actor):
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
-        self._conclude(pull, "cancelled" if cancelled else "failed")
+        self._conclude(pull, "cancelled" if cancelled else "failed", error)
         for transfer in pull.transfers:
             self._step(transfer, Event.STOP)
         worker, request = pull.key
@@ -576,8 +587,10 @@ class SchedulerActor(Actor):
             self._count_quarantined(+1)
         self._check_free(pull)
 
-    def _conclude(self, pull: _Pull, outcome: str) -> None:
+    def _conclude(self, pull: _Pull, outcome: str, error: KvdError | None = None) -> None:
         pull.outcome = outcome
+        if pull.span is not None:
+            pull.span.end(outcome, error)
         self._deadlines.unset(pull.key)
         self._house.metrics.pulls.labels(outcome).inc()
         self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)

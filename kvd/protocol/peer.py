@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvd import limits
-from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text
+from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text, TraceParent
 
 # --- consumer to producer -------------------------------------------------------------------------------------------
 
@@ -42,6 +42,8 @@ class Claim(Message, frozen=True, tag="claim"):
     ttl: Seconds
     serve: bool = True
     """Whether the producer's transport has a part in the read and must answer promptly; not so on the same host."""
+    traceparent: TraceParent | None = None
+    """The consumer's span, where it traces this transfer."""
 
 
 class Renew(Message, frozen=True, tag="renew"):

@@ -255,6 +255,32 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
     assert stage.idle == ["leases"]
 
 
+def test_a_claim_that_comes_during_a_drain_is_served_where_its_offer_is_read_and_else_refused_with_the_reason(stage):
+    stage.offer("shared")
+    stage.offer("unclaimed", blocks=(2, 3))
+    stage.asked_by_peer(claim(1, offer="shared", reader=0, readers=2))
+    stage.house.leases.tell(Drain())
+    [grant] = stage.asked_by_peer(claim(2, offer="shared", reader=1, readers=2))
+    assert isinstance(grant, Grant)
+    [ended] = stage.asked_by_peer(claim(3, offer="unclaimed", blocks=(2, 3)))
+    assert (ended.code, ended.text) == (ErrorCode.OFFER_GONE, "the offer 'unclaimed' has ended (shutdown)")
+    [never] = stage.asked_by_peer(claim(4, offer="to come"))
+    assert never.code == ErrorCode.SHUTTING_DOWN
+    for number in (1, 2):
+        assert stage.asked_by_peer(Fence(number, grant.generation)) == [Held(number)]
+    assert stage.idle == ["leases"]
+
+
+def test_claims_that_wait_for_their_offer_are_refused_when_the_drain_begins(stage):
+    assert stage.asked_by_peer(claim(1, offer="to come")) == []
+    stage.house.leases.tell(Drain())
+    stage.run()
+    [(_, refused)] = stage.answers
+    assert (refused.claim, refused.code) == (1, ErrorCode.SHUTTING_DOWN)
+    stage.run(30.0)
+    assert len(stage.answers) == 1
+
+
 def test_too_many_offers_are_refused(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_REQUESTS_PER_WORKER", 1)
     stage.offer()
