@@ -15,16 +15,25 @@ class Pair(ABC):
     """The prefill server on the first core, the decode server on the second.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache.
+    of either KV cache; `forked` as of `Engine`.
     """
 
     name: str
 
-    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        forked: bool = True,
+    ) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks), self._config(side))
+            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks, forked), self._config(side))
             for core, side in enumerate(("prefill", "decode"))
         )
 
@@ -65,12 +74,13 @@ class KvdPair(Pair):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
+        forked: bool = True,
         extra: Mapping[str, float] = MappingProxyType({}),
         daemon_flags: Sequence[str] = (),
     ) -> None:
         self._extra = extra
         self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder, daemon_flags) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy=policy, blocks=blocks)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, forked=forked)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the socket of the daemon of that side."""
