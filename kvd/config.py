@@ -12,6 +12,7 @@ from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, rdma_devices
 from kvd.memory.memfd import Backing
+from kvd.protocol.address import is_everywhere, is_loopback
 
 
 class Config(BaseSettings):
@@ -30,11 +31,27 @@ class Config(BaseSettings):
         description="Session socket for workers; the request socket lies beside it, with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
+    worker_policy: Path | None = Field(
+        None, description="TOML file: which other users may attach under which names, with which quota of bytes."
+    )
     listen: str = Field(
         "tcp://127.0.0.1:0", description="Where peers connect, tcp://host:port; port 0 takes a free one."
     )
     advertise: str | None = Field(
         None, description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT)."
+    )
+    peers: Path | None = Field(
+        None, description="Peer file: a line `<name> <address>` for each daemon to meet ahead; read when it changes."
+    )
+    curve_key: Path | None = Field(
+        None,
+        description="Key file of this daemon (`kvd keys generate`): peers are let in by key, and encrypted.",
+    )
+    curve_peers: Path | None = Field(
+        None, description="Allow-list: a line `<public key> <name>` for each daemon; read again on SIGHUP."
+    )
+    insecure: bool = Field(
+        False, description="Listen beyond loopback without CURVE: whoever reaches the port may read every offer."
     )
     http: str = Field(
         "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
@@ -42,6 +59,12 @@ class Config(BaseSettings):
     device: str = Field("cpu", description="Where pools lie: `cpu` (host memory) or `cuda:N`.")
     memory: Backing = Field(
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
+    )
+    transport_threads: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="NIXL agents that share a long read, a thread each: on one host each is a core copying.",
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
@@ -67,6 +90,30 @@ class Config(BaseSettings):
     def _check_times(self) -> Self:
         if self.retry >= self.claim_ttl:
             raise ValueError(f"retry ({self.retry} s) must be below claim_ttl ({self.claim_ttl} s)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if (self.curve_key is None) != (self.curve_peers is None):
+            raise ValueError("curve_key and curve_peers come together: a key to show, and the keys to believe")
+        if self.curve_key is not None and self.insecure:
+            raise ValueError("curve_key and insecure contradict each other; leave one out")
+        if self.curve_key is None and not self.insecure and not is_loopback(self.listen):
+            raise ValueError(
+                f"listen ({self.listen}) is reachable from other hosts, and without CURVE whoever reaches it may read "
+                "every offer; set curve_key and curve_peers (`kvd keys generate` makes a key), or say --insecure"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        if self.advertise is None:
+            return self
+        if is_everywhere(self.advertise) or (is_loopback(self.advertise) and not is_loopback(self.listen)):
+            raise ValueError(
+                f"advertise ({self.advertise}) would travel in tickets, and on another host it means that host itself; "
+                f"name an address by which other hosts reach listen ({self.listen})"
+            )
         return self
 
     @classmethod
@@ -119,5 +166,7 @@ def load(flags: dict[str, str]) -> Config:
 
 
 def _explain(item: ErrorDetails) -> str:
-    field = ".".join(map(str, item["loc"])) or "config"
+    field = ".".join(map(str, item["loc"]))
+    if not field:  # a rule about several fields: its text names them
+        return item["msg"].removeprefix("Value error, ")
     return f"{field}: {item['msg']}, not {item['input']!r}"

@@ -10,8 +10,9 @@ import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
+from kvd.actors import policy
 from kvd.actors.house import House
-from kvd.actors.messages import Drain, Stop
+from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
 from kvd.config import Config
@@ -21,12 +22,19 @@ from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
 from kvd.metrics import Metrics
+from kvd.net import keys
 from kvd.net.peers import PeerSockets
+from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
+from kvd.peers_file import PeersFile
+from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
+from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
+_WATCH_SECONDS = 1.0
+"""Between two looks at the peer file."""
 _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
@@ -63,12 +71,25 @@ class Daemon:
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
+        self._trust = self._load_trust()
+        own = config.advertise or config.listen
+        peers_file = PeersFile(config.peers, config.name, own, self._trust) if config.peers else None
+        expected: frozenset[str] = peers_file.read() if peers_file else frozenset()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
+        rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        self._transport = NixlTransport(identity, loop)
+        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
+        self._transport = StripedTransport([NixlTransport(agent, loop) for agent in agents])
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
-        self._peer_sockets = PeerSockets(config.listen, identity.encode(), config.advertise)
+        self._peer_sockets = PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=self._trust,
+            on_rejected=Rejections(self.metrics, self._log),
+        )
         self.house = House(
             loop=loop,
             settings=config.actor_settings(self.incarnation),
@@ -88,6 +109,7 @@ class Daemon:
             transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
             transport_answered=self._transport_answered,
             store=self._store,
+            policy=policy.Policy(os.geteuid(), rules),
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
@@ -100,6 +122,9 @@ class Daemon:
         )
         self._watchdog.start()
         loop.call_later(config.pool_linger, self._store.drop_unclaimed)
+        if peers_file is not None:
+            self._expect(expected)
+            self._watch(peers_file)
         self.health.set("starting", None)
         self._notifier.ready()
         self._log.info(
@@ -163,6 +188,39 @@ class Daemon:
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
+
+    def _load_trust(self) -> Trust | None:
+        config = self.config
+        if config.curve_key is None or config.curve_peers is None:
+            return None
+        return Trust(keys.load(config.curve_key), config.name, keys.load_allowed(config.curve_peers))
+
+    def _reload(self) -> None:
+        """SIGHUP: the allow-list is read again; a list that cannot be read changes nothing."""
+        if self._trust is None or self.config.curve_peers is None:
+            self._log.info("nothing to read again", signal="SIGHUP")
+            return
+        try:
+            allowed = keys.load_allowed(self.config.curve_peers)
+        except KvdError as error:
+            self._log.error("the allow-list stays as it was", reason=error.text)
+            return
+        self._trust.replace(allowed)
+        self._log.info("allow-list read", peers=len(allowed))
+
+    def _expect(self, addresses: frozenset[str]) -> None:
+        self.house.handshake.tell(ExpectPeers(addresses))
+        self._log.info("peers expected", peers=len(addresses))
+
+    def _watch(self, file: PeersFile) -> None:
+        """Looks whether the peer file has changed; one that cannot be read changes nothing."""
+        if file.changed():
+            try:
+                self._expect(file.read())
+            except KvdError as error:
+                self._log.error("the expected peers stay as they were", reason=error.text)
+        if not self._stopping.is_set():
+            asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._watch, file)
 
     def _is_idle(self, actor: str) -> None:
         self._busy.discard(actor)

@@ -58,6 +58,16 @@ MESSAGES_PER_TURN: Final = 256
 MAX_REQUESTS_PER_WORKER: Final = 4096
 """Offers and pulls of one worker that have no outcome yet; more are refused as overloaded."""
 
+MAX_ATTACHES_PER_SECOND: Final = 20
+"""Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""
+
+MAX_REQUESTS_PER_SECOND: Final = 20_000
+"""Offers and pulls of one worker after the first `MAX_REQUESTS_PER_WORKER`: several times what an engine makes, and a
+fifth of what the gateway can read, so that a worker gone wild leaves room for the others."""
+
+MAX_STATUSES_PER_SECOND: Final = 20
+"""Statuses of one session after as many at once: every actor stops to report what it has."""
+
 MAX_UNACKNOWLEDGED: Final = 65_536
 """Notifications kept for one worker until it acknowledges them; when full its new requests are refused."""
 

@@ -42,6 +42,11 @@ class Metrics:
         self.fences = counter("kvd_fences_total", "Fences of peers, by answer (held, broken).", "answer")
         self.peers = gauge("kvd_peers", "Peers that this daemon connects to, by state.", "state")
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")
+        self.peers_rejected = counter(
+            "kvd_peers_rejected_total",
+            "Connections and messages of daemons that are not let in (unknown_key, wrong_name, no_handshake).",
+            "reason",
+        )
         self.peer_paths = gauge(
             "kvd_peer_paths", "Peers that this daemon reads from, by the best lane that leads there.", "kind"
         )

@@ -32,12 +32,44 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
         ({"config": "/nowhere.toml"}, r"no file '/nowhere.toml'"),
         ({"colour": "red"}, r"colour: .*"),
+        ({"listen": "tcp://0.0.0.0:7071"}, r"listen \(tcp://0.0.0.0:7071\) is reachable .* or say --insecure"),
+        ({"listen": "tcp://gpu-7:7071"}, r"set curve_key and curve_peers"),
+        ({"advertise": "tcp://0.0.0.0:7071"}, r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets"),
+        (
+            {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
+            r"on another host it means that host itself; name an address",
+        ),
+        ({"curve_key": "/k"}, r"curve_key and curve_peers come together"),
+        ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_it_may_be(flags, text):
     with pytest.raises(BadRequest, match=text) as raised:
         load(flags)
     assert raised.value.code == "bad_config"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"listen": "tcp://127.0.0.2:7071"},
+        {"listen": "tcp://[::1]:7071"},
+        {"listen": "tcp://localhost:0"},
+        {"listen": "tcp://0.0.0.0:7071", "insecure": "true"},
+        {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
+    ],
+)
+def test_loopback_curve_or_an_explicit_word_is_enough_to_listen(flags):
+    assert load(flags).listen == flags["listen"]
+
+
+def test_a_key_file_that_cannot_be_used_ends_serve_with_the_fix(tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_text("")
+    key.chmod(0o644)
+    flags = ["--socket", str(tmp_path / "a.sock"), "--curve-key", str(key), "--curve-peers", str(key)]
+    assert main(["serve", *flags]) == 2
+    assert f"run `chmod 600 {key}`" in capsys.readouterr().err
 
 
 def test_an_unknown_key_in_the_file_is_refused(tmp_path):

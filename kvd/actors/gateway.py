@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import structlog
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
@@ -36,6 +37,8 @@ from kvd.actors.messages import (
     Undelivered,
     WorkerGone,
 )
+from kvd.actors.policy import Policy
+from kvd.actors.rate import Pace, Rate
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
@@ -59,6 +62,10 @@ from kvd.protocol.worker import (
     StatusRequest,
 )
 
+_ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
+_REQUESTS = Pace(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
+_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, limits.MAX_STATUSES_PER_SECOND)
+_log = structlog.get_logger("kvd.gateway")
 _SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 
 
@@ -68,6 +75,8 @@ class _Connection:
 
     pid: int
     uid: int
+    gid: int
+    statuses: Rate
     worker: str = ""
     """Set from its attach on."""
 
@@ -78,8 +87,12 @@ class _Session:
 
     id: bytes
     connection: int
+    uid: int
     pool: Pool
+    requests: Rate
     backlogged: bool = False
+    borrowed: bool = False
+    """Whether another user tried to speak for it, which is logged once."""
 
 
 @dataclass(slots=True)
@@ -103,6 +116,7 @@ class GatewayActor(Actor):
         peer_address: Callable[[], str],
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
+        policy: Policy,
     ) -> None:
         super().__init__(house.post)
         self._house = house
@@ -110,6 +124,9 @@ class GatewayActor(Actor):
         self._peer_address = peer_address
         self._draw_session = draw_session
         self._describe = describe
+        self._policy = policy
+        self._attaches: dict[int, Rate] = {}
+        """By user; those that are full again are forgotten."""
         self._connections: dict[int, _Connection] = {}
         self._by_worker: dict[str, _Session] = {}
         self._by_id: dict[bytes, _Session] = {}
@@ -127,7 +144,9 @@ class GatewayActor(Actor):
             self._refuse_session(event.connection, full)
             self._port.close_session(event.connection)
             return
-        self._connections[event.connection] = _Connection(event.pid, event.uid)
+        self._connections[event.connection] = _Connection(
+            event.pid, event.uid, event.gid, Rate(_STATUSES, self.loop.time())
+        )
 
     @handles(SessionFrame)
     def session_frame(self, event: SessionFrame) -> None:
@@ -146,6 +165,7 @@ class GatewayActor(Actor):
                 self._detach(event.connection, connection)
             else:
                 number = event.connection
+                self._check_status_rate(connection)
                 self._ask_all(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
@@ -161,6 +181,8 @@ class GatewayActor(Actor):
             raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
         if len(event.descriptors) > 1:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{len(event.descriptors)} descriptors came along; at most one may")
+        quota = self._policy.permit(connection.uid, connection.gid, request.worker)
+        self._check_attach_rate(connection.uid)
         spec = CacheSpec.decode(request.spec)
         connection.worker = request.worker
         self._house.pools.tell(
@@ -172,8 +194,16 @@ class GatewayActor(Actor):
                 spec=spec,
                 raw_spec=request.spec,
                 descriptor=event.descriptors[0] if event.descriptors else -1,
+                quota=quota,
             )
         )
+
+    def _check_attach_rate(self, uid: int) -> None:
+        now = self.loop.time()
+        self._attaches = {user: rate for user, rate in self._attaches.items() if not rate.is_full(now)}
+        if not self._attaches.setdefault(uid, Rate(_ATTACHES, now)).take(now):
+            text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _detach(self, number: int, connection: _Connection) -> None:
         session = self._by_worker.get(connection.worker)
@@ -189,7 +219,13 @@ class GatewayActor(Actor):
         if message.connection not in self._connections:
             self._house.pools.tell(WorkerGone(message.pool.worker, message.connection))
             return
-        session = _Session(self._draw_session(), message.connection, message.pool)
+        session = _Session(
+            id=self._draw_session(),
+            connection=message.connection,
+            uid=self._connections[message.connection].uid,
+            pool=message.pool,
+            requests=Rate(_REQUESTS, self.loop.time()),
+        )
         self._by_worker[message.pool.worker] = session
         self._by_id[session.id] = session
         self._house.metrics.workers.set(len(self._by_worker))
@@ -251,6 +287,13 @@ class GatewayActor(Actor):
     def worker_frame(self, event: WorkerFrame) -> None:
         """One request of a worker, checked and passed on to whom it concerns."""
         session = self._by_id.get(event.session)
+        if session is not None and event.uid != session.uid:
+            # Not answered: an answer would travel to the session's owner.
+            self._house.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
+            if not session.borrowed:
+                session.borrowed = True
+                _log.warning("session of another user", worker=session.pool.worker, owner=session.uid, uid=event.uid)
+            return
         call = 0
         try:
             if session is None:
@@ -274,8 +317,14 @@ class GatewayActor(Actor):
             case Cancel():
                 self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
             case StatusRequest():
+                self._check_status_rate(self._connections[session.connection])
                 worker = session.pool.worker
                 self._ask_all(request.call, lambda status: self.answer(Answer(worker, status)))
+
+    def _check_status_rate(self, connection: _Connection) -> None:
+        if not connection.statuses.take(self.loop.time()):
+            text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _ask_all(self, call: int, answer: Callable[[Status], None]) -> None:
         """Collects a status: every other actor reports its section."""
@@ -297,6 +346,9 @@ class GatewayActor(Actor):
             raise self._closing
         if session.backlogged:
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        if not session.requests.take(self.loop.time()):
+            text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
             raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _check_spans(self, spans: tuple[Span, ...], spec: CacheSpec) -> None:

@@ -17,6 +17,7 @@ from kvd.actors.house import House
 from kvd.actors.messages import (
     AnswerPeer,
     AskPeer,
+    ExpectPeers,
     ForgetPeer,
     NeedPeer,
     PeerAnswers,
@@ -100,6 +101,7 @@ class HandshakeActor(Actor):
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[int, _Peer] = {}
         self._beating = False
+        self._expected: frozenset[str] = frozenset()
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
 
@@ -118,6 +120,22 @@ class HandshakeActor(Actor):
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):
             self._announce(peer)
+
+    @handles(ExpectPeers)
+    def expect(self, message: ExpectPeers) -> None:
+        """Connects to daemons ahead of the first pull; one that cannot be met is logged, and met when it is needed."""
+        now = self.loop.time()
+        for address in sorted(message.addresses - self._expected):
+            try:
+                peer = self._peers.get(address) or self._open(address)
+            except BadRequest as error:
+                _log.warning("expected peer cannot be met", address=address, reason=error.text)
+                continue
+            peer.asked = now
+        for address in self._expected - message.addresses:
+            if address in self._peers:
+                self._peers[address].asked = now
+        self._expected = message.addresses
 
     def _open(self, address: str) -> _Peer:
         if len(self._peers) >= limits.MAX_PEERS:
@@ -223,7 +241,7 @@ class HandshakeActor(Actor):
         """Pings everybody, asks again who has not said welcome, gives up on the silent, offers to forget the idle."""
         settings, now = self._house.settings, self.loop.time()
         for peer in list(self._peers.values()):
-            if now - peer.asked > settings.peer_idle:
+            if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
                 self._house.scheduler.tell(PeerIdle(peer.address))
             if now - peer.heard > _MISSED * settings.heartbeat:
                 peer.heard = now

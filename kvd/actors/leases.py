@@ -4,7 +4,7 @@ A lease follows `kvd.state.lease`. Claims are kept by (sender, number), so that 
 same both times; what has ended is remembered for a while, so that a late ask gets its reason instead of a wait.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -106,6 +106,8 @@ class LeasesActor(Actor):
         # No two runs of a daemon share a generation: incarnations lie further apart than a run has leases.
         self._last_generation = house.settings.incarnation
         self._active = 0
+        self._standing: Counter[int] = Counter()
+        """Offers that stand, by the id of their pool."""
         self._served = 0
         """Claims that are held and whose reads the transport has a part in."""
         self._quiescing: dict[int, Pool] = {}
@@ -139,7 +141,7 @@ class LeasesActor(Actor):
         )
         self._graves.unset(key)
         self._leases[key] = lease
-        self._set_active(+1)
+        self._set_active(pool.id, +1)
         self._offers_due.set(key, lease.expires)
         rank = TicketRank(
             daemon=self._house.settings.daemon,
@@ -167,8 +169,9 @@ class LeasesActor(Actor):
         known = self._leases.get(key)
         if known is not None and known.state not in machine.TABLE.final:
             return BadRequest(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
-        if self._active >= limits.MAX_REQUESTS_PER_WORKER * max(1, len(self._pools)):
-            return Unavailable(ErrorCode.OVERLOADED, f"{self._active} offers stand; wait until some are released")
+        if self._standing[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
+            text = f"{self._standing[pool.id]} offers of this worker stand, the bound; wait until some are released"
+            return Unavailable(ErrorCode.OVERLOADED, text)
         return None
 
     @handles(CancelRequest)
@@ -375,7 +378,7 @@ class LeasesActor(Actor):
                 self._count_claims(lease.claims.pop(key), -1)
         if Effect.RELEASE in step.effects:
             lease.reason = reason
-            self._set_active(-1)
+            self._set_active(lease.pool.id, -1)
             self._offers_due.unset(lease.key)
             self._bury(lease.key)
             self._house.metrics.offers.labels(reason).inc()
@@ -401,8 +404,11 @@ class LeasesActor(Actor):
         elif key in self._leases and self._leases[key].state in machine.TABLE.final:
             del self._leases[key]
 
-    def _set_active(self, change: int) -> None:
+    def _set_active(self, pool: int, change: int) -> None:
         self._active += change
+        self._standing[pool] += change
+        if not self._standing[pool]:
+            del self._standing[pool]
         self._house.metrics.leases_active.set(self._active)
         if self._draining and self._active == 0:
             self._house.idle(self.name)

@@ -120,7 +120,10 @@ class Reported(Struct, frozen=True, gc=False):
 
 
 class AttachPool(Struct, frozen=True, gc=False):
-    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it."""
+    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it.
+
+    `quota` bounds the bytes of all pools of `uid` together, None where nothing does.
+    """
 
     connection: int
     worker: str
@@ -129,6 +132,7 @@ class AttachPool(Struct, frozen=True, gc=False):
     spec: CacheSpec
     raw_spec: bytes
     descriptor: int
+    quota: int | None
 
 
 class DetachPool(Struct, frozen=True, gc=False):
@@ -173,6 +177,12 @@ class NeedPeer(Struct, frozen=True, gc=False):
 
     address: str
     stale: bool = False
+
+
+class ExpectPeers(Struct, frozen=True, gc=False):
+    """Meet the daemons at these addresses, and keep them met; nothing is due to those of earlier lists any more."""
+
+    addresses: frozenset[str]
 
 
 class AskPeer(Struct, frozen=True, gc=False):

@@ -112,7 +112,7 @@ class PoolsActor(Actor):
         """Lends the worker its pool, at once, after making it, or after its predecessor's transfers ended."""
         record = self._records.get(request.worker)
         if record is None:
-            self._make(request)
+            self._make_within_quota(request)
         elif request.uid != record.request.uid:
             self._refuse(
                 request,
@@ -137,6 +137,18 @@ class PoolsActor(Actor):
                     "detach that one, or attach under another name",
                 ),
             )
+
+    def _make_within_quota(self, request: AttachPool) -> None:
+        size = request.spec.pool_bytes
+        held = sum(record.pool.size for record in self._records.values() if record.request.uid == request.uid)
+        if request.quota is None or held + size <= request.quota:
+            self._make(request)
+            return
+        text = (
+            f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its quota "
+            f"of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
+        )
+        self._refuse(request, BadRequest(ErrorCode.NOT_PERMITTED, text))
 
     def _make(self, request: AttachPool) -> None:
         self._last_id += 1

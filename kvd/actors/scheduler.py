@@ -5,6 +5,7 @@ is done when every transfer contributed; it fails with the first that fails, at 
 Its blocks are given back when no transfer of it can write any more, which may be later than its outcome.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -131,6 +132,8 @@ class SchedulerActor(Actor):
         """Peers whose memory the last read reached without their transport: those of the same host."""
         self._routes: dict[RouteKey, tuple[Source, ...]] = {}
         self._pulls: dict[PullKey, _Pull] = {}
+        self._open: Counter[int] = Counter()
+        """Pulls by the id of the pool they write to."""
         self._transfers: dict[int, _Transfer] = {}
         self._last_number = 0
         self._quarantined = 0
@@ -157,6 +160,7 @@ class SchedulerActor(Actor):
         awaited = {rank.address for rank in message.ticket.ranks}
         record = _Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
         self._pulls[key] = record
+        self._open[pool.id] += 1
         self._house.metrics.pulls_active.inc()
         self._deadlines.set(key, now + pull.timeout)
         for rank in message.ticket.ranks:
@@ -180,8 +184,9 @@ class SchedulerActor(Actor):
         if key in self._pulls:
             text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
             raise BadRequest(ErrorCode.DUPLICATE_REQUEST, text)
-        if len(self._pulls) >= limits.MAX_REQUESTS_PER_WORKER * len(self._pools):
-            raise Unavailable(ErrorCode.OVERLOADED, f"{len(self._pulls)} pulls are open; wait until some have ended")
+        if self._open[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
+            text = f"{self._open[pool.id]} pulls of this worker are open, the bound; wait until some have ended"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _route(self, pull: _Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
@@ -498,6 +503,9 @@ class SchedulerActor(Actor):
         if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
             return
         del self._pulls[pull.key]
+        self._open[pull.pool.id] -= 1
+        if not self._open[pull.pool.id]:
+            del self._open[pull.pool.id]
         self._house.metrics.pulls_active.dec()
         self._busy[pull.pool.id].give_back(pull.spans)
         if pull.quarantined:

@@ -11,6 +11,7 @@ from kvd.actors.gateway import GatewayActor
 from kvd.actors.handshake import HandshakeActor
 from kvd.actors.house import House
 from kvd.actors.leases import LeasesActor
+from kvd.actors.policy import Policy
 from kvd.actors.pools import Background, PoolsActor
 from kvd.actors.scheduler import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
@@ -42,6 +43,7 @@ class Fittings:
     draw_session: Callable[[], bytes]
     describe: Callable[[], dict[str, object]]
     transport_died: Callable[[str], None]
+    policy: Policy
     transport_answered: Callable[[int], None] = lambda _number: None
     store: PoolStore = field(default_factory=NoStore)
 
@@ -60,6 +62,7 @@ def furnish(house: House, fittings: Fittings) -> None:
         peer_address=lambda: peer_port.address,
         draw_session=fittings.draw_session,
         describe=fittings.describe,
+        policy=fittings.policy,
     )
 
     def on_transport(event: Event) -> None:

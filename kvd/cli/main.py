@@ -14,6 +14,7 @@ COMMANDS = {
     "top": "a daemon, live in the terminal",
     "doctor": "check this host for what kvd needs, each finding with its fix",
     "drain": "stop a daemon after its work is finished",
+    "keys": "make and show the keys that daemons know each other by",
     "demo": "prefill in one process, decode in another, kvd between them",
     "bench": "measure pulls against memcpy and raw NIXL in one run",
     "plan": "explain a transfer: bytes and descriptors, by group",

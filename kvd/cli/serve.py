@@ -25,7 +25,8 @@ def add_parser(subparsers: Any) -> None:
         text = field.description or ""
         if field.default not in (None, PydanticUndefined):
             text += f" (default: {field.default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text.replace("%", "%%"))
+        alone = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text.replace("%", "%%"), **alone)
     parser.set_defaults(run=run)
 
 

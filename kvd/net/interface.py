@@ -43,6 +43,8 @@ class WorkerFrame(Struct, frozen=True, gc=False):
 
     session: bytes
     frame: bytes
+    uid: int
+    """The user it comes from, as the kernel says; -1 where that is not known."""
 
 
 class PeerAsked(Struct, frozen=True, gc=False):
@@ -103,7 +105,8 @@ class PeerPort(Protocol):
         """Opens a link to a daemon; connects in the background and again after a loss.
 
         Raises:
-            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands.
+            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands; `NOT_PERMITTED`, its daemon is not
+                one that we trust.
 
         """
 

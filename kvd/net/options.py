@@ -76,8 +76,14 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.ROUTER_HANDOVER,
         1,
-        _ROUTERS,
+        (Kind.PEER_ROUTER,),
         "who connects again under its routing id takes over from its own dead connection at once",
+    ),
+    (
+        zmq.ROUTER_HANDOVER,
+        0,
+        (Kind.WORKER_ROUTER,),
+        "a session id in use cannot be taken over: a worker that attaches again gets a new one",
     ),
     (zmq.BACKLOG, BACKLOG, _ROUTERS, "an engine's ranks and a whole fleet's daemons start at one time"),
     (zmq.HANDSHAKE_IVL, HANDSHAKE_MS, _ALL, "a connection that says nothing, or garbage slowly, does not stay"),

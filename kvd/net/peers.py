@@ -1,8 +1,14 @@
-"""The sockets between daemons: one ROUTER that peers connect to, one DEALER for each peer that we connect to."""
+"""The sockets between daemons: one ROUTER that peers connect to, one DEALER for each peer that we connect to.
+
+An address says where a daemon is and, with CURVE, whose word counts there: `tcp://host:port#<public key>`, the key in
+64 hexadecimal digits. Tickets carry it whole, so that a peer is known by both: a ticket that names a daemon's place
+with another's key is about another peer, and spoils nothing for the tickets that name the right one.
+"""
 
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
@@ -10,9 +16,21 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.options import Kind, apply
 from kvd.net.pump import SocketPump
+from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
 
-_ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
+_ADDRESS = re.compile(
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5}))(#(?P<key>[0-9a-f]{64}))?"
+)
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A daemon that we connected to."""
+
+    pump: SocketPump
+    key: bytes | None
+    """Its public key; None without CURVE."""
 
 
 class PeerSockets:
@@ -20,12 +38,21 @@ class PeerSockets:
 
     `listen` is the address to bind (`tcp://host:port`, port 0 for a free one). `routing_id` names this daemon and its
     incarnation to every peer, 1 to 255 bytes. `advertise` is the address that peers use where it is not the bound one.
+    With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
     """
 
-    def __init__(self, listen: str, routing_id: bytes, advertise: str | None = None) -> None:
-        match = _check(listen, ErrorCode.BAD_CONFIG)
+    def __init__(
+        self,
+        listen: str,
+        routing_id: bytes,
+        advertise: str | None = None,
+        *,
+        trust: Trust | None = None,
+        on_rejected: OnRejected = lambda _rejection: None,
+    ) -> None:
+        match = _check_own(listen)
         if advertise is not None:
-            _check(advertise, ErrorCode.BAD_CONFIG)
+            _check_own(advertise)
         elif match["host"] in _EVERY_HOST:
             raise BadRequest(
                 ErrorCode.BAD_CONFIG, f"{listen!r} listens on every address: say which one peers reach (`advertise`)"
@@ -33,18 +60,22 @@ class PeerSockets:
         self._listen = listen
         self._routing_id = routing_id
         self._advertise = advertise
+        self._trust = trust
+        self._on_rejected = on_rejected
         self._context = zmq.Context()
+        self._zap: ZapHandler | None = None
+        self._monitor: HandshakeMonitor | None = None
         self._router: SocketPump | None = None
-        self._links: dict[int, SocketPump] = {}
+        self._links: dict[int, _Link] = {}
         self._numbers = itertools.count(1)
         self._on_event: Callable[[PeerEvent], None] | None = None
 
     @property
     def address(self) -> str:
-        """Where peers reach us; known once started."""
+        """Where peers reach us, with the key that we prove there; known once started."""
         if self._advertise is None:
             raise RuntimeError("the address is known once the sockets have started")
-        return self._advertise
+        return f"{self._advertise}#{self._trust.pair.public.hex()}" if self._trust else self._advertise
 
     def start(self, on_event: Callable[[PeerEvent], None]) -> None:
         """Binds; `on_event` is called on the running loop.
@@ -55,9 +86,14 @@ class PeerSockets:
         """
         socket = self._context.socket(zmq.ROUTER)
         apply(socket, Kind.PEER_ROUTER)
+        if self._trust is not None:
+            self._zap = ZapHandler(self._context, self._trust, self._on_rejected)
+            self._monitor = HandshakeMonitor(socket, self._on_rejected)
+            self._trust.secure_server(socket)
         try:
             socket.bind(self._listen)
         except zmq.ZMQError as error:
+            self._stop_guards()
             socket.close(0)
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._listen!r}: {error}") from error
         if self._advertise is None:
@@ -70,39 +106,81 @@ class PeerSockets:
             # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
             on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b""))
 
-        self._router = SocketPump(socket, asked)
+        def asked_with_key(parts: list[bytes]) -> None:
+            key = parts.pop().decode()
+            if self._may_speak(parts[0], key):
+                asked(parts)
+
+        if self._trust is None:
+            self._router = SocketPump(socket, asked)
+        else:
+            self._router = SocketPump(socket, asked_with_key, witness="User-Id")
+
+    def _may_speak(self, sender: bytes, key: str) -> bool:
+        """Whether a message counts: its key is still allowed, and is that of the daemon it speaks for."""
+        assert self._trust is not None  # noqa: S101 - nobody is asked for a key without it
+        if self._trust.speaks_for(key, sender):
+            return True
+        known = self._trust.name_of(bytes.fromhex(key)) is not None
+        self._on_rejected(Rejection(Reason.WRONG_NAME if known else Reason.UNKNOWN_KEY, key))
+        return False
 
     def connect(self, address: str) -> int:
         """Opens a link to a daemon; connects in the background and again after a loss.
 
         Raises:
-            BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`.
+            BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`, with a `#key` where we use CURVE and none
+                where we do not; `NOT_PERMITTED`, its key is not on the allow-list.
 
         """
         on_event = self._on_event
         if on_event is None:
             raise RuntimeError("start the sockets before connecting")
-        _check(address, ErrorCode.BAD_TICKET)
+        match = _check(address, ErrorCode.BAD_TICKET)
+        key = self._server_key(match)
         socket = self._context.socket(zmq.DEALER)
         apply(socket, Kind.PEER_DEALER)
         socket.setsockopt(zmq.ROUTING_ID, self._routing_id)
+        if self._trust is not None and key is not None:
+            self._trust.secure_client(socket, key)
         try:
-            socket.connect(address)
+            socket.connect(match["place"])
         except zmq.ZMQError as error:
             socket.close(0)
             raise BadRequest(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
         link = next(self._numbers)
 
         def answered(parts: list[bytes]) -> None:
-            on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
+            if self._still_allowed(key):
+                on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
 
-        self._links[link] = SocketPump(socket, answered)
+        self._links[link] = _Link(SocketPump(socket, answered), key)
         return link
 
+    def _server_key(self, match: re.Match[str]) -> bytes | None:
+        """The key that the daemon at an address has to prove."""
+        place, text = match["place"], match["key"]
+        if self._trust is None:
+            if text is None:
+                return None
+            wrong = f"the daemon at {place} uses CURVE and this one does not; give it `curve_key` and `curve_peers`"
+            raise BadRequest(ErrorCode.BAD_TICKET, wrong)
+        if text is None:
+            wrong = f"the daemon at {place} uses no CURVE and this one does; give it `curve_key` and `curve_peers`"
+            raise BadRequest(ErrorCode.BAD_TICKET, wrong)
+        key = bytes.fromhex(text)
+        if self._trust.name_of(key) is None:
+            wrong = f"the key {text} of the daemon at {place} is not on the allow-list; add it, then send SIGHUP"
+            raise BadRequest(ErrorCode.NOT_PERMITTED, wrong)
+        return key
+
+    def _still_allowed(self, key: bytes | None) -> bool:
+        return self._trust is None or (key is not None and self._trust.name_of(key) is not None)
+
     def ask(self, link: int, frame: bytes) -> bool:
-        """Sends a frame on a link; False where its queue is full or it is closed."""
-        pump = self._links.get(link)
-        return pump is not None and pump.send([frame])
+        """Sends a frame on a link; False where its queue is full, it is closed, or its key is not allowed any more."""
+        known = self._links.get(link)
+        return known is not None and self._still_allowed(known.key) and known.pump.send([frame])
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends a frame to a daemon that connected to us; False where its queue is full or it is gone."""
@@ -110,19 +188,35 @@ class PeerSockets:
 
     def disconnect(self, link: int) -> None:
         """Closes a link and drops what waits on it; an unknown one is ignored."""
-        pump = self._links.pop(link, None)
-        if pump is not None:
-            pump.close(linger_ms=0)
+        known = self._links.pop(link, None)
+        if known is not None:
+            known.pump.close(linger_ms=0)
 
     def close(self) -> None:
         """Closes everything, after at most the linger time of `kvd.net.options`."""
-        for pump in self._links.values():
-            pump.close()
+        for link in self._links.values():
+            link.pump.close()
         self._links.clear()
+        self._stop_guards()
         if self._router is not None:
             self._router.close()
             self._router = None
         self._context.term()
+
+    def _stop_guards(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._zap is not None:
+            self._zap.close()
+            self._zap = None
+
+
+def _check_own(address: str) -> re.Match[str]:
+    match = _check(address, ErrorCode.BAD_CONFIG)
+    if match["key"] is not None:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; write tcp://host:port")
+    return match
 
 
 def _check(address: str, code: ErrorCode) -> re.Match[str]:

@@ -16,11 +16,21 @@ RECEIVES_PER_WAKE: Final = 64
 
 
 class SocketPump:
-    """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on."""
+    """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+    With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is appended as
+    one more part, empty where it was not found: it is known from the connection, and no message can claim it.
+    """
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_message: Callable[[list[bytes]], None],
+        witness: str = "",
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
+        self._witness = witness
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -54,13 +64,23 @@ class SocketPump:
         self._turn = None
         for _ in range(RECEIVES_PER_WAKE):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._take()
             except zmq.Again:
                 return
             self._on_message(parts)
             if self._socket.closed:
                 return
         self._schedule()
+
+    def _take(self) -> list[bytes]:
+        if not self._witness:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        try:
+            witness = str(frames[-1].get(self._witness))
+        except zmq.ZMQError:  # whoever speaks an old ZMTP has no properties
+            witness = ""
+        return [*(frame.bytes for frame in frames), witness.encode()]
 
     def _look_again(self) -> None:
         if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -92,7 +92,7 @@ class WorkerSockets:
             router.close(0)
             self.close()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
-        self._router = SocketPump(router, self._received)
+        self._router = SocketPump(router, self._received, witness="Peer-Address")
         self._watch_listener()
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -149,7 +149,10 @@ class WorkerSockets:
 
     def _received(self, parts: list[bytes]) -> None:
         # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
-        self._on_event(WorkerFrame(parts[0], parts[1] if len(parts) == 2 else b""))
+        # libzmq asks the kernel as well (SO_PEERCRED): the witness ends in `:uid:gid:pid`.
+        witness = parts.pop()
+        uid = int(witness.rsplit(b":", 3)[1]) if witness else -1
+        self._on_event(WorkerFrame(parts[0], parts[1] if len(parts) == 2 else b"", uid))
 
     def _watch_listener(self) -> None:
         if self._listener is not None:

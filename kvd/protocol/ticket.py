@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol.address import is_loopback
 from kvd.protocol.types import Address, Count, Message, Name, RequestId, Spans
 
 _PREFIX = "kvd1."
@@ -87,13 +88,15 @@ def join(texts: Iterable[str]) -> str:
     """One ticket of the tickets of an engine's ranks, in the order of the ranks.
 
     Raises:
-        BadRequest: `BAD_TICKET`, one cannot be read or they differ in their number of tokens.
+        BadRequest: `BAD_TICKET`, one cannot be read, they differ in their number of tokens, or the ranks are on several
+            hosts and the address of one means something else on another.
 
     """
     tickets = [decode(text) for text in texts]
     tokens = {ticket.tokens for ticket in tickets}
     if len(tokens) != 1:
         raise BadRequest(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
+    _check_addresses([rank for ticket in tickets for rank in ticket.ranks])
     blocks: list[Spans] = []
     ranks: list[TicketRank] = []
     for ticket in tickets:
@@ -103,6 +106,21 @@ def join(texts: Iterable[str]) -> str:
                 blocks.append(spans)
             ranks.append(msgspec.structs.replace(rank, blocks=blocks.index(spans)))
     return Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks)).encode()
+
+
+def _check_addresses(ranks: list[TicketRank]) -> None:
+    local = [rank for rank in ranks if is_loopback(rank.address)]
+    if local and len(local) < len(ranks):
+        abroad = next(rank for rank in ranks if not is_loopback(rank.address))
+        fix = f"start {local[0].daemon!r} with `listen` (or `advertise`) at an address that other hosts reach"
+        text = f"the ranks are on several hosts: {abroad.daemon!r} at {abroad.address}, and {local[0].daemon!r} at"
+        raise BadRequest(ErrorCode.BAD_TICKET, f"{text} {local[0].address}, which only its own host reaches; {fix}")
+    named: dict[str, str] = {}
+    for rank in ranks:
+        other = named.setdefault(rank.address, rank.daemon)
+        if other != rank.daemon:
+            text = f"{other!r} and {rank.daemon!r} both say that they are at {rank.address}; give each its own `listen`"
+            raise BadRequest(ErrorCode.BAD_TICKET, text)
 
 
 def digest(tokens: int, spans: Spans) -> int:

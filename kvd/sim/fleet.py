@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from kvd.actors.actor import Actor, OnFailure
 from kvd.actors.house import House
 from kvd.actors.messages import Drain, Stop
+from kvd.actors.policy import Policy, Rule
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
 from kvd.errors import KvdError
@@ -15,7 +16,7 @@ from kvd.metrics import Metrics
 from kvd.sim.fabric import SimFabric, SimTransport
 from kvd.sim.loop import Process
 from kvd.sim.memory import SimProvider
-from kvd.sim.network import Network, SimPeerPort, SimWorkerPort
+from kvd.sim.network import UID, Network, SimPeerPort, SimWorkerPort
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
 
@@ -34,12 +35,15 @@ _METRICS = Metrics(CollectorRegistry())
 class Daemon:
     """A daemon with a name, of which one run after the other may be alive."""
 
-    def __init__(self, world: World, network: Network, fabric: SimFabric, name: str) -> None:
+    def __init__(
+        self, world: World, network: Network, fabric: SimFabric, name: str, rules: tuple[Rule, ...] = ()
+    ) -> None:
         self.world = world
         self.name = name
         self.runs = 0
         self.pauses = 0
         self.failure = ""
+        self._rules = rules
         self._network = network
         self._fabric = fabric
         self._sessions = 0
@@ -100,6 +104,7 @@ class Daemon:
             draw_session=self._draw_session,
             describe=lambda: {"daemon": name},
             transport_died=self.fail,
+            policy=Policy(UID, self._rules),
         )
         furnish(self.house, fittings)
 

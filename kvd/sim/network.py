@@ -22,6 +22,8 @@ from kvd.sim.loop import Process
 from kvd.sim.world import LONG_DELAY, World
 
 _PREFIX = "sim://"
+UID = 1000
+"""The user that every worker runs as."""
 _LOCAL = 0.0002
 """Seconds that a local message takes; the same for all, so that they stay in order."""
 
@@ -178,7 +180,7 @@ class Session:
 
     def send(self, frame: bytes) -> None:
         """A request for the daemon."""
-        self.port.from_worker(self, WorkerFrame(self.routing, frame))
+        self.port.from_worker(self, WorkerFrame(self.routing, frame, UID))
 
     def hang_up(self, *, lose: bool) -> None:
         """The connection is gone; with `lose`, also what was under way in both directions."""
@@ -229,7 +231,7 @@ class SimWorkerPort:
         self._last += 1
         session = Session(self, self._last, process, receiver)
         self.sessions[session.number] = session
-        self.later(self.process, self.on_event, SessionOpened(session.number, 1, 1000, 1000))
+        self.later(self.process, self.on_event, SessionOpened(session.number, 1, UID, UID))
         return session
 
     def from_worker(self, session: Session, event: SessionFrame | WorkerFrame) -> None:
@@ -246,12 +248,12 @@ class SimWorkerPort:
 
     def inject(self, session: bytes, frame: bytes) -> None:
         """A frame of nobody in particular arrives on the request socket."""
-        self.process.call_soon(self.on_event, WorkerFrame(session, frame))
+        self.process.call_soon(self.on_event, WorkerFrame(session, frame, UID))
 
     def inject_session(self, frame: bytes) -> int:
         """Somebody connects to the session socket and sends `frame`."""
         self._last += 1
-        self.process.call_soon(self.on_event, SessionOpened(self._last, 1, 1000, 1000))
+        self.process.call_soon(self.on_event, SessionOpened(self._last, 1, UID, UID))
         self.process.call_soon(self.on_event, SessionFrame(self._last, frame, ()))
         self.process.call_soon(self.on_event, SessionClosed(self._last))
         return self._last

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from kvd.actors.house import House
+from kvd.actors.policy import Policy
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
 from kvd.metrics import Metrics
@@ -61,6 +62,7 @@ class Stage:
             draw_session=self._draw,
             describe=lambda: {"daemon": "d"},
             transport_died=self.failures.append,
+            policy=Policy(1000),
         )
         self.sessions = 0
         furnish(self.house, self.fittings)
@@ -99,7 +101,7 @@ class Stage:
     def request(self, message, session=b"\1" * 16):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.to_workers)
-        self.house.gateway.tell(WorkerFrame(session, frame))
+        self.house.gateway.tell(WorkerFrame(session, frame, 1000))
         self.run()
         return [reply for _, reply in self.to_workers[before:]]
 

@@ -113,7 +113,7 @@ class ScriptedDaemon:
         match event:
             case SessionFrame(connection, frame, descriptors):
                 self._session_frame(connection, codec.session_requests.decode(frame), descriptors)
-            case WorkerFrame(_, frame):
+            case WorkerFrame(_, frame, _):
                 self.inbox.put(codec.worker_requests.decode(frame))
             case SessionClosed():
                 self.inbox.put(event)

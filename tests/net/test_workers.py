@@ -266,9 +266,26 @@ class TestRequests:
         self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
     ) -> None:
         dealer.send(b"offer")
-        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"offer")
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"offer", os.getuid())
         assert daemon.port.send(b"session-of-16-by", b"offered")
         assert await asyncio.get_running_loop().run_in_executor(None, dealer.recv) == b"offered"
+
+    async def test_a_session_id_in_use_is_not_taken_over(self, daemon: Daemon, dealer: "zmq.Socket[bytes]") -> None:
+        dealer.send(b"mine")
+        await daemon.inbox.next(WorkerFrame)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as thief, context.socket(zmq.DEALER) as late:
+            for each, name in ((thief, b"session-of-16-by"), (late, b"another-session-")):
+                each.setsockopt(zmq.LINGER, 0)
+                each.setsockopt(zmq.ROUTING_ID, name)
+                each.connect(daemon.port.endpoint)
+                each.send(b"stolen" if each is thief else b"late")
+                await asyncio.sleep(0)
+            await daemon.inbox.until(lambda events: any(event.frame == b"late" for event in events))
+            assert daemon.port.send(b"session-of-16-by", b"for the owner")
+            assert await asyncio.get_running_loop().run_in_executor(None, dealer.recv) == b"for the owner"
+            dealer.send(b"still mine")
+            await daemon.inbox.until(lambda events: any(event.frame == b"still mine" for event in events))
+            assert not any(event.frame == b"stolen" for event in daemon.inbox.events)
 
     async def test_a_worker_that_is_not_there_is_told_to_the_sender(self, daemon: Daemon) -> None:
         assert not daemon.port.send(b"session-of-16-by", b"offered")
@@ -313,7 +330,7 @@ class TestRequests:
         self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
     ) -> None:
         dealer.send_multipart([b"offer", b"and more"])
-        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"")
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"", os.getuid())
 
     async def test_random_bytes_on_the_socket_change_nothing(self, daemon: Daemon, dealer: "zmq.Socket[bytes]") -> None:
         for _ in range(10):
@@ -322,7 +339,7 @@ class TestRequests:
                 raw.sendall(os.urandom(500))
         dealer.send(b"offer")
         # Some bytes are a greeting of an old ZMTP: what follows them is a frame, for the actor to refuse.
-        await daemon.inbox.until(lambda events: WorkerFrame(b"session-of-16-by", b"offer") in events)
+        await daemon.inbox.until(lambda events: WorkerFrame(b"session-of-16-by", b"offer", os.getuid()) in events)
 
 
 async def test_a_stream_tells_what_the_kernel_did_not_take_yet() -> None:

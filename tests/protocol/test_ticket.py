@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +79,13 @@ def test_another_version_is_named_in_the_error(text: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(tickets(), min_size=1, max_size=4))
 def test_joined_tickets_name_every_rank_in_order_with_its_own_blocks(parts: list[Ticket]) -> None:
+    parts = [
+        msgspec.structs.replace(
+            part,
+            ranks=tuple(msgspec.structs.replace(rank, address=f"tcp://gpu:1#{rank.daemon}") for rank in part.ranks),
+        )
+        for part in parts
+    ]
     texts = [Ticket(7, part.ranks, part.blocks).encode() for part in parts]
     joined = ticket.decode(ticket.join(texts))
     expected = [(rank.daemon, rank.offer, part.spans(rank)) for part in parts for rank in part.ranks]
@@ -91,6 +99,22 @@ def test_tickets_of_different_requests_do_not_join() -> None:
     with pytest.raises(BadRequest, match=r"differ in tokens: \[7, 8\]") as caught:
         ticket.join(texts)
     assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+def ticket_at(daemon: str, address: str) -> str:
+    return Ticket(7, (TicketRank(daemon, address, 1, "p", "o", 0),), ((),)).encode()
+
+
+@pytest.mark.parametrize("local", ["tcp://127.0.0.1:7700", "tcp://localhost:7700#" + "0" * 64, "tcp://[::1]:7700"])
+def test_ranks_on_several_hosts_do_not_join_with_an_address_that_only_one_host_reaches(local: str) -> None:
+    with pytest.raises(BadRequest, match=r"only its own host reaches; start 'a' with `listen`") as caught:
+        ticket.join([ticket_at("a", local), ticket_at("b", "tcp://10.0.0.8:7700")])
+    assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+def test_two_daemons_do_not_join_under_one_address() -> None:
+    with pytest.raises(BadRequest, match="both say that they are at"):
+        ticket.join([ticket_at("a", "tcp://127.0.0.1:7700"), ticket_at("b", "tcp://127.0.0.1:7700")])
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,6 +1,7 @@
 """The contract's checks over NIXL, in a process that ends by os._exit: NIXL's teardown must not decide a test's result.
 
-Run as `python -m tests.transport.nixl_child CHECK...`: prints one JSON object a check. Producers are processes too.
+Run as `python -m tests.transport.nixl_child STRIPES CHECK...`: prints one JSON object a check, of a transport with so
+many agents. Producers are processes too.
 """
 
 import asyncio
@@ -17,9 +18,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvd.transport.contract import CHECKS, Contract
-from kvd.transport.interface import TransportDied
+from kvd.transport.interface import Transport, TransportDied
 from kvd.transport.nixl import NixlTransport
 from kvd.transport.site import PRODUCED, Bytes, pattern
+from kvd.transport.striped import StripedTransport
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
 FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl"])
@@ -73,13 +75,16 @@ class NixlProducer:
 
 
 class NixlSite:
-    def __init__(self) -> None:
+    def __init__(self, stripes: int) -> None:
+        self._stripes = stripes
         self._names = map("agent-{}".format, itertools.count())
         self._shared: NixlProducer | None = None
         self._spare = allocate(PRODUCED)  # faulted in once: a fresh 256 MiB for each check is a second of page faults
 
-    def transport(self) -> NixlTransport:
-        return NixlTransport(next(self._names), asyncio.get_running_loop())
+    def transport(self) -> Transport:
+        loop = asyncio.get_running_loop()
+        stripes = [NixlTransport(next(self._names), loop) for _ in range(self._stripes)]
+        return stripes[0] if len(stripes) == 1 else StripedTransport(stripes)
 
     def memory(self, size: int) -> tuple[int, Bytes]:
         memory = self._spare[:size] if size > PRODUCED // 2 else allocate(size)
@@ -110,8 +115,8 @@ async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: Nix
     assert "KeyError: 4711" in died.reason
 
 
-async def main(checks: list[str]) -> None:
-    site = NixlSite()
+async def main(stripes: int, checks: list[str]) -> None:
+    site = NixlSite(stripes)
     for check in checks:
         error = None
         try:
@@ -126,5 +131,5 @@ async def main(checks: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))
     os._exit(0)

@@ -12,15 +12,22 @@ pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all of its checks: 10 s on an idle machine
 
 OWN_CHECKS = ("a_defect_on_the_thread_is_told_as_the_death_of_the_transport",)
-WAYS = {"same_host": {}, "tcp": {"UCX_TLS": "tcp"}}
+WAYS = {
+    "same_host": ({}, 1),
+    "tcp": ({"UCX_TLS": "tcp"}, 1),
+    "striped": ({}, 2),
+    "striped_tcp": ({"UCX_TLS": "tcp"}, 2),
+}
+"""Environment, and how many agents read."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def results(request: pytest.FixtureRequest) -> dict[str, str | None]:
     """The error of each check, None where it passed; a check that is missing never ended."""
-    environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"} | WAYS[request.param]
+    variables, stripes = WAYS[request.param]
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"} | variables
     run = subprocess.run(
-        [sys.executable, "-m", "tests.transport.nixl_child", *CHECKS, *OWN_CHECKS],
+        [sys.executable, "-m", "tests.transport.nixl_child", str(stripes), *CHECKS, *OWN_CHECKS],
         env=environment,
         capture_output=True,
         text=True,

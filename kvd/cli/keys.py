@@ -1,0 +1,31 @@
+"""`kvd keys`: makes and shows the keys that daemons know each other by."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kvd.net import keys
+
+_GENERATE = """\
+Makes a pair of keys: FILE, of mode 0600, stays on this host (`kvd serve --curve-key FILE`); the line that is printed
+goes into the allow-list of every daemon that this one meets (`kvd serve --curve-peers LIST`, read again on SIGHUP)."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser("keys", help="make and show the keys that daemons know each other by")
+    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
+    generate = actions.add_parser("generate", help="make a pair of keys", description=_GENERATE)
+    show = actions.add_parser("show", help="print a key file's line for allow-lists")
+    for action in (generate, show):
+        action.add_argument("file", type=Path, metavar="FILE", help="the key file")
+        action.add_argument("--name", required=True, help="the daemon's name, as `kvd serve --name` gives it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the line `<public key> <name>`, of a new key or of one that is there."""
+    if args.action == "generate":
+        keys.save(keys.generate(), args.file)
+    print(keys.load(args.file).public.hex(), args.name)
+    return 0

@@ -1,0 +1,123 @@
+"""CURVE keys: a daemon's own pair in a file that only it may read, and the list of those whose word counts.
+
+Keys are written as 64 hexadecimal digits. A key file has two lines, `public = ...` and `secret = ...`. An allow-list
+has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. Empty lines and
+`#` comments are skipped.
+"""
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
+
+KEY_BYTES: Final = 32
+MAX_KEY_FILE_BYTES: Final = 4096
+MAX_ALLOWED_BYTES: Final = 256 * limits.MAX_PEERS
+_HEX_KEY: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A daemon's identity: 32 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public.hex()})"
+
+
+def generate() -> KeyPair:
+    """A new pair."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(z85.decode(public), z85.decode(secret))
+
+
+def save(pair: KeyPair, path: Path) -> None:
+    """Writes a key file of mode 0600.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, there is a file already, or none can be made there.
+
+    """
+    head = f"# A secret of this daemon: it never leaves this host.\npublic = {pair.public.hex()}\n"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        text = f"{path} exists; a new key would shut out every peer that allows the old one. Move it away first"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+    except OSError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot write {path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(f"{head}secret = {pair.secret.hex()}\n")
+
+
+def load(path: Path) -> KeyPair:
+    """Reads a key file.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, there is none, others may read it, or it is no key file of `kvd keys generate`.
+
+    """
+    text, mode = _read(path, MAX_KEY_FILE_BYTES)
+    if mode & 0o077:
+        text = f"{path} has mode {mode:04o}: others may read the secret key; run `chmod 600 {path}`"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+    fields = dict(re.findall(r"^(public|secret) = ([0-9a-f]{64})$", text, re.MULTILINE))
+    if fields.keys() != {"public", "secret"}:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} is no key file; make one with `kvd keys generate`")
+    pair = KeyPair(bytes.fromhex(fields["public"]), bytes.fromhex(fields["secret"]))
+    if z85.decode(zmq.curve_public(z85.encode(pair.secret))) != pair.public:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: the public key is not that of the secret one; make a new file")
+    return pair
+
+
+def load_allowed(path: Path) -> dict[bytes, str]:
+    """Reads an allow-list: daemons' names by public key.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, naming the line that is no `<key> <name>`, or says a key or a name again.
+
+    """
+    allowed: dict[bytes, str] = {}
+    text, mode = _read(path, MAX_ALLOWED_BYTES)
+    if mode & 0o022:
+        text = f"{path} has mode {mode:04o}: others could add their keys; run `chmod go-w {path}`"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not _HEX_KEY.fullmatch(words[0]) or not _NAME.fullmatch(words[1]):
+            wrong = f"{path}, line {number}: {line[:100]!r} is not `<64 hexadecimal digits> <name>`"
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"{wrong}; `kvd keys show` prints such a line")
+        key, name = bytes.fromhex(words[0]), words[1]
+        if key in allowed or name in allowed.values():
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}, line {number}: key or name {name!r} is there already")
+        allowed[key] = name
+    return allowed
+
+
+def _read(path: Path, bound: int) -> tuple[str, int]:
+    """Text and file mode, of one and the same file."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(bound + 1)
+            if len(content) > bound:
+                raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes, which is no honest list")
+            return content.decode(), mode
+    except OSError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} is not UTF-8 text") from error

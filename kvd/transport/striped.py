@@ -1,0 +1,266 @@
+"""Several transports as one: a long read is cut into stripes, so that more than one core copies.
+
+A read on the same host is a copy by the kernel, made inside of the post on the thread that posts; one agent therefore
+moves what one core can copy, whatever the memory could give. Peers see the first agent only: the others read, and
+nobody reads from them.
+
+Everything here runs on the daemon's loop. A command goes to every stripe, and is answered when all of them have; a
+read goes to as many stripes as it is worth and ends when its last part has, so the rules of `kvd.transport.interface`
+hold as they hold for each stripe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd import limits
+from kvd.errors import ErrorCode, InternalError
+from kvd.transport.interface import (
+    Answered,
+    Deregistered,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+    RegisterFailed,
+    Transport,
+    TransportDied,
+)
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
+
+_GRAIN = 4 * limits.KIB
+"""Stripes begin at multiples of this from the first byte: whole pages where the blocks are."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """A read and the stripes that have a part of it. `ended` of them have said so."""
+
+    parts: tuple[tuple[int, int], ...]
+    """(stripe, bytes)."""
+    ended: int = 0
+    seconds: float = 0.0
+    in_post: bool = True
+    failure: ReadFailed | None = None
+
+
+@dataclass(slots=True)
+class _Registration:
+    """A pool whose stripes have not all answered: the answers so far."""
+
+    done: list[int] = field(default_factory=list)
+    failure: RegisterFailed | None = None
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The stripes that have added a peer, and the paths they found."""
+
+    added: set[int] = field(default_factory=set)
+    paths: set[str] = field(default_factory=set)
+
+
+def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors]:
+    """At most `count` parts of about as many bytes each, in order; a descriptor may be cut in the middle."""
+    ends = np.cumsum(descriptors.length)
+    size = int(ends[-1])
+    bounds = sorted({size * part // count // _GRAIN * _GRAIN for part in range(count)} | {size})
+    for low, high in itertools.pairwise(bounds):
+        first, last = int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(ends, high, side="left"))
+        src, dst, length = (
+            column[first : last + 1].copy() for column in (descriptors.src, descriptors.dst, descriptors.length)
+        )
+        length[-1] -= ends[last] - np.uint64(high)
+        skipped = np.uint64(low) - (ends[first] - descriptors.length[first])
+        src[0], dst[0], length[0] = src[0] + skipped, dst[0] + skipped, length[0] - skipped
+        yield dataclasses.replace(descriptors, src=src, dst=dst, length=length)
+
+
+class StripedTransport:
+    """`kvd.transport.interface.Transport` over `stripes`, one or more transports of different agents, none started."""
+
+    def __init__(self, stripes: Sequence[Transport]) -> None:
+        self._stripes = tuple(stripes)
+        self._front = self._stripes[0]
+        self._on_event: Callable[[Event], None]
+        self._stopped = False
+        self._registering: dict[int, _Registration] = {}
+        self._deregistering: dict[int, set[int]] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._load = [0] * len(self._stripes)
+        """Bytes of open reads, a stripe each."""
+        self._pings: dict[int, set[int]] = {}
+
+    @property
+    def agent(self) -> str:
+        """The name under which peers add this agent."""
+        return self._front.agent
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, as of the last event that changed it."""
+        return self._front.metadata
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Starts all stripes; `on_event` is called on the loop."""
+        self._on_event = on_event
+        for number, stripe in enumerate(self._stripes):
+            stripe.start(partial(self._heard, number))
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+        self._registering[pool] = _Registration()
+        for stripe in self._stripes:
+            stripe.register(pool, base, size)
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
+        self._deregistering[pool] = set(range(len(self._stripes)))
+        for stripe in self._stripes:
+            stripe.deregister(pool)
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
+        self._peers[agent] = _Peer()
+        for stripe in self._stripes:
+            stripe.add_peer(agent, metadata)
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets `agent` once its reads have ended. No answer."""
+        self._peers.pop(agent, None)
+        for stripe in self._stripes:
+            stripe.remove_peer(agent)
+
+    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+        if read in self._reads:
+            raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
+        size = int(descriptors.length.sum())
+        if agent not in self._peers:
+            parts = [(0, descriptors)]  # it fails there, in its turn
+        elif size <= limits.SLICE_BYTES:
+            parts = [(self._load.index(min(self._load)), descriptors)]
+        else:
+            parts = list(enumerate(cut_in_stripes(descriptors, len(self._stripes))))
+        shares = tuple((stripe, int(part.length.sum()) if len(parts) > 1 else size) for stripe, part in parts)
+        self._reads[read] = _Read(shares)
+        for stripe, share in shares:
+            self._load[stripe] += share
+        for stripe, part in parts:
+            self._stripes[stripe].read(read, agent, local_base, remote_base, part)
+
+    def abort(self, read: int) -> None:
+        """Asks for an early end of a read; unknown and ended reads are ignored."""
+        opened = self._reads.get(read)
+        for stripe, _share in opened.parts if opened else ():
+            self._stripes[stripe].abort(read)
+
+    def expect_readers(self, expected: bool) -> None:
+        """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+        self._front.expect_readers(expected)
+
+    def ping(self, number: int) -> None:
+        """Asks whether every stripe turns; answered by `Answered`."""
+        self._pings[number] = set(range(len(self._stripes)))
+        for stripe in self._stripes:
+            stripe.ping(number)
+
+    def stop(self) -> None:
+        """Ends everything in order, waiting for it. Reads that are open get no event any more."""
+        self._stopped = True
+        for stripe in self._stripes:
+            stripe.stop()
+
+    # --- what a stripe says -----------------------------------------------------------------------------------------
+
+    def _heard(self, stripe: int, event: Event) -> None:
+        if self._stopped:
+            return
+        match event:
+            case Landed() | ReadFailed():
+                self._part_ended(stripe, event)
+            case Registered() | RegisterFailed():
+                self._registered(stripe, event)
+            case Deregistered():
+                self._all_said(self._deregistering, event.pool, stripe, Deregistered(event.pool, self.metadata))
+            case PeerAdded():
+                self._peer_added(stripe, event)
+            case PeerFailed():
+                self._peer_failed(stripe, event)
+            case Answered():
+                self._all_said(self._pings, event.number, stripe, event)
+            case TransportDied():
+                self._on_event(event)
+
+    def _all_said(self, missing: dict[int, set[int]], key: int, stripe: int, event: Event) -> None:
+        """Tells `event` when the last of the stripes has said it; what was not asked for is not told."""
+        left = missing.get(key)
+        if left is None:
+            return
+        left.discard(stripe)
+        if not left:
+            del missing[key]
+            self._on_event(event)
+
+    def _registered(self, stripe: int, event: Registered | RegisterFailed) -> None:
+        registration = self._registering[event.pool]
+        if isinstance(event, Registered):
+            registration.done.append(stripe)
+        else:
+            registration.failure = event
+            registration.failures += 1
+        if len(registration.done) + registration.failures < len(self._stripes):
+            return
+        del self._registering[event.pool]
+        if registration.failure is None:
+            self._on_event(Registered(event.pool, self.metadata))
+            return
+        for done in registration.done:
+            self._stripes[done].deregister(event.pool)
+        self._on_event(registration.failure)
+
+    def _peer_added(self, stripe: int, event: PeerAdded) -> None:
+        peer = self._peers.get(event.agent)
+        if peer is None:
+            return
+        peer.added.add(stripe)
+        peer.paths.update(event.path.split())
+        if len(peer.added) == len(self._stripes):
+            self._on_event(PeerAdded(event.agent, " ".join(sorted(peer.paths))))
+
+    def _peer_failed(self, stripe: int, event: PeerFailed) -> None:
+        """The first stripe that loses a peer loses it for all: the others forget it, too."""
+        if self._peers.pop(event.agent, None) is None:
+            return
+        for number, other in enumerate(self._stripes):
+            if number != stripe:
+                other.remove_peer(event.agent)
+        self._on_event(event)
+
+    def _part_ended(self, stripe: int, event: Landed | ReadFailed) -> None:
+        read = self._reads[event.read]
+        read.ended += 1
+        self._load[stripe] -= next(share for number, share in read.parts if number == stripe)
+        if isinstance(event, ReadFailed):
+            if read.failure is None:
+                read.failure = event
+                self.abort(event.read)  # the other parts are of no use
+        else:
+            read.seconds = max(read.seconds, event.seconds)
+            read.in_post = read.in_post and event.in_post
+        if read.ended == len(read.parts):
+            del self._reads[event.read]
+            self._on_event(read.failure or Landed(event.read, read.seconds, read.in_post))

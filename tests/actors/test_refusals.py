@@ -1,0 +1,168 @@
+"""Who does not belong gets nothing, changes nothing, and is counted: 1,000 attempts of each kind."""
+
+import os
+
+import pytest
+import structlog
+
+from kvd import limits
+from kvd.actors.policy import Rule
+from kvd.protocol.codec import encode
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held
+from kvd.protocol.ticket import digest
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Attach, Attached, Error, Offer, Offered, Refused, Status, StatusRequest
+from kvd.sim import fleet
+from tests.actors.lone import Lone
+
+STRANGER = 1001
+ATTEMPTS = 1000
+SPANS = (Span(0, 0, (3).to_bytes(4, "little")),)
+
+
+def offer(name, call=1):
+    return encode(Offer(call, name, 16, SPANS, 60.0))
+
+
+def refused(socket, code):
+    labels = {"socket": socket, "code": code}
+    return fleet._METRICS.registry.get_sample_value("kvd_requests_refused_total", labels) or 0.0
+
+
+def test_another_user_with_a_stolen_session_id_gets_no_word_and_changes_nothing():
+    lone = Lone()
+    session = lone.worker("prefill")
+    before = refused("worker", "not_permitted")
+    with structlog.testing.capture_logs() as logs:
+        for number in range(ATTEMPTS):
+            lone.say(session, offer(f"theft-{number}"), uid=STRANGER)
+            if number % 100 == 0:
+                assert lone.heard(session) == []
+    assert lone.heard(session) == []
+    assert refused("worker", "not_permitted") - before == ATTEMPTS
+    assert [(entry["owner"], entry["uid"]) for entry in logs] == [(1000, STRANGER)]
+    lone.say(session, offer("mine"))
+    assert isinstance(lone.heard(session)[0], Offered)
+
+
+def test_a_session_id_that_was_never_given_is_not_attached():
+    lone = Lone()
+    lone.worker("prefill")
+    before = refused("worker", "not_attached")
+    for _ in range(ATTEMPTS):
+        guess = os.urandom(16)
+        lone.say(guess, offer("guess"))
+        (answer,) = lone.heard(guess)
+        assert (type(answer), answer.code) == (Error, "not_attached")
+    assert refused("worker", "not_attached") - before == ATTEMPTS
+
+
+def test_another_user_may_not_attach_under_any_name():
+    lone = Lone()
+    lone.worker("prefill")
+    number = lone.connect(STRANGER, STRANGER)
+    before = refused("session", "not_permitted")
+    for attempt in range(ATTEMPTS):
+        answer = lone.attach(number, "prefill" if attempt % 2 else f"pool-{attempt}")
+        assert (type(answer), answer.code) == (Refused, "not_permitted")
+    assert refused("session", "not_permitted") - before == ATTEMPTS
+
+
+def test_a_user_with_a_rule_cannot_take_the_pool_of_another_even_when_it_is_free():
+    lone = Lone((Rule(pools=("*",), uid=STRANGER),))
+    number = lone.connect()
+    assert isinstance(lone.attach(number, "prefill"), Attached)
+    thief = lone.connect(STRANGER)
+    for _ in range(2):
+        answer = lone.attach(thief, "prefill")
+        assert answer.code == "not_permitted"
+        assert "belongs to user 1000" in answer.text
+        lone.hang_up(number)
+        lone.run()
+
+
+def test_the_pools_of_one_user_stay_within_its_quota():
+    lone = Lone((Rule(pools=("*",), uid=STRANGER, max_bytes=600),))
+    assert isinstance(lone.attach(lone.connect(STRANGER), "a"), Attached)
+    assert isinstance(lone.attach(lone.connect(STRANGER), "b"), Attached)
+    answer = lone.attach(lone.connect(STRANGER), "c")
+    assert answer.code == "not_permitted"
+    assert "256 bytes for 'c' and 512 in other pools of user 1001 are above its quota of 600" in answer.text
+    assert isinstance(lone.attach(lone.connect(), "of-another-user"), Attached)
+
+
+def test_a_replayed_offer_is_a_duplicate():
+    lone = Lone()
+    session = lone.worker("prefill")
+    lone.say(session, offer("r"))
+    assert isinstance(lone.heard(session)[0], Offered)
+    for _ in range(ATTEMPTS):
+        lone.say(session, offer("r"))
+    answers = lone.heard(session)
+    assert [answer.code for answer in answers] == ["duplicate_request"] * ATTEMPTS
+
+
+def test_replayed_claims_and_fences_of_a_peer_are_answered_as_before_and_nobody_elses():
+    lone = Lone()
+    session = lone.worker("prefill")
+    lone.say(session, offer("r"))
+    lone.run()
+    claim = encode(Claim(1, "prefill", "r", 0, digest(16, SPANS), 0, 2, 5.0))
+    lone.ask(b"peer#1", claim)
+    (grant,) = lone.heard(b"peer#1")
+    assert isinstance(grant, Grant)
+    fence = encode(Fence(1, grant.generation))
+    for _ in range(ATTEMPTS // 2):
+        lone.ask(b"thief#1", fence)
+        lone.ask(b"peer#1", claim)
+    assert set(map(type, lone.heard(b"thief#1"))) == {Broken}
+    assert set(lone.heard(b"peer#1")) == {grant}
+    for _ in range(ATTEMPTS):
+        lone.ask(b"peer#1", fence)
+    assert set(map(type, lone.heard(b"peer#1"))) == {Held}
+
+
+def test_who_attaches_too_often_is_told_to_wait_and_others_are_not():
+    lone = Lone((Rule(pools=("*",), uid=STRANGER),))
+    number = lone.connect()
+    codes = [getattr(lone.attach(number, f"p{n}"), "code", "") for n in range(2)]
+    assert codes == ["", "wrong_state"]
+    hammer = lone.connect(STRANGER)
+    for _ in range(3 * limits.MAX_WORKERS):
+        lone.session_frame(hammer, encode(Attach("a/b", bytes(16), b"no spec")))
+    codes = [getattr(answer, "code", "") for answer in lone.heard(hammer)]
+    assert codes.count("overloaded") > limits.MAX_WORKERS
+    assert isinstance(lone.attach(lone.connect(), "calm"), Attached)
+    lone.run(60.0)
+    assert isinstance(lone.attach(lone.connect(STRANGER), "later"), Attached)
+
+
+@pytest.mark.parametrize("kind", ["offers", "statuses"])
+def test_who_asks_too_often_is_told_to_slow_down_and_others_are_not(kind):
+    lone = Lone()
+    loud, calm = lone.worker("loud"), lone.worker("calm")
+    attempts = 2 * limits.MAX_REQUESTS_PER_WORKER if kind == "offers" else 100
+    for number in range(attempts):
+        lone.say(loud, offer("same", number) if kind == "offers" else encode(StatusRequest(number)))
+    codes = [getattr(answer, "code", "") for answer in lone.heard(loud)]
+    assert len(codes) == attempts
+    assert codes.count("overloaded") >= attempts // 2
+    lone.say(calm, encode(StatusRequest(1)))
+    assert isinstance(lone.heard(calm)[0], Status)
+
+
+def test_open_offers_are_bounded_for_each_worker_by_itself():
+    lone = Lone()
+    hoarder, other = lone.worker("hoarder"), lone.worker("other")
+    for number in range(limits.MAX_REQUESTS_PER_WORKER):
+        lone.say(hoarder, offer(f"r{number}"))
+    assert {type(answer) for answer in lone.heard(hoarder)} == {Offered}
+    lone.run(1.0)
+    lone.say(hoarder, offer("one too many"))
+    (answer,) = lone.heard(hoarder)
+    assert (answer.code, answer.text) == (
+        "overloaded",
+        "4096 offers of this worker stand, the bound; wait until some are released",
+    )
+    lone.say(other, offer("mine"))
+    assert isinstance(lone.heard(other)[0], Offered)

@@ -1,0 +1,94 @@
+"""CURVE over real daemons: who is on the list moves blocks, who is not moves none."""
+
+import signal
+import urllib.request
+
+import pytest
+
+from kvd.net import keys
+from tests.e2e.fleet import Fleet, send, until
+
+pytestmark = pytest.mark.e2e
+
+
+class Keyring:
+    """Makes each daemon's key and one list for all."""
+
+    def __init__(self, fleet, folder):
+        self._fleet, self._folder = fleet, folder
+        self.allowed = folder / "peers"
+        self.lines = {}
+
+    def daemon(self, name, *, listed=True):
+        pair, file = keys.generate(), self._folder / f"{name}.key"
+        keys.save(pair, file)
+        self.lines[name] = f"{pair.public.hex()} {name}\n"
+        if listed:
+            self.write(*self.lines)
+
+        def start(**flags):
+            return self._fleet.daemon(name, curve_key=str(file), curve_peers=str(self.allowed), **flags)
+
+        return start
+
+    def write(self, *names):
+        self.allowed.write_text("".join(self.lines[name] for name in names))
+        self.allowed.chmod(0o644)
+
+
+def rejected(daemon, reason):
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(f'kvd_peers_rejected_total{{reason="{reason}"}}'):
+                return float(line.split()[1])
+    return 0.0
+
+
+def test_blocks_move_between_daemons_on_the_list_until_sighup_takes_one_off(fleet: Fleet, tmp_path):
+    ring = Keyring(fleet, tmp_path)
+    start_p, start_d = ring.daemon("p"), ring.daemon("d")
+    producer, consumer = start_p(), start_d()
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    prefill.call("fill", ids=[1], value=7)
+    ticket = prefill.call("offer", name="r", ids=[1])
+    decode.call("pull", name="r", ticket=ticket, ids=[3])
+    assert decode.outcome("r", 20)["kind"] == "Done"
+    assert decode.call("values", ids=[3]) == [7]
+
+    ring.write("p")
+    send(producer.child, signal.SIGHUP)
+    for _ in until(10, "the producer has read its list again"):
+        if "allow-list read" in producer.log.read_text():
+            break
+    late = prefill.call("offer", name="late", ids=[1])
+    decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
+    ended = decode.outcome("late", 20)
+    assert ended["kind"] == "Failed", ended
+    assert decode.call("values", ids=[4]) == [0]
+    assert rejected(producer, "unknown_key") > 0
+    assert producer.log.read_text().count('"peer rejected"') == 1
+
+
+def test_a_daemon_without_a_key_moves_nothing(fleet: Fleet, tmp_path):
+    ring = Keyring(fleet, tmp_path)
+    producer, consumer = ring.daemon("p")(), fleet.daemon("d")
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    ticket = prefill.call("offer", name="r", ids=[1])
+    decode.call("pull", name="r", ticket=ticket, ids=[3])
+    ended = decode.outcome("r", 20)
+    assert ended["kind"] == "Failed"
+    assert "uses CURVE and this one does not; give it `curve_key` and `curve_peers`" in ended["text"]
+
+
+def test_a_daemon_in_the_peer_file_is_met_before_anybody_pulls(fleet: Fleet, tmp_path):
+    ring, peers = Keyring(fleet, tmp_path), tmp_path / "fleet"
+    start_p, start_d = ring.daemon("p"), ring.daemon("d")
+    peers.write_text("")
+    producer, consumer = start_p(), start_d(peers=str(peers))
+    place = producer.serving()["address"].partition("#")[0]
+    http = consumer.serving()["http"]
+    peers.write_text(f"p {place}\n")
+    for _ in until(20, "the daemons have met"):
+        with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
+            if 'kvd_peers{state="ready"} 1.0' in answer.read().decode():
+                break

@@ -1,0 +1,94 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.net import keys
+
+KEY, OTHER = "ab" * 32, "cd" * 32
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    yield tmp_path / "file"
+    for each in tmp_path.iterdir():
+        each.unlink()
+
+
+def test_a_key_file_comes_back_as_it_was_and_only_its_owner_may_read_it(file: Path) -> None:
+    pair = keys.generate()
+    before = os.umask(0)
+    try:
+        keys.save(pair, file)
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert keys.load(file) == pair
+
+
+def test_a_key_is_never_overwritten(file: Path) -> None:
+    keys.save(keys.generate(), file)
+    with pytest.raises(BadRequest, match="would shut out every peer"):
+        keys.save(keys.generate(), file)
+
+
+def test_a_key_that_others_may_read_is_refused_with_the_fix(file: Path) -> None:
+    keys.save(keys.generate(), file)
+    file.chmod(0o640)
+    with pytest.raises(BadRequest, match=f"run `chmod 600 {file}`") as caught:
+        keys.load(file)
+    assert caught.value.code is ErrorCode.BAD_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is no key file"),
+        (f"public = {KEY}\n", "is no key file"),
+        (f"public = {KEY}\nsecret = {KEY}\n", "is not that of the secret one"),
+        ("x" * 5000, "more than 4096 bytes"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_what_is_no_key_file_is_refused(file: Path, text: str, reason: str) -> None:
+    file.write_text(text, errors="surrogateescape")
+    file.chmod(0o600)
+    with pytest.raises(BadRequest, match=reason):
+        keys.load(file)
+
+
+def test_an_allow_list_gives_names_by_key(file: Path) -> None:
+    file.write_text(f"# fleet\n\n{KEY} host-a\n  {OTHER}\thost-b # spare\n")
+    file.chmod(0o644)
+    assert keys.load_allowed(file) == {bytes.fromhex(KEY): "host-a", bytes.fromhex(OTHER): "host-b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{KEY}\n", "line 1: .* is not `<64 hexadecimal digits> <name>`"),
+        (f"{KEY} a b\n", "line 1"),
+        (f"\n{KEY[2:]} a\n", "line 2"),
+        (f"{KEY} a#b\n{KEY} c", "line 2: .*is there already"),
+        (f"{KEY} a\n{OTHER} a\n", "line 2: .*'a' is there already"),
+        (f"{KEY} ../a\n", "line 1"),
+    ],
+)
+def test_an_allow_list_with_a_wrong_line_is_refused_whole(file: Path, text: str, reason: str) -> None:
+    file.write_text(text)
+    file.chmod(0o644)
+    with pytest.raises(BadRequest, match=reason):
+        keys.load_allowed(file)
+
+
+def test_an_allow_list_that_others_may_write_to_is_refused(file: Path) -> None:
+    file.write_text("")
+    file.chmod(0o666)
+    with pytest.raises(BadRequest, match="others could add their keys"):
+        keys.load_allowed(file)
+
+
+def test_a_missing_file_is_named(file: Path) -> None:
+    with pytest.raises(BadRequest, match=f"cannot read {file}: No such file"):
+        keys.load_allowed(file)

@@ -1,0 +1,220 @@
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd import limits
+from kvd.errors import InternalError
+from kvd.transport.contract import CHECKS, Contract
+from kvd.transport.fake import FakeFabric, FakeTransport, Fault
+from kvd.transport.interface import (
+    Answered,
+    Deregistered,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+    RegisterFailed,
+)
+from kvd.transport.striped import StripedTransport, cut_in_stripes
+from tests.transport.descriptors import descriptors
+from tests.transport.test_fabric import VirtualLoop
+from tests.transport.test_fake import FakeSite
+
+LONG = 4 * limits.SLICE_BYTES
+
+
+class StripedSite(FakeSite):
+    def transport(self) -> StripedTransport:
+        return StripedTransport([FakeTransport(next(self._names), self._fabric) for _ in range(3)])
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_three_stripes_keep_the_contract(check: str) -> None:
+    await Contract(StripedSite()).run(check)
+
+
+rows = st.lists(
+    st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 40_000)), min_size=1, max_size=50
+)
+
+
+@given(rows, st.integers(1, 5))
+def test_stripes_move_every_byte_once_in_shares_that_differ_by_a_page_at_most(
+    wanted: list[tuple[int, int, int]], count: int
+) -> None:
+    total = sum(size for *_, size in wanted)
+    if not total:
+        return
+    parts = list(cut_in_stripes(descriptors(wanted), count))
+    assert len(parts) <= count
+    moved = [
+        (int(src), int(dst), int(length))
+        for part in parts
+        for src, dst, length in zip(part.src, part.dst, part.length, strict=True)
+        if length
+    ]
+    assert _joined(moved) == _joined([row for row in wanted if row[2]])
+    assert all(abs(part.bytes - total / count) <= 4096 for part in parts) or total < 4096 * count
+
+
+def _joined(moved: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Neighbours that are adjacent on both sides made one."""
+    out: list[tuple[int, int, int]] = []
+    for src, dst, length in moved:
+        if out and out[-1][0] + out[-1][2] == src and out[-1][1] + out[-1][2] == dst:
+            out[-1] = (*out[-1][:2], out[-1][2] + length)
+        else:
+            out.append((src, dst, length))
+    return out
+
+
+class Scripted:
+    """A transport that says what the test makes it say."""
+
+    def __init__(self, agent: str) -> None:
+        self.agent, self.metadata = agent, f"metadata of {agent}".encode()
+        self.told: list[tuple[object, ...]] = []
+        self.say: Callable[[Event], None]
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        self.say = on_event
+
+    def __getattr__(self, command: str) -> Callable[..., None]:
+        return partial(self._note, command)
+
+    def _note(self, command: str, *arguments: object) -> None:
+        self.told.append((command, *arguments))
+
+    def commands(self) -> list[object]:
+        return [command for command, *_ in self.told]
+
+
+class Two:
+    def __init__(self) -> None:
+        self.stripes = Scripted("a"), Scripted("b")
+        self.events: list[Event] = []
+        self.whole = StripedTransport(self.stripes)
+        self.whole.start(self.events.append)
+
+    def both(self, event: Event) -> None:
+        for stripe in self.stripes:
+            stripe.say(event)
+
+    def read(self, number: int, size: int = LONG) -> None:
+        self.whole.read(number, "peer", 0, 0, descriptors([(0, 0, size)]))
+
+
+@pytest.fixture
+def two() -> Two:
+    made = Two()
+    made.whole.add_peer("peer", b"theirs")
+    return made
+
+
+def test_peers_get_the_first_agents_name_and_metadata(two: Two) -> None:
+    assert (two.whole.agent, two.whole.metadata) == ("a", b"metadata of a")
+    two.whole.expect_readers(True)
+    assert ("expect_readers", True) in two.stripes[0].told
+    assert "expect_readers" not in two.stripes[1].commands()
+
+
+def test_what_goes_to_all_stripes_is_answered_when_all_have_answered(two: Two) -> None:
+    two.whole.register(1, 4096, 8192)
+    two.whole.ping(5)
+    two.whole.deregister(2)
+    said = [PeerAdded("peer", "cma/memory"), Registered(1, b"x"), Answered(5), Deregistered(2, b"x")]
+    for event in said:
+        two.stripes[1].say(event)
+    assert two.events == []
+    for event in said:
+        two.stripes[0].say(event)
+    assert two.events == [
+        PeerAdded("peer", "cma/memory"),
+        Registered(1, b"metadata of a"),
+        Answered(5),
+        Deregistered(2, b"metadata of a"),
+    ]
+
+
+def test_memory_that_one_stripe_cannot_register_is_registered_with_none(two: Two) -> None:
+    two.whole.register(1, 4096, 8192)
+    two.stripes[0].say(Registered(1, b"x"))
+    two.stripes[1].say(RegisterFailed(1, "too much"))
+    assert two.events == [RegisterFailed(1, "too much")]
+    assert two.stripes[0].commands()[-1] == "deregister"
+    two.stripes[0].say(Deregistered(1, b"x"))
+    assert len(two.events) == 1
+
+
+def test_a_long_read_ends_with_its_last_part(two: Two) -> None:
+    two.read(1)
+    two.stripes[0].say(Landed(1, 2.0, in_post=True))
+    assert two.events == []
+    two.stripes[1].say(Landed(1, 3.0, in_post=False))
+    assert two.events == [Landed(1, 3.0, in_post=False)]
+
+
+def test_a_part_that_fails_aborts_the_others_and_the_read_ends_with_the_last_of_them(two: Two) -> None:
+    two.read(1)
+    two.stripes[0].say(ReadFailed(1, "broken"))
+    assert two.events == []
+    assert two.stripes[1].told[-1] == ("abort", 1)
+    two.stripes[1].say(Landed(1, 1.0))
+    assert two.events == [ReadFailed(1, "broken")]
+
+
+def test_short_reads_go_whole_to_the_stripe_with_the_fewest_bytes_open(two: Two) -> None:
+    for number in (1, 2, 3):
+        two.read(number, 16 * limits.KIB * number)
+    assert [[read for command, read, *_ in stripe.told if command == "read"] for stripe in two.stripes] == [[1, 3], [2]]
+    two.stripes[1].say(Landed(2, 1.0))
+    two.read(4, 16 * limits.KIB)
+    assert two.stripes[1].told[-1][1] == 4
+
+
+def test_the_first_stripe_to_lose_a_peer_loses_it_for_all(two: Two) -> None:
+    two.stripes[1].say(PeerFailed("peer", "hung up"))
+    assert two.events == [PeerFailed("peer", "hung up")]
+    assert two.stripes[0].told[-1] == ("remove_peer", "peer")
+    two.stripes[0].say(PeerFailed("peer", "hung up here, too"))
+    two.stripes[0].say(PeerAdded("peer"))
+    assert len(two.events) == 1
+
+
+def test_a_read_asked_for_twice_is_a_defect(two: Two) -> None:
+    two.read(1)
+    with pytest.raises(InternalError, match="read 1 was asked for twice"):
+        two.read(1)
+
+
+def test_a_stuck_stripe_keeps_the_whole_read_open_until_it_is_healed() -> None:
+    loop = VirtualLoop()
+    fabric = FakeFabric(loop, random.Random(1))  # noqa: S311
+    source, memory = np.full(LONG, 7, np.uint8), np.zeros(LONG, np.uint8)
+    producer = FakeTransport("p", fabric)
+    reader = StripedTransport([FakeTransport("d", fabric), FakeTransport("d.1", fabric)])
+    events: list[Event] = []
+    producer.start(lambda _event: None)
+    reader.start(events.append)
+    remote, local = fabric.map(source), fabric.map(memory)
+    producer.register(1, remote, LONG)
+    reader.register(1, local, LONG)
+    loop.run()
+    reader.add_peer("p", producer.metadata)
+    loop.run()
+    fabric.fault_next_read("d.1", Fault(stuck=True))
+    reader.read(1, "p", local, remote, descriptors([(0, 0, LONG)]))
+    loop.run(3600)
+    assert memory[0] == 7
+    assert not [event for event in events if isinstance(event, Landed | ReadFailed)]
+    fabric.heal()
+    loop.run(3600)
+    assert isinstance(events[-1], Landed)
+    assert memory.all()
