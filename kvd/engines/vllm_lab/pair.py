@@ -1,7 +1,7 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -62,7 +62,7 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With two daemons; `extra` are further settings of the connector, `daemon_flags` of the daemons."""
+    """With two daemons; `extra` are further settings of the connector."""
 
     name = "kvd"
 
@@ -76,10 +76,9 @@ class KvdPair(Pair):
         blocks: int = BLOCKS,
         forked: bool = True,
         extra: Mapping[str, float] = MappingProxyType({}),
-        daemon_flags: Sequence[str] = (),
     ) -> None:
         self._extra = extra
-        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder, daemon_flags) for side in ("prefill", "decode")}
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
         super().__init__(folder, models, model, policy=policy, blocks=blocks, forked=forked)
 
     def connector(self, side: str) -> dict[str, Any]:

@@ -83,21 +83,23 @@ class Server(Service):
 
 
 class Daemon(Service):
-    """A kvd daemon with more `flags`; peers and workers find it at the same place after every start."""
+    """A kvd daemon; peers and workers find it at the same place after every start."""
 
     needed_first = True
 
-    def __init__(self, name: str, folder: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
         self.socket = folder / f"{name}.sock"
-        self.flags = flags
+        self.flags: tuple[str, ...] = ()
+        """More flags, from the next start on; and environment variables."""
+        self.variables: dict[str, str] = {}
         self._port = _free_port()
 
     def command(self) -> Sequence[str]:
         """Not pinned: it takes whichever core is free."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
         command += ["--listen", f"tcp://127.0.0.1:{self._port}", "--http", "127.0.0.1:0", "--log-format", "json"]
-        return [*command, *self.flags]
+        return with_environment(self.variables, [*command, *self.flags])
 
     @property
     def url(self) -> str:
