@@ -6,17 +6,16 @@ Its blocks are given back when no transfer of it can write any more, which may b
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, handles
+from kvd.actors.asks import Asks, Overdue, RenewAll, SettleAll
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
-    AskPeer,
     CancelRequest,
     Drain,
     ForgetPeer,
@@ -38,13 +37,11 @@ from kvd.actors.messages import (
     StartPull,
     Stop,
 )
+from kvd.actors.pulls import Pull, PullKey, Transfer
 from kvd.actors.routes import RouteKey, Source, make_route, plan_read, route_key
-from kvd.actors.spans import PullSpan, TransferSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
-from kvd.plan import Descriptors
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
-from kvd.protocol.ticket import Ticket, digest, stamp
-from kvd.protocol.types import Message, Spans
+from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
+from kvd.protocol.ticket import digest, stamp
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.state import transfer as machine
 from kvd.state.transfer import Effect, Event, State
@@ -52,88 +49,16 @@ from kvd.transport.interface import Landed, ReadFailed, Transport
 
 _PROVEN = frozenset({State.HELD, State.SETTLING})
 
-PullKey = tuple[str, str]
-"""(worker, request)."""
-
-_CLAIM_AFTER = 0.02
-"""Seconds after which a read that began without a claim sends one: most have ended by then, on the same host."""
-
-_SETTLE_AFTER = 0.005
-"""Seconds after which a producer hears of reads that its leases' stamps have proven: many at once."""
-
 _LOOKS = 3
 """How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way."""
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """What one producer rank contributes. `number` names its claim to the producer and its read to the transport."""
-
-    number: int
-    pull: "_Pull"
-    source: Source
-    address: str
-    state: State = machine.TABLE.initial
-    generation: int = 0
-    descriptors: Descriptors | None = None
-    planned: bool = False
-    early_grant: Grant | None = None
-    """Speaks of a pool that the peer has not told us about yet."""
-    bytes: int = 0
-    stamp: int = 0
-    """What the lease's word holds while it is alive; 0 where it is not read."""
-    claimed: bool = False
-    """The producer was asked to hold the lease."""
-    granted: bool = False
-    """And does."""
-    writing: bool = False
-    """A read is open: its blocks are in quarantine should the pull end."""
-    ask: Message | None = None
-    """What the producer has not answered yet: sent again when the answer is late."""
-    span: TransferSpan | None = None
-
-
-@dataclass(slots=True)
-class _Pull:
-    key: PullKey
-    pool: Pool
-    ticket: Ticket
-    spans: Spans
-    started: float
-    awaited: set[str]
-    """Addresses of peers that must be ready before the pull can be routed."""
-    transfers: list[_Transfer] = field(default_factory=list)
-    outcome: str = ""
-    quarantined: bool = False
-    looks: int = 0
-    """How often the peers' pools were looked through."""
-    views: dict[str, PeerView] = field(default_factory=dict)
-    """The producers as they were when the pull was routed: one that has done its part may be gone since."""
-    span: PullSpan | None = None
-
-    def asks(self, address: str) -> bool:
-        """Whether one of its producer ranks is there."""
-        return any(rank.address == address for rank in self.ticket.ranks)
 
 
 class _Deadline(Struct, frozen=True, gc=False):
     key: PullKey
 
 
-class _AskAgain(Struct, frozen=True, gc=False):
-    number: int
-
-
 class _Prepare(Struct, frozen=True, gc=False):
     number: int
-
-
-class _RenewAll(Struct, frozen=True, gc=False):
-    pass
-
-
-class _SettleAll(Struct, frozen=True, gc=False):
-    pass
 
 
 class SchedulerActor(Actor):
@@ -151,19 +76,16 @@ class SchedulerActor(Actor):
         self._direct: set[str] = set()
         """Peers whose memory the last read reached without their transport: those of the same host."""
         self._routes: dict[RouteKey, tuple[Source, ...]] = {}
-        self._pulls: dict[PullKey, _Pull] = {}
+        self._pulls: dict[PullKey, Pull] = {}
         self._open: Counter[int] = Counter()
         """Pulls by the id of the pool they write to."""
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._last_number = 0
         self._quarantined = 0
         self._quiescing: set[int] = set()
         self._draining = False
-        self._renewing = False
-        self._settling: list[_Transfer] = []
-        """Proven, and the producer has not been told."""
         self._deadlines: Expiry[PullKey] = Expiry(house.loop, lambda key: self.tell(_Deadline(key)))
-        self._retries: Expiry[int] = Expiry(house.loop, lambda number: self.tell(_AskAgain(number)))
+        self._asks = Asks(house, self.tell, self.tell_later)
 
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
@@ -180,7 +102,7 @@ class SchedulerActor(Actor):
             return
         now = self.loop.time()
         awaited = {rank.address for rank in message.ticket.ranks}
-        record = _Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
+        record = Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
@@ -196,7 +118,7 @@ class SchedulerActor(Actor):
         else:
             self._route(record)
 
-    def _need(self, pull: _Pull) -> None:
+    def _need(self, pull: Pull) -> None:
         for address in sorted(pull.awaited):
             self._house.handshake.tell(NeedPeer(address, stale=address in self._views))
 
@@ -212,7 +134,7 @@ class SchedulerActor(Actor):
             text = f"{self._open[pool.id]} pulls of this worker are open, the bound; wait until some have ended"
             raise Unavailable(ErrorCode.OVERLOADED, text)
 
-    def _route(self, pull: _Pull) -> None:
+    def _route(self, pull: Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
         if pull.looks < _LOOKS:
             # A pool may be younger than what its daemon told us when we met.
@@ -231,10 +153,10 @@ class SchedulerActor(Actor):
             return
         for source in sources:
             self._last_number += 1
-            transfer = _Transfer(self._last_number, pull, source, pull.ticket.ranks[source.rank].address)
+            address = pull.ticket.ranks[source.rank].address
+            transfer = Transfer(self._last_number, pull, source, address, address in self._direct)
             if pull.span is not None:
-                rank = pull.ticket.ranks[source.rank]
-                transfer.span = pull.span.transfer(rank.daemon, rank.pool)
+                transfer.span = pull.span.transfer(transfer.rank.daemon, transfer.rank.pool)
             pull.transfers.append(transfer)
             self._transfers[transfer.number] = transfer
         for transfer in pull.transfers:
@@ -245,16 +167,16 @@ class SchedulerActor(Actor):
         if not pull.transfers:
             self._contributed(pull)
 
-    def _way_to(self, transfer: _Transfer) -> Event:
+    def _way_to(self, transfer: Transfer) -> Event:
         """A grant is not waited for where the ticket names the lease and its memory is of this host."""
-        rank = transfer.pull.ticket.ranks[transfer.source.rank]
-        if not rank.generation or rank.epoch != transfer.source.pool.epoch or transfer.address not in self._direct:
+        rank = transfer.rank
+        if not transfer.direct or not rank.generation or rank.epoch != transfer.source.pool.epoch:
             return Event.CONNECTED
         self._plan(transfer)
         transfer.generation = rank.generation
         return Event.KNOWN
 
-    def _sources(self, pull: _Pull) -> tuple[Source, ...]:
+    def _sources(self, pull: Pull) -> tuple[Source, ...]:
         key = route_key(pull.pool, pull.ticket.ranks, pull.views)
         if key not in self._routes:
             self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
@@ -329,9 +251,9 @@ class SchedulerActor(Actor):
             if transfer is not None and transfer.address == address and transfer.state is State.SETTLING:
                 self._step(transfer, Event.PROVEN)
 
-    def _granted(self, transfer: _Transfer, grant: Grant) -> None:
+    def _granted(self, transfer: Transfer, grant: Grant) -> None:
         if transfer.state is State.READING and not transfer.granted:
-            self._answered(transfer)
+            self._asks.answered(transfer)
             transfer.granted = True
         if transfer.state is not State.CLAIMING:
             return
@@ -347,10 +269,10 @@ class SchedulerActor(Actor):
         if not transfer.pull.outcome:
             self._step(transfer, Event.GRANTED)
 
-    def _replan(self, transfer: _Transfer, grant: Grant) -> bool:
+    def _replan(self, transfer: Transfer, grant: Grant) -> bool:
         """Plans for the pool that the grant speaks of; False where the peer has not told us about it yet."""
         pull = transfer.pull
-        rank = pull.ticket.ranks[transfer.source.rank]
+        rank = transfer.rank
         view = self._views.get(rank.address)
         if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
             return False
@@ -371,7 +293,7 @@ class SchedulerActor(Actor):
         if transfer is not None and transfer.state is State.CLAIMING:
             self._plan(transfer)
 
-    def _plan(self, transfer: _Transfer) -> None:
+    def _plan(self, transfer: Transfer) -> None:
         if transfer.planned or transfer.pull.outcome:
             return
         transfer.planned = True
@@ -383,43 +305,26 @@ class SchedulerActor(Actor):
         except KvdError as error:
             self._end(pull, error)
 
-    @handles(_AskAgain)
-    def ask_again(self, message: _AskAgain) -> None:
+    @handles(Overdue)
+    def overdue(self, message: Overdue) -> None:
         """The answer is late: it, or the ask, may have been lost with a connection. Or nothing was asked yet."""
         transfer = self._transfers.get(message.number)
         if transfer is None:
             return
         if transfer.ask is not None:
-            self._ask(transfer, transfer.ask)
+            self._asks.ask(transfer, transfer.ask)
         elif transfer.state is State.READING and not transfer.claimed:
             self._step(transfer, Event.LASTS)
 
-    def _answered(self, transfer: _Transfer) -> None:
-        transfer.ask = None
-        self._retries.unset(transfer.number)
+    @handles(RenewAll)
+    def renew(self, _message: RenewAll) -> None:
+        """Renews what is claimed."""
+        self._asks.renew(self._transfers.values())
 
-    def _ask(self, transfer: _Transfer, ask: Message) -> None:
-        transfer.ask = ask
-        self._house.handshake.tell(AskPeer(transfer.address, ask))
-        self._retries.set(transfer.number, self.loop.time() + self._house.settings.retry)
-
-    @handles(_RenewAll)
-    def renew(self, _message: _RenewAll) -> None:
-        """Renews every claim that is held, drains included: the producer must not free what is being read.
-
-        One that is not granted yet is asked for again instead: a renewal that overtakes it would be answered `Broken`.
-        """
-        by_address: dict[str, list[int]] = {}
-        for transfer in self._transfers.values():
-            if transfer.granted:
-                by_address.setdefault(transfer.address, []).append(transfer.number)
-        for address, numbers in by_address.items():
-            for start in range(0, len(numbers), limits.MAX_RENEWALS):
-                batch = tuple(numbers[start : start + limits.MAX_RENEWALS])
-                self._house.handshake.tell(AskPeer(address, Renew(batch)))
-        self._renewing = bool(self._transfers)
-        if self._renewing:
-            self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
+    @handles(SettleAll)
+    def settle(self, _message: SettleAll) -> None:
+        """Tells producers of reads that were proven without them."""
+        self._asks.settle()
 
     # --- what the transport says ------------------------------------------------------------------------------------
 
@@ -447,10 +352,10 @@ class SchedulerActor(Actor):
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
-    def _step(self, transfer: _Transfer, event: Event, error: KvdError | None = None) -> None:
+    def _step(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
         step = machine.TABLE.step(transfer.state, event)
         if step.state is not transfer.state:
-            self._answered(transfer)
+            self._asks.answered(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
         transfer.state = step.state
@@ -460,21 +365,23 @@ class SchedulerActor(Actor):
             self._transfers.pop(transfer.number, None)
             self._check_idle()
 
-    def _carry_out(self, effect: Effect, transfer: _Transfer, error: KvdError | None) -> None:
+    def _carry_out(self, effect: Effect, transfer: Transfer, error: KvdError | None) -> None:
         match effect:
             case Effect.CLAIM:
-                self._ask_for_grant(transfer)
+                self._asks.claim(transfer)
+                self.tell(_Prepare(transfer.number))
             case Effect.READ:
                 self._read(transfer)
             case Effect.FENCE:
                 transfer.writing = False
-                self._ask(transfer, self._fence(transfer))
+                self._asks.fence(transfer)
             case Effect.SETTLE:
-                self._settle_soon(transfer)
+                self._asks.settle_soon(transfer)
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.LET_GO:
-                self._let_go(transfer)
+                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
+                self._asks.let_go(transfer, finished=transfer.pull.outcome == "cancelled")
             case Effect.FREE:
                 transfer.writing = False
                 self._check_free(transfer.pull)
@@ -484,62 +391,7 @@ class SchedulerActor(Actor):
             case Effect.CONTRIBUTE:
                 self._contributed(transfer.pull)
 
-    def _ask_for_grant(self, transfer: _Transfer) -> None:
-        transfer.claimed = True
-        self._ask(transfer, self._claim(transfer))
-        self.tell(_Prepare(transfer.number))
-        if not self._renewing:
-            self._renewing = True
-            self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
-
-    def _settle_soon(self, transfer: _Transfer) -> None:
-        if not self._settling:
-            self.tell_later(_SETTLE_AFTER, _SettleAll())
-        self._settling.append(transfer)
-
-    def _let_go(self, transfer: _Transfer) -> None:
-        if transfer.claimed:
-            # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-            release = Release(transfer.number, finished=transfer.pull.outcome == "cancelled")
-            self._house.handshake.tell(AskPeer(transfer.address, release))
-
-    @handles(_SettleAll)
-    def settle(self, _message: _SettleAll) -> None:
-        """Tells producers of reads that were proven without them, so that they count their readers."""
-        settling, self._settling = self._settling, []
-        by_address: dict[str, list[Fence]] = {}
-        again = self.loop.time() + self._house.settings.retry
-        for transfer in settling:
-            if transfer.state is State.SETTLING:
-                transfer.ask = fence = self._fence(transfer)
-                self._retries.set(transfer.number, again)
-                by_address.setdefault(transfer.address, []).append(fence)
-        for address, fences in by_address.items():
-            for start in range(0, len(fences), limits.MAX_SETTLED):
-                batch = tuple(fences[start : start + limits.MAX_SETTLED])
-                self._house.handshake.tell(AskPeer(address, Settle(batch)))
-
-    def _fence(self, transfer: _Transfer) -> Fence:
-        unclaimed = None if transfer.granted else self._claim(transfer)
-        return Fence(transfer.number, transfer.generation, unclaimed)
-
-    def _claim(self, transfer: _Transfer) -> Claim:
-        pull, source = transfer.pull, transfer.source
-        rank = pull.ticket.ranks[source.rank]
-        return Claim(
-            claim=transfer.number,
-            pool=rank.pool,
-            offer=rank.offer,
-            incarnation=rank.incarnation,
-            digest=digest(pull.ticket.tokens, pull.ticket.spans(rank)),
-            reader=pull.pool.spec.shard.rank,
-            readers=source.readers,
-            ttl=self._house.settings.claim_ttl,
-            serve=transfer.address not in self._direct,
-            traceparent=None if transfer.span is None else transfer.span.traceparent,
-        )
-
-    def _read(self, transfer: _Transfer) -> None:
+    def _read(self, transfer: Transfer) -> None:
         if transfer.descriptors is None:
             self._step(transfer, Event.LANDED)
             return
@@ -547,28 +399,27 @@ class SchedulerActor(Actor):
         source, base = transfer.source, transfer.pull.pool.base
         word = self._word(transfer)
         if not transfer.claimed:
-            self._retries.set(transfer.number, self.loop.time() + _CLAIM_AFTER)
+            self._asks.claim_if_it_lasts(transfer)
         self._transport.read(transfer.number, source.agent, base, source.pool.base, transfer.descriptors, stamp=word)
 
-    def _word(self, transfer: _Transfer) -> int:
+    def _word(self, transfer: Transfer) -> int:
         """Where the lease's stamp is to be read, 0 where a message must prove that it was held."""
-        pull = transfer.pull
-        rank = pull.ticket.ranks[transfer.source.rank]
-        stamps = pull.views[rank.address].stamps
-        if not stamps or not rank.stamp or transfer.address not in self._direct:
+        ticket, rank = transfer.pull.ticket, transfer.rank
+        stamps = transfer.pull.views[rank.address].stamps
+        if not transfer.direct or not stamps or not rank.stamp:
             return 0
-        transfer.stamp = stamp(transfer.generation, digest(pull.ticket.tokens, pull.ticket.spans(rank)))
+        transfer.stamp = stamp(transfer.generation, digest(ticket.tokens, ticket.spans(rank)))
         return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
     # --- a pull ends ------------------------------------------------------------------------------------------------
 
-    def _contributed(self, pull: _Pull) -> None:
+    def _contributed(self, pull: Pull) -> None:
         if not pull.outcome and all(transfer.state in _PROVEN for transfer in pull.transfers):
             self._conclude(pull, "done")
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
             self._check_free(pull)
 
-    def _end(self, pull: _Pull, error: KvdError, *, cancelled: bool = False) -> None:
+    def _end(self, pull: Pull, error: KvdError, *, cancelled: bool = False) -> None:
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
@@ -587,7 +438,7 @@ class SchedulerActor(Actor):
             self._count_quarantined(+1)
         self._check_free(pull)
 
-    def _conclude(self, pull: _Pull, outcome: str, error: KvdError | None = None) -> None:
+    def _conclude(self, pull: Pull, outcome: str, error: KvdError | None = None) -> None:
         pull.outcome = outcome
         if pull.span is not None:
             pull.span.end(outcome, error)
@@ -595,7 +446,7 @@ class SchedulerActor(Actor):
         self._house.metrics.pulls.labels(outcome).inc()
         self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)
 
-    def _check_free(self, pull: _Pull) -> None:
+    def _check_free(self, pull: Pull) -> None:
         """Gives the blocks of an ended pull back once nothing can write to them."""
         if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
             return

@@ -1,5 +1,7 @@
 """The end of a run: a healed world serves fresh requests, and when nobody asks for anything, nothing is left over."""
 
+from operator import attrgetter
+
 from kvd.actors.leases import LeasesActor
 from kvd.actors.scheduler import SchedulerActor
 from kvd.sim.engines import Router
@@ -72,7 +74,7 @@ def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> 
         if actor.waiting:
             world.violate(Promise.SOUND, f"{daemon.name}: {actor.waiting} messages wait for {actor.name}")
     left: dict[str, object] = {
-        f"{name}.{table}": getattr(getattr(house, name), table) for name, tables in _LEFT.items() for table in tables
+        f"{name}.{table}": attrgetter(table)(getattr(house, name)) for name, tables in _LEFT.items() for table in tables
     }
     left["transport reads"] = daemon.transport._reads
     left["transport peers"] = daemon.transport._peers
@@ -132,7 +134,7 @@ _LEFT = {
         "_quarantined",
         "_quiescing",
         "_deadlines",
-        "_retries",
+        "_asks._due",
     ),
 }
 """What an actor keeps for requests and peers: empty in a world at rest."""

@@ -1,16 +1,18 @@
 """SIGKILL and SIGSTOP of everybody at each step of a pull: every request ends in time, and never in wrong bytes.
 
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
-the same host needs only the producer's memory, during the read, so that the fence is not answered. Over TCP a paused
-producer stalls the read itself.
+the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
+a stamp, that the producer does not hear of the proven read). Over TCP a paused producer stalls the read itself.
 """
 
 import contextlib
 import os
 import signal
 
+import msgspec
 import pytest
 
+from kvd.protocol import ticket as tickets
 from tests.e2e.fleet import Fleet, RemoteError, send, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -20,16 +22,22 @@ HALF = list(range(0, BLOCKS // 2, 2))
 """No two adjacent: so many descriptors take long enough to be caught in the middle."""
 TIMEOUT = 2.0
 VICTIMS = ("producer-daemon", "consumer-daemon", "producer-worker", "consumer-worker")
-STEPS = ("connecting", "claiming", "reading", "fencing", "done")
+STEPS = ("connecting", "claiming", "reading", "fencing", "settling", "done")
+WAYS = {
+    "messages": ("connecting", "claiming", "reading", "fencing", "done"),
+    "stamps": ("reading", "settling"),
+    "tcp": ("reading",),
+}
+"""How leases are proven, and the steps in which that makes a difference."""
 
 
 class Stage:
     """Two daemons, their workers and an observer at the consumer; whoever was killed is brought back."""
 
-    def __init__(self, fleet, transport):
-        self.fleet = fleet
+    def __init__(self, fleet, way):
+        self.fleet, self.way = fleet, way
         self.turn = 0
-        if transport == "tcp":
+        if way == "tcp":
             os.environ["UCX_TLS"] = "tcp"
         try:
             self.producer, self.consumer = (fleet.daemon(name, heartbeat="1.0") for name in "pd")
@@ -63,6 +71,8 @@ class Stage:
         self.prefill.call("fill", ids=HALF, value=self.value)
         self.decode.call("clear")
         ticket = self.prefill.call("offer", name=self.request, ids=HALF)
+        if self.way == "messages":
+            ticket = _without_lease(ticket)
         before_pull()
         self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
 
@@ -141,7 +151,14 @@ class Stage:
         assert self.decode.call("untouched", ids=self.target, value=0)
 
 
-@pytest.fixture(scope="module", params=["cma", "tcp"])
+def _without_lease(text):
+    """The ticket as a worker would make it by itself: it must be claimed and fenced by messages."""
+    ticket = tickets.decode(text)
+    ranks = tuple(msgspec.structs.replace(rank, generation=0, epoch=0, stamp=0) for rank in ticket.ranks)
+    return msgspec.structs.replace(ticket, ranks=ranks).encode()
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def whole_stage(request, tmp_path_factory):
     with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
         yield Stage(fleet, request.param)
@@ -161,16 +178,11 @@ def stage(whole_stage, held):
     whole_stage.recover()
 
 
-def _steps(stage_name):
-    """Over TCP only the read differs; a paused producer never lets it get to the fence."""
-    return ("reading",) if stage_name == "tcp" else STEPS
-
-
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_request_ends_when_one_is_killed(stage, held, victim, step, request):
-    if step not in _steps(request.node.callspec.params["whole_stage"]):
-        pytest.skip("the same as without TCP, where it is tested")
+    if step not in WAYS[request.node.callspec.params["whole_stage"]]:
+        pytest.skip("no such step, or the same as in another way")
     stage.hold_at(step, held)
     stage.victim(victim).kill()
     if victim != "consumer-worker" and step != "done":
@@ -182,8 +194,8 @@ def test_every_request_ends_when_one_is_killed(stage, held, victim, step, reques
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, request):
-    if step not in _steps(request.node.callspec.params["whole_stage"]):
-        pytest.skip("the same as without TCP, where it is tested")
+    if step not in WAYS[request.node.callspec.params["whole_stage"]]:
+        pytest.skip("no such step, or the same as in another way")
     stage.hold_at(step, held)
     child = stage.victim(victim).child
     send(child, signal.SIGSTOP)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.actors import gateway, leases, pools, scheduler
+from kvd.actors import asks, gateway, leases, pools, scheduler
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.completion import CompletionActor, _Log
 from kvd.actors.expiry import Expiry
@@ -276,12 +276,12 @@ def successors_do_not_wait(monkeypatch):
 
 @mutation(Promise.SURVIVES, first=107)
 def claims_are_not_renewed(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, scheduler._RenewAll, lambda self, message: None)
+    handler(monkeypatch, scheduler.SchedulerActor, asks.RenewAll, lambda self, message: None)
 
 
 @mutation(Promise.SURVIVES, first=46)
 def lost_asks_are_not_sent_again(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, scheduler._AskAgain, lambda self, message: None)
+    handler(monkeypatch, scheduler.SchedulerActor, asks.Overdue, lambda self, message: None)
 
 
 @mutation(Promise.SURVIVES)

@@ -1,0 +1,76 @@
+"""The scheduler's records: a pull, and the transfers that it has of each producer rank."""
+
+from dataclasses import dataclass, field
+
+from kvd.actors.messages import PeerView, Pool
+from kvd.actors.routes import Source
+from kvd.actors.spans import PullSpan, TransferSpan
+from kvd.plan import Descriptors
+from kvd.protocol.peer import Grant
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import Message, Spans
+from kvd.state import transfer as machine
+from kvd.state.transfer import State
+
+PullKey = tuple[str, str]
+"""(worker, request)."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What one producer rank contributes. `number` names its claim to the producer and its read to the transport."""
+
+    number: int
+    pull: "Pull"
+    source: Source
+    address: str
+    direct: bool
+    """The last read of this peer reached its memory without its transport: it is of the same host."""
+    state: State = machine.TABLE.initial
+    generation: int = 0
+    descriptors: Descriptors | None = None
+    planned: bool = False
+    early_grant: Grant | None = None
+    """Speaks of a pool that the peer has not told us about yet."""
+    bytes: int = 0
+    stamp: int = 0
+    """What the lease's word holds while it is alive; 0 where it is not read."""
+    claimed: bool = False
+    """The producer was asked to hold the lease."""
+    granted: bool = False
+    """And does."""
+    writing: bool = False
+    """A read is open: its blocks are in quarantine should the pull end."""
+    ask: Message | None = None
+    """What the producer has not answered yet: sent again when the answer is late."""
+    span: TransferSpan | None = None
+
+    @property
+    def rank(self) -> TicketRank:
+        """The producer rank, as the ticket names it."""
+        return self.pull.ticket.ranks[self.source.rank]
+
+
+@dataclass(slots=True)
+class Pull:
+    """What a worker asked for."""
+
+    key: PullKey
+    pool: Pool
+    ticket: Ticket
+    spans: Spans
+    started: float
+    awaited: set[str]
+    """Addresses of peers that must be ready before the pull can be routed."""
+    transfers: list[Transfer] = field(default_factory=list)
+    outcome: str = ""
+    quarantined: bool = False
+    looks: int = 0
+    """How often the peers' pools were looked through."""
+    views: dict[str, PeerView] = field(default_factory=dict)
+    """The producers as they were when the pull was routed: one that has done its part may be gone since."""
+    span: PullSpan | None = None
+
+    def asks(self, address: str) -> bool:
+        """Whether one of its producer ranks is there."""
+        return any(rank.address == address for rank in self.ticket.ranks)
