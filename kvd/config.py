@@ -43,6 +43,13 @@ class Config(BaseSettings):
     peers: Path | None = Field(
         None, description="Peer file: a line `<name> <address>` for each daemon to meet ahead; read when it changes."
     )
+    peers_dns: str | None = Field(
+        None,
+        description="DNS name of daemons to meet ahead: SRV as `_kvd._tcp.decode.example`, or `decode.example:7710`.",
+    )
+    dns_server: str | None = Field(
+        None, pattern=r"^\S+:\d+$", description="host:port of the DNS server, where it is not /etc/resolv.conf's."
+    )
     curve_key: Path | None = Field(
         None,
         description="Key file of this daemon (`kvd keys generate`): peers are let in by key, and encrypted.",

@@ -18,18 +18,21 @@ from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
 from kvd.config import Config
+from kvd.discovery.directory import Directory
+from kvd.discovery.file import PeersFile
+from kvd.discovery.names import PeerNames
 from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.health import Health
 from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
+from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
-from kvd.peers_file import PeersFile
 from kvd.rejections import Rejections
 from kvd.transport.nixl import NixlTransport
 from kvd.transport.striped import StripedTransport
@@ -38,8 +41,6 @@ from kvd.watchdog import Watchdog
 if TYPE_CHECKING:
     from kvd.tracing import Traces
 
-_WATCH_SECONDS = 1.0
-"""Between two looks at the peer file."""
 _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
@@ -80,9 +81,7 @@ class Daemon:
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
         self._trust = self._load_trust()
-        own = config.advertise or config.listen
-        peers_file = PeersFile(config.peers, config.name, own, self._trust) if config.peers else None
-        expected: frozenset[str] = peers_file.read() if peers_file else frozenset()
+        self._directory = self._make_directory()
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
@@ -120,6 +119,7 @@ class Daemon:
             transport_answered=self._transport_answered,
             store=self._store,
             policy=policy.Policy(os.geteuid(), rules),
+            stamps=HostStamps(),
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
@@ -132,9 +132,7 @@ class Daemon:
         )
         self._watchdog.start()
         loop.call_later(config.pool_linger, self._store.drop_unclaimed)
-        if peers_file is not None:
-            self._expect(expected)
-            self._watch(peers_file)
+        self._directory.start()
         self.health.set("starting", None)
         self._notifier.ready()
         self._log.info(
@@ -148,6 +146,7 @@ class Daemon:
             pools_kept=self._store.unclaimed,
         )
         await self._stopping.wait()
+        self._directory.stop()
         await self._shut_down()
 
     async def _shut_down(self) -> None:
@@ -225,20 +224,16 @@ class Daemon:
             return
         self._trust.replace(allowed)
         self._log.info("allow-list read", peers=len(allowed))
+        self._directory.refresh()
 
-    def _expect(self, addresses: frozenset[str]) -> None:
-        self.house.handshake.tell(ExpectPeers(addresses))
-        self._log.info("peers expected", peers=len(addresses))
-
-    def _watch(self, file: PeersFile) -> None:
-        """Looks whether the peer file has changed; one that cannot be read changes nothing."""
-        if file.changed():
-            try:
-                self._expect(file.read())
-            except KvdError as error:
-                self._log.error("the expected peers stay as they were", reason=error.text)
-        if not self._stopping.is_set():
-            asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._watch, file)
+    def _make_directory(self) -> Directory:
+        config, own = self.config, self.config.advertise or self.config.listen
+        return Directory(
+            PeersFile(config.peers, config.name, own, self._trust) if config.peers else None,
+            PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server) if config.peers_dns else None,
+            lambda addresses: self.house.handshake.tell(ExpectPeers(addresses)),
+            self._log,
+        )
 
     def _is_idle(self, actor: str) -> None:
         self._busy.discard(actor)

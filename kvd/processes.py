@@ -99,9 +99,9 @@ class Processes:
         self._logs = logs
         self._children: list[Child] = []
 
-    def start(self, name: str, module: str, *arguments: str, piped: bool = False) -> Child:
-        """Runs a module with this interpreter."""
-        command = [sys.executable, "-m", module, *arguments]
+    def start(self, name: str, module: str, *arguments: str, piped: bool = False, within: Sequence[str] = ()) -> Child:
+        """Runs a module with this interpreter; `within` is a command that becomes the one after it, as `nice` does."""
+        command = [*within, sys.executable, "-m", module, *arguments]
         child = Child(name, command, self._logs / f"{name}.log", piped=piped)
         self._children.append(child)
         return child

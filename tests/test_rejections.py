@@ -1,8 +1,9 @@
 from prometheus_client import CollectorRegistry
 
+from kvd.actors.once import MAX_CULPRITS
 from kvd.metrics import Metrics
 from kvd.net.trust import Reason, Rejection
-from kvd.rejections import MAX_LOGGED, Rejections
+from kvd.rejections import Rejections
 
 
 class Log:
@@ -30,8 +31,8 @@ def test_every_attempt_is_counted_and_each_key_logged_once():
 def test_an_attacker_with_ever_new_keys_fills_neither_memory_nor_log():
     metrics, log = Metrics(CollectorRegistry()), Log()
     rejections = Rejections(metrics, log)
-    for number in range(2 * MAX_LOGGED):
+    for number in range(2 * MAX_CULPRITS):
         rejections(Rejection(Reason.UNKNOWN_KEY, f"{number:064x}"))
-    assert count(metrics, "unknown_key") == 2 * MAX_LOGGED
-    assert len(log.lines) == MAX_LOGGED + 1
-    assert log.lines[-1][0] == "further rejections are counted only"
+    assert count(metrics, "unknown_key") == 2 * MAX_CULPRITS
+    assert len(log.lines) == MAX_CULPRITS + 1
+    assert log.lines[-1][0] == "further ones are counted only"

@@ -37,6 +37,7 @@ from kvd.actors.messages import (
     Undelivered,
     WorkerGone,
 )
+from kvd.actors.once import Once
 from kvd.actors.policy import Policy
 from kvd.actors.rate import Pace, Rate
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
@@ -64,7 +65,7 @@ from kvd.protocol.worker import (
 
 _ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
 _REQUESTS = Pace(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
-_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, limits.MAX_STATUSES_PER_SECOND)
+_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, 2 * limits.MAX_STATUSES_PER_SECOND)
 _log = structlog.get_logger("kvd.gateway")
 _SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 
@@ -91,8 +92,6 @@ class _Session:
     pool: Pool
     requests: Rate
     backlogged: bool = False
-    borrowed: bool = False
-    """Whether another user tried to speak for it, which is logged once."""
 
 
 @dataclass(slots=True)
@@ -125,6 +124,7 @@ class GatewayActor(Actor):
         self._draw_session = draw_session
         self._describe = describe
         self._policy = policy
+        self._once = Once(_log, "kvd_requests_refused_total")
         self._attaches: dict[int, Rate] = {}
         """By user; those that are full again are forgotten."""
         self._connections: dict[int, _Connection] = {}
@@ -181,7 +181,7 @@ class GatewayActor(Actor):
             raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
         if len(event.descriptors) > 1:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{len(event.descriptors)} descriptors came along; at most one may")
-        quota = self._policy.permit(connection.uid, connection.gid, request.worker)
+        quota = self._permit(connection, request.worker)
         self._check_attach_rate(connection.uid)
         spec = CacheSpec.decode(request.spec)
         connection.worker = request.worker
@@ -197,6 +197,13 @@ class GatewayActor(Actor):
                 quota=quota,
             )
         )
+
+    def _permit(self, connection: _Connection, worker: str) -> int | None:
+        try:
+            return self._policy.permit(connection.uid, connection.gid, worker)
+        except BadRequest as error:
+            self._once.warn("attach not permitted", connection.uid, uid=connection.uid, worker=worker, text=error.text)
+            raise
 
     def _check_attach_rate(self, uid: int) -> None:
         now = self.loop.time()
@@ -290,13 +297,13 @@ class GatewayActor(Actor):
         if session is not None and event.uid != session.uid:
             # Not answered: an answer would travel to the session's owner.
             self._house.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
-            if not session.borrowed:
-                session.borrowed = True
-                _log.warning("session of another user", worker=session.pool.worker, owner=session.uid, uid=event.uid)
+            worker, owner = session.pool.worker, session.uid
+            self._once.warn("session of another user", worker, event.uid, worker=worker, owner=owner, uid=event.uid)
             return
         call = 0
         try:
             if session is None:
+                self._once.warn("message of no session", event.uid, uid=event.uid)
                 raise BadRequest(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
             request = codec.worker_requests.decode(event.frame)
             call = getattr(request, "call", 0)

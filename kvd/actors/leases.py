@@ -35,8 +35,9 @@ from kvd.actors.messages import (
 )
 from kvd.actors.spans import ClaimSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Offered, Released
 from kvd.state import lease as machine
@@ -64,6 +65,8 @@ class _Lease:
     digest: int
     blocks: int
     expires: float
+    stamp: int
+    """The word in which its stamp lies while it is alive, 0 for none."""
     state: State = machine.TABLE.initial
     reason: str = ""
     """Why it ended, in the words of `Released.reason`."""
@@ -98,9 +101,16 @@ class LeasesActor(Actor):
 
     name = "leases"
 
-    def __init__(self, house: House, peer_address: Callable[[], str], expect_readers: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        house: House,
+        peer_address: Callable[[], str],
+        expect_readers: Callable[[bool], None],
+        stamps: Stamps,
+    ) -> None:
         super().__init__(house.post)
         self._house = house
+        self._stamps = stamps
         self._peer_address = peer_address
         self._expect_readers = expect_readers
         self._pools: dict[str, Pool] = {}
@@ -141,13 +151,15 @@ class LeasesActor(Actor):
             return
         self._last_generation += 1
         blocks = sum(len(span.ids) for span in offer.spans) // 4
+        content = ticket.digest(offer.tokens, offer.spans)
         lease = _Lease(
             key=key,
             pool=pool,
             generation=self._last_generation,
-            digest=ticket.digest(offer.tokens, offer.spans),
+            digest=content,
             blocks=blocks,
             expires=self.loop.time() + offer.ttl,
+            stamp=self._stamps.put(ticket.stamp(self._last_generation, content)),
         )
         self._graves.unset(key)
         self._leases[key] = lease
@@ -162,6 +174,7 @@ class LeasesActor(Actor):
             blocks=0,
             generation=lease.generation,
             epoch=pool.epoch,
+            stamp=lease.stamp,
         )
         text = Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,)).encode()
         self._house.gateway.tell(Answer(pool.worker, Offered(offer.call, text)))
@@ -213,6 +226,10 @@ class LeasesActor(Actor):
                 self._claimed(ClaimKey(sender, claim.claim), claim)
             case Fence() as fence:
                 self._fence(ClaimKey(sender, fence.claim), fence)
+            case Settle() as settle:
+                for fence in settle.fences:
+                    self._check_fence(ClaimKey(sender, fence.claim), fence)
+                self._reply(sender, Settled(tuple(fence.claim for fence in settle.fences)))
             case Renew() as renewal:
                 self._renew(sender, renewal.claims)
             case Release() as release:
@@ -328,7 +345,14 @@ class LeasesActor(Actor):
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
     def _fence(self, key: ClaimKey, fence: Fence) -> None:
-        if fence.unclaimed is not None and key not in self._fenced:
+        if self._check_fence(key, fence):
+            self._reply(key.sender, Held(key.claim))
+        else:
+            self._say_broken(key)
+
+    def _check_fence(self, key: ClaimKey, fence: Fence) -> bool:
+        """Whether the lease is held under that generation; if so, this reader has finished."""
+        if fence.unclaimed is not None and key not in self._fenced and key not in self._held:
             self._begin_span(key, fence.unclaimed)
             self._hold_unclaimed(key, fence.unclaimed, fence.generation)
         lease = self._held.get(key)
@@ -340,9 +364,7 @@ class LeasesActor(Actor):
         self._house.metrics.fences.labels("held" if held else "broken").inc()
         if held:
             self._end_span(key, "held")
-            self._reply(key.sender, Held(key.claim))
-        else:
-            self._say_broken(key)
+        return held
 
     def _hold_unclaimed(self, key: ClaimKey, request: Claim, generation: int) -> None:
         """A read that was not claimed: the lease that its ticket named must be alive still, and be the same."""
@@ -400,6 +422,8 @@ class LeasesActor(Actor):
     def _step(self, lease: _Lease, event: Event, reason: str) -> None:
         step = machine.TABLE.step(lease.state, event)
         lease.state = step.state
+        if Effect.RELEASE in step.effects:
+            self._stamps.wipe(lease.stamp)  # before anybody is told: who finds the stamp knows that nobody was
         if Effect.BREAK in step.effects:
             for key in list(lease.claims):
                 self._break(key, f"the offer {lease.key[1]!r} has ended ({reason})")
@@ -450,7 +474,7 @@ class LeasesActor(Actor):
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)
 
-    def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken) -> None:
+    def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken | Settled) -> None:
         self._house.handshake.tell(AnswerPeer(sender, message))
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------

@@ -49,12 +49,14 @@ def test_a_session_id_that_was_never_given_is_not_attached():
     lone = Lone()
     lone.worker("prefill")
     before = refused("worker", "not_attached")
-    for _ in range(ATTEMPTS):
-        guess = os.urandom(16)
-        lone.say(guess, offer("guess"))
-        (answer,) = lone.heard(guess)
-        assert (type(answer), answer.code) == (Error, "not_attached")
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(ATTEMPTS):
+            guess = os.urandom(16)
+            lone.say(guess, offer("guess"))
+            (answer,) = lone.heard(guess)
+            assert (type(answer), answer.code) == (Error, "not_attached")
     assert refused("worker", "not_attached") - before == ATTEMPTS
+    assert [entry["event"] for entry in logs] == ["message of no session"]
 
 
 def test_another_user_may_not_attach_under_any_name():
@@ -62,10 +64,12 @@ def test_another_user_may_not_attach_under_any_name():
     lone.worker("prefill")
     number = lone.connect(STRANGER, STRANGER)
     before = refused("session", "not_permitted")
-    for attempt in range(ATTEMPTS):
-        answer = lone.attach(number, "prefill" if attempt % 2 else f"pool-{attempt}")
-        assert (type(answer), answer.code) == (Refused, "not_permitted")
+    with structlog.testing.capture_logs() as logs:
+        for attempt in range(ATTEMPTS):
+            answer = lone.attach(number, "prefill" if attempt % 2 else f"pool-{attempt}")
+            assert (type(answer), answer.code) == (Refused, "not_permitted")
     assert refused("session", "not_permitted") - before == ATTEMPTS
+    assert [(entry["event"], entry["uid"]) for entry in logs] == [("attach not permitted", STRANGER)]
 
 
 def test_a_user_with_a_rule_cannot_take_the_pool_of_another_even_when_it_is_free():
@@ -141,12 +145,12 @@ def test_who_attaches_too_often_is_told_to_wait_and_others_are_not():
 def test_who_asks_too_often_is_told_to_slow_down_and_others_are_not(kind):
     lone = Lone()
     loud, calm = lone.worker("loud"), lone.worker("calm")
-    attempts = 2 * limits.MAX_REQUESTS_PER_WORKER if kind == "offers" else 100
+    attempts = 2 * limits.MAX_REQUESTS_PER_WORKER if kind == "offers" else 4 * limits.MAX_STATUSES_PER_SECOND
     for number in range(attempts):
         lone.say(loud, offer("same", number) if kind == "offers" else encode(StatusRequest(number)))
     codes = [getattr(answer, "code", "") for answer in lone.heard(loud)]
     assert len(codes) == attempts
-    assert codes.count("overloaded") >= attempts // 2
+    assert codes.count("overloaded") > attempts // 3
     lone.say(calm, encode(StatusRequest(1)))
     assert isinstance(lone.heard(calm)[0], Status)
 

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ class RemoteError(Exception):
 class Daemon:
     """A `kvd serve` that can be killed, paused and started again at the same place."""
 
-    def __init__(self, processes: Processes, folder: Path, name: str, flags: dict[str, str]) -> None:
-        self._processes, self._folder = processes, folder
+    def __init__(
+        self, processes: Processes, folder: Path, name: str, flags: dict[str, str], within: Sequence[str] = ()
+    ) -> None:
+        self._processes, self._folder, self._within = processes, folder, within
         self.name, self.flags = name, flags
         self.socket = folder / f"{name}.sock"
         self.starts = 0
@@ -39,7 +41,7 @@ class Daemon:
         flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", "heartbeat": "0.3", **self.flags}
         arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
         run = f"{self.name}-{self.starts}"
-        self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments)
+        self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments, within=self._within)
         self.log = self._folder / f"{run}.log"
 
     def kill(self) -> None:
@@ -137,10 +139,9 @@ class Fleet:
     def __exit__(self, *details: Any) -> None:
         self._processes.__exit__(*details)
 
-    def daemon(self, name: str, **flags: str) -> Daemon:
-        return Daemon(
-            self._processes, self._folder, name, {key.replace("_", "-"): value for key, value in flags.items()}
-        )
+    def daemon(self, name: str, *, within: Sequence[str] = (), **flags: str) -> Daemon:
+        named = {key.replace("_", "-"): value for key, value in flags.items()}
+        return Daemon(self._processes, self._folder, name, named, within)
 
     def worker(self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096) -> Worker:
         self._runs += 1

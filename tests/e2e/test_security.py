@@ -5,35 +5,11 @@ import urllib.request
 
 import pytest
 
-from kvd.net import keys
+from tests.discovery.responder import Responder
 from tests.e2e.fleet import Fleet, send, until
+from tests.e2e.keyring import Keyring
 
 pytestmark = pytest.mark.e2e
-
-
-class Keyring:
-    """Makes each daemon's key and one list for all."""
-
-    def __init__(self, fleet, folder):
-        self._fleet, self._folder = fleet, folder
-        self.allowed = folder / "peers"
-        self.lines = {}
-
-    def daemon(self, name, *, listed=True):
-        pair, file = keys.generate(), self._folder / f"{name}.key"
-        keys.save(pair, file)
-        self.lines[name] = f"{pair.public.hex()} {name}\n"
-        if listed:
-            self.write(*self.lines)
-
-        def start(**flags):
-            return self._fleet.daemon(name, curve_key=str(file), curve_peers=str(self.allowed), **flags)
-
-        return start
-
-    def write(self, *names):
-        self.allowed.write_text("".join(self.lines[name] for name in names))
-        self.allowed.chmod(0o644)
 
 
 def rejected(daemon, reason):
@@ -80,15 +56,32 @@ def test_a_daemon_without_a_key_moves_nothing(fleet: Fleet, tmp_path):
     assert "uses CURVE and this one does not; give it `curve_key` and `curve_peers`" in ended["text"]
 
 
+def has_met(daemon):
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+        return 'kvd_peers{state="ready"} 1.0' in answer.read().decode()
+
+
 def test_a_daemon_in_the_peer_file_is_met_before_anybody_pulls(fleet: Fleet, tmp_path):
     ring, peers = Keyring(fleet, tmp_path), tmp_path / "fleet"
     start_p, start_d = ring.daemon("p"), ring.daemon("d")
     peers.write_text("")
     producer, consumer = start_p(), start_d(peers=str(peers))
     place = producer.serving()["address"].partition("#")[0]
-    http = consumer.serving()["http"]
     peers.write_text(f"p {place}\n")
     for _ in until(20, "the daemons have met"):
-        with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
-            if 'kvd_peers{state="ready"} 1.0' in answer.read().decode():
+        if has_met(consumer):
+            break
+
+
+def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_path):
+    ring = Keyring(fleet, tmp_path)
+    start_p, start_d = ring.daemon("p"), ring.daemon("d")
+    producer = start_p()
+    port = producer.serving()["address"].partition("#")[0].rpartition(":")[2]
+    with Responder() as responder:
+        responder.records["_kvd._tcp.p.example", "SRV"] = (5, f"0 0 {port} p.example.")
+        responder.records["p.example", "A"] = (5, "127.0.0.1")
+        consumer = start_d(peers_dns="_kvd._tcp.p.example", dns_server=responder.address)
+        for _ in until(20, "the daemons have met"):
+            if has_met(consumer):
                 break

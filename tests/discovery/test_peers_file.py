@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from kvd.discovery.file import PeersFile
 from kvd.errors import BadRequest
 from kvd.net import keys
 from kvd.net.trust import Trust
-from kvd.peers_file import PeersFile
 
 OWN, OTHER = keys.generate(), keys.generate()
 TRUST = Trust(OWN, "host-a", {OTHER.public: "host-b"})

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from kvd import limits
+from kvd.discovery.reach import check_mutual
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.trust import Trust
-from kvd.protocol.address import is_everywhere, is_loopback
+from kvd.protocol.address import is_everywhere
 
 _COMMENT: Final = re.compile(r"(^|\s)#.*")
 
@@ -44,7 +45,7 @@ class PeersFile:
             )
         found = (self._address(number, _COMMENT.sub("", line)) for number, line in enumerate(lines, 1))
         addresses = frozenset(address for address in found if address)
-        self._check_reachable(addresses)
+        check_mutual(self._own, addresses)
         return addresses
 
     def changed(self) -> bool:
@@ -77,12 +78,3 @@ class PeersFile:
             text = f"{self._path}, line {number}: {name!r} is not on the allow-list, and its address names no key"
             raise BadRequest(ErrorCode.BAD_CONFIG, text)
         return f"{address}#{key.hex()}"
-
-    def _check_reachable(self, addresses: frozenset[str]) -> None:
-        abroad = sorted(address for address in addresses if not is_loopback(address))
-        if abroad and is_loopback(self._own):
-            text = (
-                f"peers would look for this daemon at {self._own.partition('#')[0]}, which on {abroad[0]}'s host means "
-                "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"
-            )
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)

@@ -1,0 +1,115 @@
+"""Hosts on one machine: network namespaces joined by a switch, for measurements and tests. Takes root and `ip`.
+
+Everything is made under names of this process, and is gone when the `with` block is left: devices go with their
+namespaces. Nothing is changed in the namespace that this process is in.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+
+_NOBODY = "02:00:00:00:00:fe"
+"""An Ethernet address that no host has."""
+
+
+def why_not() -> str | None:
+    """What is missing here for namespaces; None where nothing is."""
+    if os.geteuid() != 0:
+        return "network namespaces take root"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "network namespaces take `ip` and `tc` (apt-get install iproute2)"
+    ran = subprocess.run(["ip", "netns", "list"], capture_output=True, check=False)  # noqa: S607
+    return None if ran.returncode == 0 else f"`ip netns` does not work here: {ran.stderr.decode().strip()}"
+
+
+class Host:
+    """One namespace with an interface `eth0`. `within` makes a command run there."""
+
+    def __init__(self, switch: str, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.namespace = f"kvd-{os.getpid()}-{name}"
+        self.within: Sequence[str] = ("ip", "netns", "exec", self.namespace)
+        self._switch = switch
+
+    def connect(self) -> None:
+        """Makes the namespace and plugs it into the switch."""
+        _run("ip", "netns", "add", self.namespace)
+        _run(
+            "ip", "-n", self._switch, "link", "add", self.name, "type", "veth", "peer", "eth0", "netns", self.namespace
+        )
+        _run("ip", "-n", self._switch, "link", "set", self.name, "master", "bridge", "up")
+        _run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _run("ip", "-n", self.namespace, "link", "set", device, "up")
+
+    def remove(self) -> None:
+        """Takes the namespace away, where it was made."""
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True, check=False)  # noqa: S603, S607
+
+    def readdress(self, address: str) -> None:
+        """Gives it another address of the same network, instead of the one it has."""
+        _run("ip", "-n", self.namespace, "address", "flush", "dev", "eth0")
+        _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        self.address = address
+
+    def throttle(self, megabits: int) -> None:
+        """Lets it send so many megabits a second from now on."""
+        token = ["tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", *token)
+
+    def unthrottle(self) -> None:
+        """Lets it send as fast as it can again."""
+        _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", "eth0", "root")
+
+    def unplug(self) -> None:
+        """Pulls its cable: nothing gets in or out, and nobody is told."""
+        _run("ip", "-n", self._switch, "link", "set", self.name, "down")
+
+    def plug(self) -> None:
+        """Puts the cable back."""
+        _run("ip", "-n", self._switch, "link", "set", self.name, "up")
+
+    def mute(self, *others: "Host") -> None:
+        """What it sends to the others is lost without a word; what they send arrives."""
+        for other in others:
+            _run("ip", "-n", self.namespace, "neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0")
+
+    def unmute(self, *others: "Host") -> None:
+        """What it sends to the others arrives again."""
+        for other in others:
+            _run("ip", "-n", self.namespace, "neigh", "delete", other.address, "dev", "eth0")
+
+
+class Hosts:
+    """Hosts of these names on one network, 10.77.0.0/24."""
+
+    def __init__(self, *names: str) -> None:
+        self._switch = f"kvd-{os.getpid()}-switch"
+        self.hosts = [Host(self._switch, name, f"10.77.0.{number}") for number, name in enumerate(names, 1)]
+
+    def __enter__(self) -> list[Host]:
+        try:
+            _run("ip", "netns", "add", self._switch)
+            _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+            for host in self.hosts:
+                host.connect()
+        except BaseException:
+            self._remove()
+            raise
+        return self.hosts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for host in self.hosts:
+            host.remove()
+        subprocess.run(["ip", "netns", "delete", self._switch], capture_output=True, check=False)  # noqa: S603, S607
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - the command is ours

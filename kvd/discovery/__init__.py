@@ -1,0 +1,1 @@
+"""Which daemons to meet ahead of the first transfer: a file, DNS. Whom to trust, the allow-list alone says."""

@@ -1,0 +1,22 @@
+"""Checks that every source of peers makes."""
+
+from collections.abc import Iterable
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol.address import is_loopback
+
+
+def check_mutual(own: str, addresses: Iterable[str]) -> None:
+    """Whether the daemons at `addresses` could find the one at `own`, too.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, one of them is on another host, and `own` means that host itself there.
+
+    """
+    abroad = sorted(address for address in addresses if not is_loopback(address))
+    if abroad and is_loopback(own):
+        text = (
+            f"peers would look for this daemon at {own.partition('#')[0]}, which on {abroad[0]}'s host means "
+            "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"
+        )
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)

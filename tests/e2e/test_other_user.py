@@ -1,0 +1,117 @@
+"""Another user of the host, over real sockets: 1,000 attempts of each kind get nothing, and are counted."""
+
+import json
+import os
+import select
+import socket
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvd.bench.spec import flat_spec
+from kvd.net.options import Kind, apply
+from kvd.net.stream import FrameStream
+from kvd.protocol import codec
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Attach, Offer
+from tests.e2e.fleet import Fleet, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")]
+
+ATTEMPTS = 1000
+NOBODY = 65534
+SPEC = flat_spec(16, 16).encode()
+
+
+class Session:
+    """The session socket, without a client that would know better."""
+
+    def __init__(self, path):
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.connect(str(path))
+        self._stream = FrameStream(connected)
+
+    def attach(self, name):
+        self._stream.send(codec.encode(Attach(name, bytes(16), SPEC)))
+        assert select.select([self._stream.fileno()], [], [], 20)[0]
+        (frame,) = self._stream.receive()
+        for descriptor in frame.descriptors:
+            os.close(descriptor)
+        return codec.session_replies.decode(frame.content)
+
+    def close(self):
+        self._stream.close()
+
+
+def attach_in_vain(path):
+    session = Session(path)
+    return [getattr(session.attach("mine" if n % 2 else f"n{n}"), "code", None) for n in range(ATTEMPTS)]
+
+
+def offer_in_the_name_of(endpoint, session):
+    offer = Offer(1, "theft", 16, (Span(0, 0, bytes(4)),), 60.0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
+        apply(thief, Kind.WORKER_DEALER)
+        thief.setsockopt(zmq.LINGER, 10_000)
+        thief.setsockopt(zmq.ROUTING_ID, session)
+        thief.connect(endpoint)
+        for _ in range(ATTEMPTS):
+            thief.send(codec.encode(offer))
+        return [bool(thief.poll(300))]
+
+
+def as_nobody(work, *arguments):
+    """What `work` returns in a process of another user's."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(sink, json.dumps(work(*arguments)).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with os.fdopen(source, "rb") as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    return json.loads(answer)
+
+
+def refused(daemon, where):
+    line = f'kvd_requests_refused_total{{code="not_permitted",socket="{where}"}} '
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+        found = [text for text in answer.read().decode().splitlines() if text.startswith(line)]
+    return float(found[0].split()[-1]) if found else 0.0
+
+
+@pytest.fixture
+def daemon():
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder, Fleet(Path(folder)) as fleet:
+        os.chmod(folder, 0o755)  # noqa: S103 - what is tested is that this does not help
+        started = fleet.daemon("d", socket_mode="0666")
+        started.serving()
+        yield started
+
+
+def test_another_user_may_not_attach_however_often_it_tries(daemon):
+    assert as_nobody(attach_in_vain, daemon.socket) == ["not_permitted"] * ATTEMPTS
+    assert refused(daemon, "session") == ATTEMPTS
+    assert daemon.log.read_text().count('"attach not permitted"') == 1
+
+
+def test_another_user_with_a_workers_session_id_is_neither_answered_nor_obeyed(daemon):
+    owner = Session(daemon.socket)
+    attached = owner.attach("mine")
+    assert as_nobody(offer_in_the_name_of, attached.endpoint, attached.session) == [False]
+    for _ in until(20, "every attempt is counted"):
+        if refused(daemon, "worker") == ATTEMPTS:
+            break
+    assert daemon.log.read_text().count('"session of another user"') == 1
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+        assert "kvd_leases_active 0.0" in answer.read().decode()
+    owner.close()

@@ -1,0 +1,42 @@
+"""Four hosts: two that prefill and two that decode, each with a daemon, CURVE between all of them.
+
+`UCX_TLS=tcp`: the namespaces share a kernel, and UCX, which asks it who is near, would copy between "hosts" by CMA.
+"""
+
+import os
+import subprocess
+
+import pytest
+
+from kvd.bench.hosts import Hosts, why_not
+from tests.e2e.fleet import Fleet
+from tests.e2e.keyring import Keyring
+from tests.hosts.stage import HEARTBEAT, PORT, Stage
+
+MISSING = why_not()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "hosts":
+            item.add_marker(pytest.mark.hosts)
+            if MISSING:
+                item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    with pytest.MonkeyPatch.context() as patch, Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
+        patch.setenv("UCX_TLS", "tcp")
+        ring = Keyring(fleet, folder)
+        start = {host.name: ring.daemon(host.name) for host in hosts}
+        daemons = {
+            host.name: start[host.name](
+                within=host.within, listen=f"tcp://{host.address}:{PORT}", heartbeat=str(HEARTBEAT)
+            )
+            for host in hosts
+        }
+        yield Stage(fleet, {host.name: host for host in hosts}, daemons)
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"kvd-{os.getpid()}-" not in left

@@ -1,0 +1,90 @@
+"""Two engines over two hosts each: every byte arrives; cut links and dead hosts cost only what they must."""
+
+import time
+
+import pytest
+
+from kvd.layout import Full
+from kvd.layout.models import LayerKind
+from kvd.layout.presets import Attention
+from tests.e2e.engines import engines, model, move, seeded, specs
+from tests.hosts.stage import HEARTBEAT, MEGABITS, SHORT
+
+pytestmark = pytest.mark.timeout(180)
+ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))
+FOUND = 4 * HEARTBEAT + 0.5
+"""Three heartbeats without an answer, seen at the next one; and what this machine may take for it."""
+CUTS = {
+    "both ways": (lambda p, d: p.unplug(), lambda p, d: p.plug()),
+    "from producer to consumer": (lambda p, d: p.mute(d), lambda p, d: p.unmute(d)),
+    "from consumer to producer": (lambda p, d: d.mute(p), lambda p, d: d.unmute(p)),
+}
+
+
+def move_between_engines(stage, layout="flash-hnd", other="flash-hnd"):
+    daemons = stage.daemons
+    ours, theirs = specs(ATTENTION, layout, tp=2), specs(ATTENTION, other, tp=2)
+    with engines([daemons["p0"], daemons["p1"]], ours, [daemons["d0"], daemons["d1"]], theirs) as both:
+        move(*both, 18, seeded(layout + other))
+
+
+@pytest.fixture
+def slow(stage):
+    """The producers' links, throttled so that a cut comes in mid-transfer."""
+    for name in ("p0", "p1"):
+        stage.hosts[name].throttle(MEGABITS)
+    yield stage
+    for name in ("p0", "p1"):
+        stage.hosts[name].unthrottle()
+
+
+@pytest.mark.parametrize("layouts", [("flash-hnd", "flash-nhd"), ("cross-layer-nhd", "flash-hnd")], ids="-to-".join)
+def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
+    move_between_engines(stage, *layouts)
+    assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {"tcp/eth0"}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_link_that_is_cut_in_mid_transfer_costs_its_own_pulls_and_comes_back_by_itself(slow, cut):
+    stage = slow
+    sever, mend = CUTS[cut]
+    ends = stage.hosts["p0"], stage.hosts["d0"]
+    patient, value = stage.pull("p0", "d0", timeout=60.0)
+    stage.wait_landing("d0", value)
+    hurried, _ = stage.pull("p0", "d0", timeout=0.7, ids=SHORT)
+    spared = stage.pull("p1", "d1", timeout=60.0)
+    sever(*ends)
+    severed = time.monotonic()
+    ended = stage.workers["d0"].outcome(hurried, 0.7 + 0.5)
+    assert (ended["kind"], ended["code"]) == ("Failed", "deadline")
+    ended = stage.workers["d0"].outcome(patient, FOUND)
+    assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
+    assert time.monotonic() - severed < FOUND
+    assert stage.peer("d0", "p0")["state"] == "greeting"
+    stage.arrived("d1", *spared, seconds=20)
+    mend(*ends)
+    stage.recover("p0", "d0")
+    move_between_engines(stage)
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_host_that_loses_power_in_mid_transfer_is_missed_in_time_and_welcome_when_it_is_back(slow, victim):
+    stage = slow
+    torn, value = stage.pull("p0", "d0", timeout=60.0)
+    stage.wait_landing("d0", value)
+    spared = stage.pull("p1", "d1", timeout=60.0)
+    stage.lose_power(victim)
+    if victim == "p0":
+        ended = stage.workers["d0"].outcome(torn, FOUND)
+        assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
+    stage.arrived("d1", *spared, seconds=20)
+    stage.boot(victim)
+    stage.recover("p0", "d0")
+    move_between_engines(stage)
+
+
+def test_a_daemon_whose_address_changes_is_found_where_its_tickets_say(stage):
+    for address in ("10.77.0.101", "10.77.0.1"):
+        stage.move_house("p0", address)
+        stage.recover("p0", "d0")
+        move_between_engines(stage)
