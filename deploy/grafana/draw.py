@@ -97,7 +97,9 @@ def draw_series(axes: Any, panel: dict[str, Any], series: list[tuple[str, list[f
         axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
         axes.set_xticks([])
     else:
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=4, frameon=False)
+        longest = max(len(name) for name, _, _ in series)
+        columns = min(4, int(axes.get_position().width * 310 / (longest + 7)))  # 310 characters are as wide as all
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=max(1, columns), frameon=False)
 
 
 def main() -> None:

@@ -43,6 +43,9 @@ from kvd.protocol.worker import Offered, Released
 from kvd.state import lease as machine
 from kvd.state.lease import Effect, Event, State
 
+_LAST_CALL_SECONDS = 0.5
+"""How long a drain leaves offers that nobody has claimed: their tickets travel, and short reads are not claimed."""
+
 OfferKey = tuple[str, str]
 """(worker, offer)."""
 
@@ -83,6 +86,10 @@ class _ClaimExpired(Struct, frozen=True, gc=False):
 
 class _WaitOver(Struct, frozen=True, gc=False):
     key: ClaimKey
+
+
+class _LastCall(Struct, frozen=True, gc=False):
+    pass
 
 
 class _TombstoneExpired(Struct, frozen=True, gc=False):
@@ -502,17 +509,22 @@ class LeasesActor(Actor):
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
-        """Offers that nobody claimed end now; the others when they are read. No claim waits for an offer any more."""
+        """Nothing new is offered, no claim waits any more; what stands ends when it is read, or after a last call."""
         self._draining = True
+        self.tell_later(_LAST_CALL_SECONDS, _LastCall())
         for key in list(self._waiting):
             request = self._stop_waiting(key)
             if request is not None:
                 self._refuse(key, self._cannot_come(request))
+        if self._active == 0:
+            self._house.idle(self.name)
+
+    @handles(_LastCall)
+    def last_call(self, _message: _LastCall) -> None:
+        """Offers that nobody claimed end."""
         for lease in list(self._leases.values()):
             if not lease.claims:
                 self._step(lease, Event.REVOKE, "shutdown")
-        if self._active == 0:
-            self._house.idle(self.name)
 
     @staticmethod
     def _cannot_come(request: Claim) -> KvdError:

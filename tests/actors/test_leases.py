@@ -246,7 +246,9 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
     stage.offer("unclaimed", blocks=(2, 3))
     stage.asked_by_peer(claim(offer="claimed"))
     stage.house.leases.tell(Drain())
-    stage.run()
+    stage.run(0.4)
+    assert released(stage) == []
+    stage.run(0.2)
     assert released(stage) == [("unclaimed", "shutdown")]
     assert stage.idle == []
     [error] = stage.offer("new", blocks=(4,))
@@ -255,11 +257,24 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
     assert stage.idle == ["leases"]
 
 
+def test_a_ticket_that_travels_when_the_drain_begins_is_served_and_so_is_a_read_that_was_not_claimed(stage):
+    stage.offer("travels")
+    [offered] = stage.offer("short", blocks=(2, 3))
+    stage.house.leases.tell(Drain())
+    [grant] = stage.asked_by_peer(claim(1, offer="travels"))
+    assert stage.asked_by_peer(Fence(1, grant.generation)) == [Held(1)]
+    assert stage.idle == []
+    [rank] = ticket.decode(offered.ticket).ranks
+    assert stage.asked_by_peer(unclaimed(rank.generation, 2, offer="short", blocks=(2, 3))) == [Held(2)]
+    assert stage.idle == ["leases"]
+
+
 def test_a_claim_that_comes_during_a_drain_is_served_where_its_offer_is_read_and_else_refused_with_the_reason(stage):
     stage.offer("shared")
     stage.offer("unclaimed", blocks=(2, 3))
     stage.asked_by_peer(claim(1, offer="shared", reader=0, readers=2))
     stage.house.leases.tell(Drain())
+    stage.run(1.0)
     [grant] = stage.asked_by_peer(claim(2, offer="shared", reader=1, readers=2))
     assert isinstance(grant, Grant)
     [ended] = stage.asked_by_peer(claim(3, offer="unclaimed", blocks=(2, 3)))

@@ -55,7 +55,7 @@ def test_a_drained_consumer_finishes_200_pulls_in_flight_and_takes_no_new_one(fl
         for number, ticket in enumerate(offers):
             decode.call("pull", name=f"r{number}", ticket=ticket, ids=[number], timeout=GRACE)
         for _ in until(40, "every pull is accepted"):
-            if decode.call("status")["scheduler"]["pulls"] == PULLS:
+            if sample(target, "kvd_pulls_active") == PULLS:
                 break
         assert readiness(target) == 200
         began = time.monotonic()

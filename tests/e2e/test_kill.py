@@ -203,9 +203,8 @@ def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, reque
     if step != "done":
         if victim == "consumer-worker":  # it can be asked again only when it runs
             for _ in until(TIMEOUT + 1.0, "the pull has an outcome"):
-                if not stage.observer.call("status")["scheduler"]["pulls"]:
-                    break
-                if stage.observer.call("status")["scheduler"]["quarantined"]:
+                scheduler = stage.wait_attached(stage.observer)["scheduler"]
+                if scheduler["quarantined"] or not scheduler["pulls"]:
                     break
             held.close()
         stage.check_end(stage.decode.outcome(stage.request, TIMEOUT + 1.0))
