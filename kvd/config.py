@@ -88,6 +88,9 @@ class Config(BaseSettings):
     peer_idle: float = Field(600.0, gt=0, description="After which a peer that nothing is asked of is forgotten.")
     max_quarantined: int = Field(64, ge=0, description="Pulls in quarantine above which the daemon is not ready.")
     drain_grace: float = Field(30.0, ge=0, description="How long running transfers may take after SIGTERM.")
+    traces: bool = Field(
+        False, description="Export OpenTelemetry traces (extra `otel`); where to, the SDK's `OTEL_...` variables say."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log level shown.")
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="`auto` is readable on a terminal, JSON elsewhere."

@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
 from kvd.actors import policy
+from kvd.actors.actor import Actor
 from kvd.actors.house import House
 from kvd.actors.messages import Drain, ExpectPeers, Stop
 from kvd.actors.supervisor import LoggingSupervisor
@@ -19,11 +21,12 @@ from kvd.config import Config
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
 from kvd.discovery.names import PeerNames
-from kvd.errors import KvdError
+from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.health import Health
 from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
+from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets
@@ -35,12 +38,18 @@ from kvd.transport.nixl import NixlTransport
 from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from kvd.tracing import Traces
+
 _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
 _FLUSH_SECONDS = 1.0
-"""How long the last notifications may take to reach the sockets."""
+"""How long the last messages may take to pass through the actors."""
+_ACKNOWLEDGE_SECONDS = 0.5
+"""How long workers may take to acknowledge the last notifications: an engine does so with its next step. By then they
+lie in the socket of one that does not, and its session's end cannot overtake them."""
 
 
 class Daemon:
@@ -58,7 +67,7 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failure = ""
-        self._busy = {"leases", "scheduler"}
+        self._busy: set[str] = set()
         self._idle = asyncio.Event()
 
     async def serve(self) -> int:
@@ -88,6 +97,7 @@ class Daemon:
             trust=self._trust,
             on_rejected=Rejections(self.metrics, self._log),
         )
+        self._traces = _traces(config)
         self.house = House(
             loop=loop,
             settings=config.actor_settings(self.incarnation),
@@ -95,6 +105,7 @@ class Daemon:
             supervisor=LoggingSupervisor(self.metrics, self.fail),
             condition=self.health.set,
             idle=self._is_idle,
+            spans=self._traces,
         )
         fittings = Fittings(
             worker_port=self._worker_sockets,
@@ -108,6 +119,7 @@ class Daemon:
             transport_answered=self._transport_answered,
             store=self._store,
             policy=policy.Policy(os.geteuid(), rules),
+            stamps=HostStamps(),
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
@@ -144,23 +156,31 @@ class Daemon:
         self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
         if not self._failure:
             self._log.info("draining", grace=self.config.drain_grace)
-            for actor in (house.gateway, house.leases, house.scheduler):
-                actor.tell(Drain())
-            await self._grace()
+            house.gateway.tell(Drain())
+            await self._drain(house.leases, house.scheduler, seconds=self.config.drain_grace)
         for actor in (house.scheduler, house.leases):
             actor.tell(Stop())
         await self._flush()
+        if not self._failure:
+            await self._drain(house.completion, seconds=_ACKNOWLEDGE_SECONDS)
         house.gateway.tell(Stop())
         await self._flush()
         self._worker_sockets.close()
         self._peer_sockets.close()
         await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
+        if self._traces is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._traces.close)
         self._http.close()
         self._log.info("stopped", failure=self._failure or None)
 
-    async def _grace(self) -> None:
+    async def _drain(self, *actors: Actor, seconds: float) -> None:
+        """Waits until nothing of these actors is left, for so long at most, or until a second signal."""
+        self._busy = {actor.name for actor in actors}
+        self._idle.clear()
+        for actor in actors:
+            actor.tell(Drain())
         waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
-        await asyncio.wait(waiting, timeout=self.config.drain_grace, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for future in waiting:
             future.cancel()
 
@@ -240,6 +260,17 @@ class Daemon:
             "not_ready": self.health.reasons,
             "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
         }
+
+
+def _traces(config: Config) -> "Traces | None":
+    if not config.traces:
+        return None
+    try:
+        from kvd.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
+    except ImportError as error:
+        text = f"traces are asked for, and OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+    return exporting(config.name)
 
 
 class _Background:

@@ -108,9 +108,14 @@ SLICE_DESCRIPTORS: Final = 512
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted and not terminal, for each peer: keeps a network pipe full without filling the transport's queues."""
 
-MAX_UNCLAIMED_BYTES: Final = 4 * MIB
-"""A read of the same host's memory up to this size, less than 1 ms, is not claimed first: the fence alone proves that
-its lease was held, and a claim would add a round trip."""
+MAX_SETTLED: Final = 256
+"""Reads in one message to their producer; 200 bytes each."""
+
+STAMP_BYTES: Final = 8
+"""A lease's stamp: one word, which every machine reads and writes at once."""
+
+MAX_STAMPS: Final = 65_536
+"""Leases of a daemon that have a stamp at a time, 512 KiB of memory; those beyond are fenced by message."""
 
 OLDEST_TURN: Final = 4
 """Every fourth slice goes to the oldest transfer, so that a stream of short ones cannot starve a long one."""

@@ -7,6 +7,7 @@ them. Where there is no such socket nothing is sent and nothing is kept, and the
 import hashlib
 import os
 import socket
+from collections import deque
 from collections.abc import MutableMapping
 from typing import Final
 
@@ -14,6 +15,8 @@ import structlog
 
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
+_MAX_OWED: Final = 1024
+"""Notifications kept for a socket that refuses them: far more than a daemon's start and its pools have."""
 
 _log = structlog.get_logger("kvd.notify")
 
@@ -27,6 +30,8 @@ class Notifier:
         self.watchdog_seconds: float | None = int(environ.get("WATCHDOG_USEC", "0")) / 1e6 if watched else None
         """After how long without `feed` systemd restarts us; None or 0 where it does not."""
         self._status = ""
+        self._owed: deque[tuple[str, int]] = deque()
+        """What the socket refused and must still get, in order; each with a descriptor of ours, or -1."""
 
     @property
     def present(self) -> bool:
@@ -35,40 +40,59 @@ class Notifier:
 
     def ready(self) -> None:
         """The start is complete."""
-        self._send("READY=1")
+        self._owe("READY=1")
 
     def stopping(self, seconds: float) -> None:
         """The end has begun and may take `seconds`."""
-        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+        self._owe(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`."""
-        if text != self._status:
+        """One line for `systemctl status`; say it again and again, it is sent when it changes."""
+        if text != self._status and self._send(f"STATUS={text}", -1):
             self._status = text
-            self._send(f"STATUS={text}")
 
     def feed(self) -> None:
-        """Everything answers."""
-        self._send("WATCHDOG=1")
+        """Everything answers. What the socket refused earlier is sent again first."""
+        self._pay()
+        self._send("WATCHDOG=1", -1)
 
     def store(self, name: str, descriptor: int) -> None:
         """Hands a duplicate of `descriptor` to systemd, which gives it to the next daemon of this unit."""
-        self._send(f"FDSTORE=1\nFDNAME={name}", descriptor)
+        self._owe(f"FDSTORE=1\nFDNAME={name}", descriptor)
 
     def unstore(self, name: str) -> None:
         """Makes systemd close what was stored under `name`."""
-        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        self._owe(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
-    def _send(self, text: str, *descriptors: int) -> None:
+    def _owe(self, text: str, descriptor: int = -1) -> None:
+        """Sends what must arrive: a start that systemd never hears of is killed as one that hangs."""
         if not self._path:
             return
+        if len(self._owed) >= _MAX_OWED:
+            _log.error("systemd has taken no notification for long; this one is lost", text=text)
+            return
+        self._owed.append((text, -1 if descriptor < 0 else os.dup(descriptor)))
+        self._pay()
+
+    def _pay(self) -> None:
+        while self._owed and self._send(*self._owed[0]):
+            _, descriptor = self._owed.popleft()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _send(self, text: str, descriptor: int) -> bool:
+        """Whether the socket took it; without a socket there is nobody to miss it."""
+        if not self._path:
+            return True
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
             sock.setblocking(False)  # a service manager that hangs must not hang the loop
             try:
                 sock.connect(self._path)
-                socket.send_fds(sock, [text.encode()], descriptors)
+                socket.send_fds(sock, [text.encode()], () if descriptor < 0 else (descriptor,))
             except OSError as error:
                 _log.warning("systemd does not take notifications", text=text.partition("\n")[0], error=str(error))
+                return False
+        return True
 
 
 def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:

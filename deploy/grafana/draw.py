@@ -18,7 +18,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 DASHBOARD = Path(__file__).parent / "kvd.json"
 STEP = 2
@@ -53,6 +53,14 @@ def readable(unit: str, value: float) -> str:
     return f"{value:.4g}" + (" /s" if unit == "reqps" else "")
 
 
+def binary_ticks(top: float) -> list[float]:
+    """At most five round numbers of bytes (of KiB, MiB, ...) from 0 to `top`."""
+    unit = 1.0
+    while top / unit >= 1024:
+        unit *= 1024
+    return [tick * unit for tick in MaxNLocator(5).tick_values(0, top / unit) if tick * unit <= top]
+
+
 def draw_stat(axes: Any, panel: dict[str, Any], series: list[tuple[str, list[float], list[float]]]) -> None:
     """One large number, coloured by the panel's thresholds."""
     defaults = panel["fieldConfig"]["defaults"]
@@ -76,16 +84,20 @@ def draw_series(axes: Any, panel: dict[str, Any], series: list[tuple[str, list[f
     for name, points, values in [] if stacked else series:
         axes.plot(points, values, label=name, linewidth=1.2)
     axes.set_ylim(bottom=0)
+    if defaults["unit"] in ("bytes", "Bps"):
+        axes.set_yticks(binary_ticks(axes.get_ylim()[1]))
+    else:
+        axes.locator_params(axis="y", nbins=5)
     axes.grid(alpha=0.15)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(defaults["unit"], value)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: time.strftime("%H:%M:%S", time.localtime(at))))
-    axes.tick_params(labelsize=6)
+    axes.tick_params(labelsize=8)
     axes.locator_params(axis="x", nbins=5)
     if not series:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
         axes.set_xticks([])
     else:
-        axes.legend(fontsize=6, loc="upper left", ncols=2, framealpha=0.3)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=4, frameon=False)
 
 
 def main() -> None:
@@ -100,14 +112,14 @@ def main() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     plt.style.use("dark_background")
-    figure = plt.figure(figsize=(16, rows * 0.3), dpi=90)
+    figure = plt.figure(figsize=(16, rows * 0.4), dpi=90)
     for panel in panels:
         at = panel["gridPos"]
         width, height = at["w"] / 24, at["h"] / rows
         axes = figure.add_axes(
-            (at["x"] / 24 + 0.045, 1 - at["y"] / rows - height + 0.014, width - 0.055, height - 0.034)
+            (at["x"] / 24 + 0.05, 1 - at["y"] / rows - height + 0.032, width - 0.065, height - 0.054)
         )
-        axes.set_title(panel["title"], fontsize=8, loc="left")
+        axes.set_title(panel["title"], fontsize=10, loc="left")
         axes.set_facecolor("#181b1f")
         series = []
         for target in panel["targets"]:

@@ -14,6 +14,7 @@ from kvd.actors.messages import (
     Acknowledged,
     Answer,
     Backlog,
+    Drain,
     Forget,
     Notify,
     Report,
@@ -55,6 +56,7 @@ class CompletionActor(Actor):
         super().__init__(house.post)
         self._house = house
         self._logs: dict[str, _Log] = {}
+        self._draining = False
 
     @handles(Notify)
     def notify(self, message: Notify) -> None:
@@ -120,6 +122,7 @@ class CompletionActor(Actor):
         log = self._logs.get(message.worker)
         if log is not None:
             log.connected = False
+        self._check_idle()
 
     @handles(Acknowledged)
     def acknowledged(self, message: Acknowledged) -> None:
@@ -134,6 +137,7 @@ class CompletionActor(Actor):
             log.sent -= 1
             self._house.metrics.unacknowledged.dec()
         self._set_full(message.worker, log)
+        self._check_idle()
 
     @handles(Forget)
     def forget(self, message: Forget) -> None:
@@ -141,6 +145,17 @@ class CompletionActor(Actor):
         log = self._logs.pop(message.worker, None)
         if log is not None:
             self._house.metrics.unacknowledged.dec(len(log.items))
+        self._check_idle()
+
+    @handles(Drain)
+    def drain(self, _message: Drain) -> None:
+        """Says when every worker that is there has acknowledged what it was told: a socket's end may overtake it."""
+        self._draining = True
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._draining and not any(log.connected and log.items for log in self._logs.values()):
+            self._house.idle(self.name)
 
     @handles(Report)
     def report(self, message: Report) -> None:

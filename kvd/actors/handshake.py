@@ -51,6 +51,8 @@ from kvd.protocol.peer import (
     Refuse,
     Release,
     Renew,
+    Settle,
+    Settled,
     Welcome,
 )
 from kvd.protocol.types import VERSION, Message
@@ -103,12 +105,13 @@ class HandshakeActor(Actor):
     name = "handshake"
     on_failure = OnFailure.RESUME
 
-    def __init__(self, house: House, port: PeerPort, transport: Transport) -> None:
+    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int) -> None:
         super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport
         self._metadata = transport.metadata
+        self._stamps = stamps.to_bytes(8, "little")
         self._pools: dict[str, Pool] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[int, _Peer] = {}
@@ -185,7 +188,7 @@ class HandshakeActor(Actor):
             self._house.metrics.refused.labels("peer", error.code).inc()
             return
         peer.heard = self.loop.time()
-        if isinstance(reply, Grant | Held | Broken):
+        if isinstance(reply, Grant | Held | Broken | Settled):
             self._house.scheduler.tell(PeerAnswers(peer.address, reply))
         elif isinstance(reply, Pong):
             if peer.welcome is not None and reply.incarnation != peer.welcome.incarnation:
@@ -316,7 +319,8 @@ class HandshakeActor(Actor):
     def _announce(self, peer: _Peer) -> None:
         welcome = peer.welcome
         assert welcome is not None  # noqa: S101 - only a loaded peer is announced
-        view = PeerView(peer.address, welcome.daemon, welcome.incarnation, welcome.agent, peer.pools)
+        stamps = int.from_bytes(welcome.stamps, "little")
+        view = PeerView(peer.address, welcome.daemon, welcome.incarnation, welcome.agent, peer.pools, stamps)
         self._house.scheduler.tell(PeerUp(view))
 
     # --- peers that connect to us -----------------------------------------------------------------------------------
@@ -330,7 +334,7 @@ class HandshakeActor(Actor):
             self._house.metrics.refused.labels("peer", error.code).inc()
             self._port.answer(event.sender, codec.encode(Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT])))
             return
-        if isinstance(request, Claim | Renew | Fence | Release):
+        if isinstance(request, Claim | Renew | Fence | Settle | Release):
             self._house.leases.tell(PeerAsks(event.sender, request))
         elif isinstance(request, Ping):
             self._port.answer(event.sender, codec.encode(Pong(request.number, self._house.settings.incarnation)))
@@ -354,6 +358,7 @@ class HandshakeActor(Actor):
             self._metadata,
             pools,
             host=settings.host,
+            stamps=self._stamps,
         )
 
     @handles(AnswerPeer)

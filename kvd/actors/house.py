@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kvd.actors.actor import Actor, Post, Supervisor
 from kvd.actors.loop import Loop
 from kvd.actors.settings import Settings
+from kvd.actors.spans import Spans
 from kvd.metrics import Metrics
 
 SetCondition = Callable[[str, str | None], None]
@@ -23,6 +24,8 @@ class House:
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
     """Called by an actor that was told to drain, when nothing of it is left."""
+    spans: Spans | None = None
+    """Who traces requests, if somebody does."""
     post: Post = field(init=False)
     gateway: Actor = field(init=False)
     pools: Actor = field(init=False)

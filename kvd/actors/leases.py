@@ -33,9 +33,11 @@ from kvd.actors.messages import (
     Reported,
     Stop,
 )
+from kvd.actors.spans import ClaimSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Offered, Released
 from kvd.state import lease as machine
@@ -60,6 +62,8 @@ class _Lease:
     digest: int
     blocks: int
     expires: float
+    stamp: int
+    """The word in which its stamp lies while it is alive, 0 for none."""
     state: State = machine.TABLE.initial
     reason: str = ""
     """Why it ended, in the words of `Released.reason`."""
@@ -90,15 +94,24 @@ class LeasesActor(Actor):
 
     name = "leases"
 
-    def __init__(self, house: House, peer_address: Callable[[], str], expect_readers: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        house: House,
+        peer_address: Callable[[], str],
+        expect_readers: Callable[[bool], None],
+        stamps: Stamps,
+    ) -> None:
         super().__init__(house.post)
         self._house = house
+        self._stamps = stamps
         self._peer_address = peer_address
         self._expect_readers = expect_readers
         self._pools: dict[str, Pool] = {}
         self._leases: dict[OfferKey, _Lease] = {}
         self._held: dict[ClaimKey, _Lease] = {}
         self._waiting: dict[ClaimKey, Claim] = {}
+        self._spans: dict[ClaimKey, ClaimSpan] = {}
+        """Of the claims that are traced and have not ended."""
         self._waiting_for: dict[OfferKey, dict[ClaimKey, None]] = {}
         self._fenced: dict[ClaimKey, int] = {}
         """Claims whose fence held, with the generation: the same answer to the same ask."""
@@ -132,13 +145,15 @@ class LeasesActor(Actor):
             return
         self._last_generation += 1
         blocks = sum(len(span.ids) for span in offer.spans) // 4
+        content = ticket.digest(offer.tokens, offer.spans)
         lease = _Lease(
             key=key,
             pool=pool,
             generation=self._last_generation,
-            digest=ticket.digest(offer.tokens, offer.spans),
+            digest=content,
             blocks=blocks,
             expires=self.loop.time() + offer.ttl,
+            stamp=self._stamps.put(ticket.stamp(self._last_generation, content)),
         )
         self._graves.unset(key)
         self._leases[key] = lease
@@ -153,6 +168,7 @@ class LeasesActor(Actor):
             blocks=0,
             generation=lease.generation,
             epoch=pool.epoch,
+            stamp=lease.stamp,
         )
         text = Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,)).encode()
         self._house.gateway.tell(Answer(pool.worker, Offered(offer.call, text)))
@@ -204,11 +220,17 @@ class LeasesActor(Actor):
                 self._claimed(ClaimKey(sender, claim.claim), claim)
             case Fence() as fence:
                 self._fence(ClaimKey(sender, fence.claim), fence)
+            case Settle() as settle:
+                for fence in settle.fences:
+                    self._check_fence(ClaimKey(sender, fence.claim), fence)
+                self._reply(sender, Settled(tuple(fence.claim for fence in settle.fences)))
             case Renew() as renewal:
                 self._renew(sender, renewal.claims)
             case Release() as release:
-                self._stop_waiting(ClaimKey(sender, release.claim))
-                self._drop_claim(ClaimKey(sender, release.claim), finished=release.finished)
+                key = ClaimKey(sender, release.claim)
+                self._end_span(key, "released")
+                self._stop_waiting(key)
+                self._drop_claim(key, finished=release.finished)
 
     def _claimed(self, key: ClaimKey, request: Claim) -> None:
         held = self._held.get(key)
@@ -223,6 +245,7 @@ class LeasesActor(Actor):
             self._claim(key, request)
 
     def _claim(self, key: ClaimKey, request: Claim) -> None:
+        self._begin_span(key, request)
         ours = self._house.settings.incarnation
         if request.incarnation not in (0, ours):
             text = f"the offer {request.offer!r} was made to an earlier run of this daemon, which has ended"
@@ -232,7 +255,9 @@ class LeasesActor(Actor):
         lease = self._leases.get(offer_key)
         if lease is not None:
             self._claim_lease(key, request, lease)
-        elif request.pool not in self._pools or self._draining:
+        elif self._draining:
+            self._refuse(key, self._cannot_come(request))
+        elif request.pool not in self._pools:
             text = f"no worker {request.pool!r} is attached here, so that the offer {request.offer!r} cannot come"
             self._refuse(key, Unavailable(ErrorCode.OFFER_GONE, text))
         elif len(self._waiting) >= limits.MAX_CLAIMS_WAITING:
@@ -247,6 +272,8 @@ class LeasesActor(Actor):
         error = self._hold(key, request, lease)
         if error is None:
             self._house.metrics.claims.labels("granted").inc()
+            if key in self._spans:
+                self._spans[key].granted()
             self._grant(key, lease)
         else:
             self._refuse(key, error)
@@ -274,6 +301,7 @@ class LeasesActor(Actor):
 
     def _refuse(self, key: ClaimKey, error: KvdError) -> None:
         self._house.metrics.claims.labels("refused").inc()
+        self._end_span(key, "refused", error)
         self._reply(key.sender, Refuse(key.claim, error.code, error.text))
 
     @handles(_WaitOver)
@@ -307,10 +335,19 @@ class LeasesActor(Actor):
     def _say_broken(self, key: ClaimKey) -> None:
         unknown = Unavailable(ErrorCode.LEASE_BROKEN, "this daemon knows no such claim (any more)")
         error = self._broken.get(key, unknown)
+        self._end_span(key, "broken", error)
         self._reply(key.sender, Broken(key.claim, error.code, error.text))
 
     def _fence(self, key: ClaimKey, fence: Fence) -> None:
-        if fence.unclaimed is not None and key not in self._fenced:
+        if self._check_fence(key, fence):
+            self._reply(key.sender, Held(key.claim))
+        else:
+            self._say_broken(key)
+
+    def _check_fence(self, key: ClaimKey, fence: Fence) -> bool:
+        """Whether the lease is held under that generation; if so, this reader has finished."""
+        if fence.unclaimed is not None and key not in self._fenced and key not in self._held:
+            self._begin_span(key, fence.unclaimed)
             self._hold_unclaimed(key, fence.unclaimed, fence.generation)
         lease = self._held.get(key)
         if lease is not None and lease.generation == fence.generation:
@@ -320,9 +357,8 @@ class LeasesActor(Actor):
         held = self._fenced.get(key) == fence.generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
         if held:
-            self._reply(key.sender, Held(key.claim))
-        else:
-            self._say_broken(key)
+            self._end_span(key, "held")
+        return held
 
     def _hold_unclaimed(self, key: ClaimKey, request: Claim, generation: int) -> None:
         """A read that was not claimed: the lease that its ticket named must be alive still, and be the same."""
@@ -366,11 +402,22 @@ class LeasesActor(Actor):
         self._bury(key)
         self._say_broken(key)
 
+    def _begin_span(self, key: ClaimKey, request: Claim) -> None:
+        if self._house.spans is not None and request.traceparent is not None and key not in self._spans:
+            self._spans[key] = self._house.spans.claim(request)
+
+    def _end_span(self, key: ClaimKey, outcome: str, error: KvdError | None = None) -> None:
+        span = self._spans.pop(key, None)
+        if span is not None:
+            span.end(outcome, error)
+
     # --- the machine's effects --------------------------------------------------------------------------------------
 
     def _step(self, lease: _Lease, event: Event, reason: str) -> None:
         step = machine.TABLE.step(lease.state, event)
         self._enter(lease, step.state)
+        if Effect.RELEASE in step.effects:
+            self._stamps.wipe(lease.stamp)  # before anybody is told: who finds the stamp knows that nobody was
         if Effect.BREAK in step.effects:
             for key in list(lease.claims):
                 self._break(key, f"the offer {lease.key[1]!r} has ended ({reason})")
@@ -425,7 +472,7 @@ class LeasesActor(Actor):
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)
 
-    def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken) -> None:
+    def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken | Settled) -> None:
         self._house.handshake.tell(AnswerPeer(sender, message))
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
@@ -460,13 +507,22 @@ class LeasesActor(Actor):
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
-        """Offers that nobody claimed end now; the others when they are read."""
+        """Offers that nobody claimed end now; the others when they are read. No claim waits for an offer any more."""
         self._draining = True
+        for key in list(self._waiting):
+            request = self._stop_waiting(key)
+            if request is not None:
+                self._refuse(key, self._cannot_come(request))
         for lease in list(self._leases.values()):
             if not lease.claims:
                 self._step(lease, Event.REVOKE, "shutdown")
         if self._active == 0:
             self._house.idle(self.name)
+
+    @staticmethod
+    def _cannot_come(request: Claim) -> KvdError:
+        text = f"the producer's daemon is stopping, so that the offer {request.offer!r} cannot come any more"
+        return Unavailable(ErrorCode.SHUTTING_DOWN, text)
 
     @handles(Stop)
     def stop(self, _message: Stop) -> None:

@@ -14,6 +14,14 @@ from kvd.protocol.types import Message
 # --- things that messages are about ---------------------------------------------------------------------------------
 
 
+LeaseAsk = (
+    peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Settle | peer_protocol.Release
+)
+LeaseAnswer = (
+    peer_protocol.Grant | peer_protocol.Refuse | peer_protocol.Held | peer_protocol.Broken | peer_protocol.Settled
+)
+
+
 class Pool(Struct, frozen=True, gc=False):
     """A pool of this daemon, registered with the transport. `base` is an address, `size` bytes."""
 
@@ -43,6 +51,8 @@ class PeerView(Struct, frozen=True, gc=False):
     incarnation: int
     agent: str
     pools: Mapping[str, PeerPool]
+    stamps: int = 0
+    """Address of its first stamp, 0 where it has none."""
 
 
 class Report(Struct, frozen=True, gc=False):
@@ -52,7 +62,10 @@ class Report(Struct, frozen=True, gc=False):
 
 
 class Drain(Struct, frozen=True, gc=False):
-    """To gateway, scheduler and leases: take no new work, finish what runs; answer the supervisor's `on_idle`."""
+    """To gateway, scheduler and leases: take no new work, finish what runs. To completion: nothing more will be said.
+
+    All but the gateway call the house's `idle` when nothing of theirs is left.
+    """
 
 
 class Stop(Struct, frozen=True, gc=False):
@@ -226,7 +239,9 @@ class PeerAsks(Struct, frozen=True, gc=False):
     """A request of a peer that concerns leases."""
 
     sender: bytes
-    request: peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Release
+    request: (
+        peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Settle | peer_protocol.Release
+    )
 
 
 class Quiesce(Struct, frozen=True, gc=False):
@@ -274,7 +289,7 @@ class PeerAnswers(Struct, frozen=True, gc=False):
     """An answer of a peer that concerns transfers."""
 
     address: str
-    reply: peer_protocol.Grant | peer_protocol.Refuse | peer_protocol.Held | peer_protocol.Broken
+    reply: LeaseAnswer
 
 
 # --- to the completion ----------------------------------------------------------------------------------------------

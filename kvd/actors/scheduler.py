@@ -39,18 +39,27 @@ from kvd.actors.messages import (
     Stop,
 )
 from kvd.actors.routes import RouteKey, Source, make_route, plan_read, route_key
+from kvd.actors.spans import PullSpan, TransferSpan
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
 from kvd.plan import Descriptors
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
-from kvd.protocol.ticket import Ticket, digest
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
+from kvd.protocol.ticket import Ticket, digest, stamp
 from kvd.protocol.types import Message, Spans
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.state import transfer as machine
 from kvd.state.transfer import Effect, Event, State
 from kvd.transport.interface import Landed, ReadFailed, Transport
 
+_PROVEN = frozenset({State.HELD, State.SETTLING})
+
 PullKey = tuple[str, str]
 """(worker, request)."""
+
+_CLAIM_AFTER = 0.02
+"""Seconds after which a read that began without a claim sends one: most have ended by then, on the same host."""
+
+_SETTLE_AFTER = 0.005
+"""Seconds after which a producer hears of reads that its leases' stamps have proven: many at once."""
 
 _LOOKS = 3
 """How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way."""
@@ -70,12 +79,18 @@ class _Transfer:
     planned: bool = False
     early_grant: Grant | None = None
     """Speaks of a pool that the peer has not told us about yet."""
+    bytes: int = 0
+    stamp: int = 0
+    """What the lease's word holds while it is alive; 0 where it is not read."""
     claimed: bool = False
-    """The producer knows of it before the fence."""
+    """The producer was asked to hold the lease."""
+    granted: bool = False
+    """And does."""
     writing: bool = False
     """A read is open: its blocks are in quarantine should the pull end."""
     ask: Message | None = None
     """What the producer has not answered yet: sent again when the answer is late."""
+    span: TransferSpan | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +109,7 @@ class _Pull:
     """How often the peers' pools were looked through."""
     views: dict[str, PeerView] = field(default_factory=dict)
     """The producers as they were when the pull was routed: one that has done its part may be gone since."""
+    span: PullSpan | None = None
 
     def asks(self, address: str) -> bool:
         """Whether one of its producer ranks is there."""
@@ -113,6 +129,10 @@ class _Prepare(Struct, frozen=True, gc=False):
 
 
 class _RenewAll(Struct, frozen=True, gc=False):
+    pass
+
+
+class _SettleAll(Struct, frozen=True, gc=False):
     pass
 
 
@@ -140,6 +160,8 @@ class SchedulerActor(Actor):
         self._quiescing: set[int] = set()
         self._draining = False
         self._renewing = False
+        self._settling: list[_Transfer] = []
+        """Proven, and the producer has not been told."""
         self._deadlines: Expiry[PullKey] = Expiry(house.loop, lambda key: self.tell(_Deadline(key)))
         self._retries: Expiry[int] = Expiry(house.loop, lambda number: self.tell(_AskAgain(number)))
 
@@ -159,6 +181,8 @@ class SchedulerActor(Actor):
         now = self.loop.time()
         awaited = {rank.address for rank in message.ticket.ranks}
         record = _Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
+        if self._house.spans is not None:
+            record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
         self._open[pool.id] += 1
         self._house.metrics.pulls_active.inc()
@@ -208,25 +232,27 @@ class SchedulerActor(Actor):
         for source in sources:
             self._last_number += 1
             transfer = _Transfer(self._last_number, pull, source, pull.ticket.ranks[source.rank].address)
+            if pull.span is not None:
+                rank = pull.ticket.ranks[source.rank]
+                transfer.span = pull.span.transfer(rank.daemon, rank.pool)
             pull.transfers.append(transfer)
             self._transfers[transfer.number] = transfer
         for transfer in pull.transfers:
-            known = self._is_known(transfer)
+            event = self._way_to(transfer)
             if pull.outcome:
                 return  # its blocks cannot be planned
-            self._step(transfer, Event.KNOWN if known else Event.CONNECTED)
+            self._step(transfer, event)
         if not pull.transfers:
             self._contributed(pull)
 
-    def _is_known(self, transfer: _Transfer) -> bool:
-        """Whether a claim is not worth its time: the ticket names the lease, and the read is short and direct."""
-        pull, rank = transfer.pull, transfer.pull.ticket.ranks[transfer.source.rank]
+    def _way_to(self, transfer: _Transfer) -> Event:
+        """A grant is not waited for where the ticket names the lease and its memory is of this host."""
+        rank = transfer.pull.ticket.ranks[transfer.source.rank]
         if not rank.generation or rank.epoch != transfer.source.pool.epoch or transfer.address not in self._direct:
-            return False
+            return Event.CONNECTED
         self._plan(transfer)
         transfer.generation = rank.generation
-        descriptors = transfer.descriptors
-        return not pull.outcome and (descriptors is None or descriptors.bytes <= limits.MAX_UNCLAIMED_BYTES)
+        return Event.KNOWN
 
     def _sources(self, pull: _Pull) -> tuple[Source, ...]:
         key = route_key(pull.pool, pull.ticket.ranks, pull.views)
@@ -264,7 +290,8 @@ class SchedulerActor(Actor):
     @handles(PeerIdle)
     def peer_idle(self, message: PeerIdle) -> None:
         """A pull may still be waiting for other peers before it asks this one."""
-        if not any(pull.asks(message.address) for pull in self._pulls.values()):
+        asked = any(transfer.address == message.address for transfer in self._transfers.values())
+        if not asked and not any(pull.asks(message.address) for pull in self._pulls.values()):
             self._forget(message.address)
             self._house.handshake.tell(ForgetPeer(message.address))
 
@@ -281,6 +308,9 @@ class SchedulerActor(Actor):
     def peer_answers(self, message: PeerAnswers) -> None:
         """An answer to a claim or a fence; answers to what has ended are dropped."""
         reply = message.reply
+        if isinstance(reply, Settled):
+            self._settled(message.address, reply.claims)
+            return
         transfer = self._transfers.get(reply.claim)
         if transfer is None or transfer.address != message.address:
             return
@@ -288,12 +318,21 @@ class SchedulerActor(Actor):
             case Grant():
                 self._granted(transfer, reply)
             case Held():
-                if transfer.state is State.FENCING:
+                if transfer.state in (State.FENCING, State.SETTLING):
                     self._step(transfer, Event.PROVEN)
             case Refuse() | Broken():
                 self._step(transfer, Event.REFUSED, error_from_code(reply.code, reply.text))
 
+    def _settled(self, address: str, claims: tuple[int, ...]) -> None:
+        for number in claims:
+            transfer = self._transfers.get(number)
+            if transfer is not None and transfer.address == address and transfer.state is State.SETTLING:
+                self._step(transfer, Event.PROVEN)
+
     def _granted(self, transfer: _Transfer, grant: Grant) -> None:
+        if transfer.state is State.READING and not transfer.granted:
+            self._answered(transfer)
+            transfer.granted = True
         if transfer.state is not State.CLAIMING:
             return
         if grant.epoch != transfer.source.pool.epoch and not self._replan(transfer, grant):
@@ -302,6 +341,7 @@ class SchedulerActor(Actor):
             self._house.handshake.tell(NeedPeer(transfer.address, stale=True))
             return
         transfer.early_grant = None
+        transfer.granted = True
         transfer.generation = grant.generation
         self._plan(transfer)
         if not transfer.pull.outcome:
@@ -339,15 +379,24 @@ class SchedulerActor(Actor):
         try:
             groups = len(pull.pool.spec.groups)
             transfer.descriptors = plan_read(transfer.source, pull.ticket, pull.spans, groups)
+            transfer.bytes = transfer.descriptors.bytes if transfer.descriptors else 0
         except KvdError as error:
             self._end(pull, error)
 
     @handles(_AskAgain)
     def ask_again(self, message: _AskAgain) -> None:
-        """The answer is late: it, or the ask, may have been lost with a connection."""
+        """The answer is late: it, or the ask, may have been lost with a connection. Or nothing was asked yet."""
         transfer = self._transfers.get(message.number)
-        if transfer is not None and transfer.ask is not None:
+        if transfer is None:
+            return
+        if transfer.ask is not None:
             self._ask(transfer, transfer.ask)
+        elif transfer.state is State.READING and not transfer.claimed:
+            self._step(transfer, Event.LASTS)
+
+    def _answered(self, transfer: _Transfer) -> None:
+        transfer.ask = None
+        self._retries.unset(transfer.number)
 
     def _ask(self, transfer: _Transfer, ask: Message) -> None:
         transfer.ask = ask
@@ -362,7 +411,7 @@ class SchedulerActor(Actor):
         """
         by_address: dict[str, list[int]] = {}
         for transfer in self._transfers.values():
-            if transfer.claimed and transfer.state is not State.CLAIMING:
+            if transfer.granted:
                 by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
             for start in range(0, len(numbers), limits.MAX_RENEWALS):
@@ -382,9 +431,12 @@ class SchedulerActor(Actor):
         metrics.read_seconds.observe(event.seconds)
         (self._direct.add if event.in_post else self._direct.discard)(transfer.address)
         if transfer.descriptors is not None:
-            metrics.read_bytes.inc(transfer.descriptors.bytes)
+            metrics.read_bytes.inc(transfer.bytes)
             metrics.read_descriptors.inc(transfer.descriptors.count)
-        self._step(transfer, Event.LANDED)
+        # A stamp proves only what was copied while the producer's process lived: memory that a network card reads
+        # lives longer than the process that would have wiped the stamp.
+        stamped = event.in_post and transfer.stamp and event.stamp == transfer.stamp
+        self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
 
     @handles(ReadFailed)
     def read_failed(self, event: ReadFailed) -> None:
@@ -398,29 +450,27 @@ class SchedulerActor(Actor):
     def _step(self, transfer: _Transfer, event: Event, error: KvdError | None = None) -> None:
         step = machine.TABLE.step(transfer.state, event)
         if step.state is not transfer.state:
-            transfer.ask = None
-            self._retries.unset(transfer.number)
+            self._answered(transfer)
+            if transfer.span is not None:
+                transfer.span.enter(step.state)
         transfer.state = step.state
         for effect in step.effects:
             self._carry_out(effect, transfer, error)
         if transfer.state in machine.TABLE.final:
             self._transfers.pop(transfer.number, None)
+            self._check_idle()
 
     def _carry_out(self, effect: Effect, transfer: _Transfer, error: KvdError | None) -> None:
         match effect:
             case Effect.CLAIM:
-                transfer.claimed = True
-                self._ask(transfer, self._claim(transfer))
-                self.tell(_Prepare(transfer.number))
-                if not self._renewing:
-                    self._renewing = True
-                    self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
+                self._ask_for_grant(transfer)
             case Effect.READ:
                 self._read(transfer)
             case Effect.FENCE:
                 transfer.writing = False
-                unclaimed = None if transfer.claimed else self._claim(transfer)
-                self._ask(transfer, Fence(transfer.number, transfer.generation, unclaimed))
+                self._ask(transfer, self._fence(transfer))
+            case Effect.SETTLE:
+                self._settle_soon(transfer)
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.LET_GO:
@@ -434,11 +484,44 @@ class SchedulerActor(Actor):
             case Effect.CONTRIBUTE:
                 self._contributed(transfer.pull)
 
+    def _ask_for_grant(self, transfer: _Transfer) -> None:
+        transfer.claimed = True
+        self._ask(transfer, self._claim(transfer))
+        self.tell(_Prepare(transfer.number))
+        if not self._renewing:
+            self._renewing = True
+            self.tell_later(self._house.settings.claim_ttl / 3, _RenewAll())
+
+    def _settle_soon(self, transfer: _Transfer) -> None:
+        if not self._settling:
+            self.tell_later(_SETTLE_AFTER, _SettleAll())
+        self._settling.append(transfer)
+
     def _let_go(self, transfer: _Transfer) -> None:
         if transfer.claimed:
             # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
             release = Release(transfer.number, finished=transfer.pull.outcome == "cancelled")
             self._house.handshake.tell(AskPeer(transfer.address, release))
+
+    @handles(_SettleAll)
+    def settle(self, _message: _SettleAll) -> None:
+        """Tells producers of reads that were proven without them, so that they count their readers."""
+        settling, self._settling = self._settling, []
+        by_address: dict[str, list[Fence]] = {}
+        again = self.loop.time() + self._house.settings.retry
+        for transfer in settling:
+            if transfer.state is State.SETTLING:
+                transfer.ask = fence = self._fence(transfer)
+                self._retries.set(transfer.number, again)
+                by_address.setdefault(transfer.address, []).append(fence)
+        for address, fences in by_address.items():
+            for start in range(0, len(fences), limits.MAX_SETTLED):
+                batch = tuple(fences[start : start + limits.MAX_SETTLED])
+                self._house.handshake.tell(AskPeer(address, Settle(batch)))
+
+    def _fence(self, transfer: _Transfer) -> Fence:
+        unclaimed = None if transfer.granted else self._claim(transfer)
+        return Fence(transfer.number, transfer.generation, unclaimed)
 
     def _claim(self, transfer: _Transfer) -> Claim:
         pull, source = transfer.pull, transfer.source
@@ -453,6 +536,7 @@ class SchedulerActor(Actor):
             readers=source.readers,
             ttl=self._house.settings.claim_ttl,
             serve=transfer.address not in self._direct,
+            traceparent=None if transfer.span is None else transfer.span.traceparent,
         )
 
     def _read(self, transfer: _Transfer) -> None:
@@ -460,15 +544,26 @@ class SchedulerActor(Actor):
             self._step(transfer, Event.LANDED)
             return
         transfer.writing = True
-        source = transfer.source
-        self._transport.read(
-            transfer.number, source.agent, transfer.pull.pool.base, source.pool.base, transfer.descriptors
-        )
+        source, base = transfer.source, transfer.pull.pool.base
+        word = self._word(transfer)
+        if not transfer.claimed:
+            self._retries.set(transfer.number, self.loop.time() + _CLAIM_AFTER)
+        self._transport.read(transfer.number, source.agent, base, source.pool.base, transfer.descriptors, stamp=word)
+
+    def _word(self, transfer: _Transfer) -> int:
+        """Where the lease's stamp is to be read, 0 where a message must prove that it was held."""
+        pull = transfer.pull
+        rank = pull.ticket.ranks[transfer.source.rank]
+        stamps = pull.views[rank.address].stamps
+        if not stamps or not rank.stamp or transfer.address not in self._direct:
+            return 0
+        transfer.stamp = stamp(transfer.generation, digest(pull.ticket.tokens, pull.ticket.spans(rank)))
+        return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
     # --- a pull ends ------------------------------------------------------------------------------------------------
 
     def _contributed(self, pull: _Pull) -> None:
-        if not pull.outcome and all(transfer.state is State.HELD for transfer in pull.transfers):
+        if not pull.outcome and all(transfer.state in _PROVEN for transfer in pull.transfers):
             self._conclude(pull, "done")
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
             self._check_free(pull)
@@ -477,7 +572,7 @@ class SchedulerActor(Actor):
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
         if pull.outcome:
             return
-        self._conclude(pull, "cancelled" if cancelled else "failed")
+        self._conclude(pull, "cancelled" if cancelled else "failed", error)
         for transfer in pull.transfers:
             self._step(transfer, Event.STOP)
         worker, request = pull.key
@@ -492,8 +587,10 @@ class SchedulerActor(Actor):
             self._count_quarantined(+1)
         self._check_free(pull)
 
-    def _conclude(self, pull: _Pull, outcome: str) -> None:
+    def _conclude(self, pull: _Pull, outcome: str, error: KvdError | None = None) -> None:
         pull.outcome = outcome
+        if pull.span is not None:
+            pull.span.end(outcome, error)
         self._deadlines.unset(pull.key)
         self._house.metrics.pulls.labels(outcome).inc()
         self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)
@@ -512,8 +609,7 @@ class SchedulerActor(Actor):
             self._count_quarantined(-1)
             self._house.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
         self._check_quiet(pull.pool.id)
-        if self._draining and not self._pulls:
-            self._house.idle(self.name)
+        self._check_idle()
 
     def _count_quarantined(self, change: int) -> None:
         self._quarantined += change
@@ -575,7 +671,10 @@ class SchedulerActor(Actor):
     def drain(self, _message: Drain) -> None:
         """Takes nothing new; says when the last pull has ended."""
         self._draining = True
-        if not self._pulls:
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._draining and not self._pulls and not self._transfers:
             self._house.idle(self.name)
 
     @handles(Stop)

@@ -15,6 +15,7 @@ from kvd.actors.policy import Policy
 from kvd.actors.pools import Background, PoolsActor
 from kvd.actors.scheduler import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
+from kvd.memory.stamps import StampMemory, Stamps
 from kvd.net.interface import PeerEvent, PeerPort, WorkerEvent, WorkerPort
 from kvd.transport.interface import (
     Answered,
@@ -30,6 +31,9 @@ from kvd.transport.interface import (
     TransportDied,
 )
 
+_STAMPS = 0
+"""What the transport knows the stamps' memory as: pools are numbered from 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fittings:
@@ -44,6 +48,7 @@ class Fittings:
     describe: Callable[[], dict[str, object]]
     transport_died: Callable[[str], None]
     policy: Policy
+    stamps: StampMemory
     transport_answered: Callable[[int], None] = lambda _number: None
     store: PoolStore = field(default_factory=NoStore)
 
@@ -52,10 +57,11 @@ def furnish(house: House, fittings: Fittings) -> None:
     """Makes the actors, starts transport and ports. Sockets come last: whoever connects finds everything there."""
     transport, worker_port, peer_port = fittings.transport, fittings.worker_port, fittings.peer_port
     house.pools = PoolsActor(house, fittings.provider, transport, fittings.background, fittings.store)
-    house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers)
+    stamps = fittings.stamps
+    house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
     house.scheduler = SchedulerActor(house, transport)
     house.completion = CompletionActor(house)
-    house.handshake = HandshakeActor(house, peer_port, transport)
+    house.handshake = HandshakeActor(house, peer_port, transport, stamps.base)
     house.gateway = GatewayActor(
         house,
         worker_port,
@@ -65,6 +71,27 @@ def furnish(house: House, fittings: Fittings) -> None:
         policy=fittings.policy,
     )
 
+    def on_worker(event: WorkerEvent) -> None:
+        house.gateway.tell(event)
+
+    def on_peer(event: PeerEvent) -> None:
+        house.handshake.tell(event)
+
+    transport.start(_delivery(house, fittings))
+    transport.register(_STAMPS, stamps.base, stamps.words.nbytes)
+    peer_port.start(on_peer)
+    worker_port.start(on_worker)
+
+
+def _delivery(house: House, fittings: Fittings) -> Callable[[Event], None]:
+    """Leads the transport's events to whom they concern."""
+
+    def on_memory(event: Registered | RegisterFailed | Deregistered) -> None:
+        if event.pool != _STAMPS:
+            house.pools.tell(event)
+        elif isinstance(event, RegisterFailed):
+            fittings.transport_died(f"it cannot register the stamps of leases: {event.reason}")
+
     def on_transport(event: Event) -> None:
         match event:
             case Landed() | ReadFailed():
@@ -72,18 +99,10 @@ def furnish(house: House, fittings: Fittings) -> None:
             case PeerAdded() | PeerFailed():
                 house.handshake.tell(event)
             case Registered() | RegisterFailed() | Deregistered():
-                house.pools.tell(event)
+                on_memory(event)
             case Answered():
                 fittings.transport_answered(event.number)
             case TransportDied():
                 fittings.transport_died(event.reason)
 
-    def on_worker(event: WorkerEvent) -> None:
-        house.gateway.tell(event)
-
-    def on_peer(event: PeerEvent) -> None:
-        house.handshake.tell(event)
-
-    transport.start(on_transport)
-    peer_port.start(on_peer)
-    worker_port.start(on_worker)
+    return on_transport

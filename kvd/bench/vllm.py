@@ -101,7 +101,10 @@ async def measure(models: Path, folder: Path, plan: Plan, advance: Callable[[], 
         ProcessEndedError: A server ended.
 
     """
-    pairs: list[Pair] = [KvdPair(folder / "kvd", models, MODEL), NixlPair(folder / "nixl", models, MODEL)]
+    pairs: list[Pair] = [
+        KvdPair(folder / "kvd", models, MODEL, forked=False),
+        NixlPair(folder / "nixl", models, MODEL, forked=False),
+    ]
     services = [service for pair in pairs for service in pair.services]
     seeds = itertools.count()
     try:

@@ -179,6 +179,8 @@ _EXAMPLES: tuple[Message, ...] = (
     ),
     peer.Renew((8, 9)),
     peer.Fence(8, 11),
+    peer.Settle((peer.Fence(8, 11),)),
+    peer.Settled((8,)),
     peer.Release(8, finished=True),
     peer.Ping(1),
     peer.Welcome(

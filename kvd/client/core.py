@@ -76,11 +76,20 @@ class Core:
         self._offers.add(offer)
         return frame
 
-    def pull(self, request: str, ticket: str, blocks: Iterable[Blocks], timeout: float, now: float) -> bytes:
+    def pull(
+        self,
+        request: str,
+        ticket: str,
+        blocks: Iterable[Blocks],
+        timeout: float,
+        now: float,
+        *,
+        traceparent: str | None = None,
+    ) -> bytes:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
-        frame = _checked(wire.Pull(self._ask(_Ask.PULL, request), request, ticket, spans(kept), timeout))
+        frame = _checked(wire.Pull(self._ask(_Ask.PULL, request), request, ticket, spans(kept), timeout, traceparent))
         self._pulls.add(request, kept, now + timeout)
         return frame
 

@@ -94,10 +94,13 @@ class Session:
         self._driver.check()
         self._driver.request(self._driver.core.offer(offer, tokens, blocks, ttl), offer)
 
-    def pull(self, request: str, ticket: str, *, blocks: Iterable[Blocks], timeout: float) -> None:
+    def pull(
+        self, request: str, ticket: str, *, blocks: Iterable[Blocks], timeout: float, traceparent: str | None = None
+    ) -> None:
         """Brings what `ticket` offers at the positions of `blocks` into these blocks of the pool, within `timeout` s.
 
-        Returns at once; exactly one of `Done`, `Failed` and `Cancelled` comes by `poll`.
+        Returns at once; exactly one of `Done`, `Failed` and `Cancelled` comes by `poll`. The daemons' spans, where they
+        trace, lie under the span that `traceparent` (W3C Trace Context) names.
 
         Raises:
             BadRequest: `DUPLICATE_REQUEST`, the name is that of an open request, or of one whose blocks are in
@@ -107,7 +110,8 @@ class Session:
 
         """
         self._driver.check()
-        self._driver.request(self._driver.core.pull(request, ticket, blocks, timeout, time.monotonic()), request)
+        frame = self._driver.core.pull(request, ticket, blocks, timeout, time.monotonic(), traceparent=traceparent)
+        self._driver.request(frame, request)
 
     def cancel(self, request: str) -> None:
         """Stops a pull or withdraws an offer. Its outcome still comes by `poll`; a pull may have been done already.

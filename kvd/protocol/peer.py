@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvd import limits
-from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text
+from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text, TraceParent
 
 # --- consumer to producer -------------------------------------------------------------------------------------------
 
@@ -42,6 +42,8 @@ class Claim(Message, frozen=True, tag="claim"):
     ttl: Seconds
     serve: bool = True
     """Whether the producer's transport has a part in the read and must answer promptly; not so on the same host."""
+    traceparent: TraceParent | None = None
+    """The consumer's span, where it traces this transfer."""
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -56,7 +58,16 @@ class Fence(Message, frozen=True, tag="fence"):
     claim: Count
     generation: Count
     unclaimed: Claim | None = None
-    """The claim itself, where the ticket named the generation and the read was too short to claim first."""
+    """The claim itself, where the ticket named the generation and no grant was waited for."""
+
+
+class Settle(Message, frozen=True, tag="settle"):
+    """Reads whose leases' stamps were found after the last byte: nothing is asked, but each reader has finished.
+
+    Answered by `Settled`, whatever has become of the leases meanwhile.
+    """
+
+    fences: Annotated[tuple[Fence, ...], Meta(max_length=limits.MAX_SETTLED)]
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -72,7 +83,7 @@ class Ping(Message, frozen=True, tag="ping"):
     number: Count
 
 
-PeerRequest = Hello | Claim | Renew | Fence | Release | Ping
+PeerRequest = Hello | Claim | Renew | Fence | Settle | Release | Ping
 
 # --- producer to consumer -------------------------------------------------------------------------------------------
 
@@ -100,6 +111,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     version: int = VERSION
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
     """The same for all daemons on one running kernel: the consumer expects a fast path to those on its own."""
+    stamps: Annotated[bytes, Meta(min_length=8, max_length=8)] = bytes(8)
+    """Address of the first stamp in the daemon, unsigned 64-bit little-endian; 0 where it has none."""
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -132,6 +145,12 @@ class Broken(Message, frozen=True, tag="broken"):
     text: Text
 
 
+class Settled(Message, frozen=True, tag="settled"):
+    """These readers are known to have finished."""
+
+    claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_SETTLED)]
+
+
 class Pong(Message, frozen=True, tag="pong"):
     """Answers `Ping`; another incarnation than before means that every claim is gone."""
 
@@ -139,4 +158,4 @@ class Pong(Message, frozen=True, tag="pong"):
     incarnation: Count
 
 
-PeerReply = Welcome | Grant | Refuse | Held | Broken | Pong
+PeerReply = Welcome | Grant | Refuse | Held | Broken | Settled | Pong

@@ -7,6 +7,7 @@ routers and to workers, and a daemon treats it as untrusted input.
 
 import base64
 import binascii
+import hashlib
 import zlib
 from collections.abc import Iterable
 from typing import Annotated
@@ -35,6 +36,8 @@ class TicketRank(Message, frozen=True):
     generation: Count = 0
     """Of the offer's lease, and `epoch` that of its pool; 0 where whoever made the ticket did not know them."""
     epoch: Count = 0
+    stamp: Annotated[int, Meta(ge=0, le=limits.MAX_STAMPS)] = 0
+    """The word of the daemon in which the lease's stamp lies, numbered from 1; 0 where it has none."""
 
 
 class Ticket(Message, frozen=True):
@@ -121,6 +124,15 @@ def _check_addresses(ranks: list[TicketRank]) -> None:
         if other != rank.daemon:
             text = f"{other!r} and {rank.daemon!r} both say that they are at {rank.address}; give each its own `listen`"
             raise BadRequest(ErrorCode.BAD_TICKET, text)
+
+
+def stamp(generation: int, content: int) -> int:
+    """What lies in a lease's word while it is alive: 64 bits of its generation and its content's `digest`, never 0.
+
+    The content is in it so that a ticket that was changed on its way finds no stamp.
+    """
+    key = generation.to_bytes(8, "little") + content.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=limits.STAMP_BYTES).digest(), "little") or 1
 
 
 def digest(tokens: int, spans: Spans) -> int:

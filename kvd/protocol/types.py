@@ -17,6 +17,8 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Code = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=2 * limits.MAX_ERROR_TEXT)]
+TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
+"""The `traceparent` of W3C Trace Context: `00-<trace>-<span>-<flags>`."""
 BlockIds = Annotated[bytes, Meta(max_length=4 * limits.MAX_BLOCKS_PER_REQUEST)]
 """Block ids as little-endian unsigned 32-bit integers, 4 bytes each (512 ids: 0.7 us to code, 19 as a list)."""
 

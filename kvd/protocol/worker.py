@@ -22,6 +22,7 @@ from kvd.protocol.types import (
     Seconds,
     Spans,
     Text,
+    TraceParent,
 )
 
 # --- session socket, worker to daemon -------------------------------------------------------------------------------
@@ -104,6 +105,8 @@ class Pull(Message, frozen=True, tag="pull"):
     ticket: Annotated[str, Meta(max_length=limits.MAX_MESSAGE_BYTES)]
     spans: Spans
     timeout: Seconds
+    traceparent: TraceParent | None = None
+    """The worker's span, where it traces this request."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):

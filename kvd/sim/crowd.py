@@ -173,7 +173,16 @@ class InstantTransport:
     def remove_peer(self, agent: str) -> None:
         """Nothing to do."""
 
-    def read(self, read: int, _agent: str, _local: int, _remote: int, _descriptors: Descriptors) -> None:
+    def read(
+        self,
+        read: int,
+        agent: str,  # noqa: ARG002
+        local_base: int,  # noqa: ARG002
+        remote_base: int,  # noqa: ARG002
+        descriptors: Descriptors,  # noqa: ARG002
+        *,
+        stamp: int = 0,  # noqa: ARG002
+    ) -> None:
         """Landed at once."""
         self._soon(Landed(read, 0.0))
 

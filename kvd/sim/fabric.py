@@ -127,8 +127,8 @@ class SimTransport(FakeTransport):
         super().add_peer(agent, metadata)
 
     def register(self, pool: int, base: int, size: int) -> None:
-        """Registers, or fails to where the knobs say so."""
-        if self._world.chance(self._world.knobs.registration_fails):
+        """Registers, or fails to where the knobs say so (never the stamps, with which a daemon starts)."""
+        if pool and self._world.chance(self._world.knobs.registration_fails):
             self._emit(RegisterFailed(pool, "injected"))
         else:
             super().register(pool, base, size)

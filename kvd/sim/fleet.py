@@ -15,7 +15,7 @@ from kvd.memory.interface import Memory
 from kvd.metrics import Metrics
 from kvd.sim.fabric import SimFabric, SimTransport
 from kvd.sim.loop import Process
-from kvd.sim.memory import SimProvider
+from kvd.sim.memory import SimProvider, SimStamps
 from kvd.sim.network import UID, Network, SimPeerPort, SimWorkerPort
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
@@ -95,6 +95,7 @@ class Daemon:
             is_full=lambda: world.chance(world.knobs.allocation_fails),
         )
         self._mapped: list[int] = []
+        self._stamps = SimStamps(self._fabric.map)
         fittings = Fittings(
             worker_port=self.worker_port,
             peer_port=self.peer_port,
@@ -105,6 +106,7 @@ class Daemon:
             describe=lambda: {"daemon": name},
             transport_died=self.fail,
             policy=Policy(UID, self._rules),
+            stamps=self._stamps,
         )
         furnish(self.house, fittings)
 
@@ -140,6 +142,7 @@ class Daemon:
         for base in self._mapped:
             if base in self._fabric.files:
                 self._fabric.unmap_file(base)
+        self._fabric.unmap(self._stamps.base)
         self.peer_port.close()
         self.worker_port.close()
         self.world.kernel.close_all(self.process.name)

@@ -52,6 +52,8 @@ class Offering:
     blocks: tuple[Blocks, ...]
     answered: Callable[[str], None] | None
     stands: bool = False
+    ticket: str = ""
+    """The daemon's own, which names the lease."""
 
 
 class Ledger:

@@ -60,6 +60,14 @@ class Kernel:
         return [number for number, (holder, _) in self._files.items() if holder == owner]
 
 
+class SimStamps:
+    """Few enough words that they run out at times; implements `kvd.memory.stamps.StampMemory`."""
+
+    def __init__(self, map_bytes: Callable[[NDArray[np.uint8]], int]) -> None:
+        self.words: NDArray[np.uint64] = np.zeros(4, np.uint64)
+        self.base = map_bytes(self.words.view(np.uint8))
+
+
 @dataclass(slots=True)
 class SimMemory:
     """One mapped pool; implements `kvd.memory.interface.Memory`."""

@@ -147,7 +147,9 @@ class Mischief:
         if not worker.attached or worker is source or worker.session is None or offer not in source.offers:
             return
         rng = self.world.rng
-        right = ticket.decode(source.core.ticket(offer, _TOKENS, source.offers[offer].blocks))
+        offering = source.offers[offer]
+        local = source.core.ticket(offer, _TOKENS, offering.blocks)
+        right = msgspec.structs.replace(ticket.decode(offering.ticket or local), tokens=_TOKENS)
         rank, ids = right.ranks[0], right.blocks[0]
         replace = msgspec.structs.replace
         wrong = rng.choice(

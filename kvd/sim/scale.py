@@ -22,6 +22,7 @@ from kvd.actors.policy import Policy
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
 from kvd.bench.spec import flat_spec, tokens_of
+from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
 from kvd.net.interface import SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec, ticket
@@ -149,6 +150,7 @@ class _Daemon:
             describe=lambda: {"daemon": "self"},
             transport_died=lambda _reason: None,
             policy=Policy(_UID),
+            stamps=HostStamps(),
         )
         furnish(self.house, fittings)
 

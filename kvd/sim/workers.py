@@ -201,7 +201,7 @@ class Worker(Ledger):
             case events.Offered(offer, ticket):
                 offering = self.offers.get(offer)
                 if offering is not None:
-                    offering.stands = True
+                    offering.stands, offering.ticket = True, ticket
                     if offering.answered is not None:
                         offering.answered(ticket)
             case events.OfferRefused(offer) | events.Released(offer):

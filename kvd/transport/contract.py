@@ -128,6 +128,32 @@ class Contract:
             await reader.still_well(producer)
             assert [type(event) for event in reader.events] == [Registered, PeerAdded, Landed, Landed]
 
+    async def a_stamp_says_what_was_true_when_all_bytes_had_been_read(self) -> None:
+        """Rule 5: a word of the peer's memory, read after a short read and after one of many slices."""
+        producer = await self._site.shared()
+        async with self._reader() as reader:
+            await reader.add(producer)
+            for count in (1, 1024):
+                read = reader.read(producer, blocks(0, count, 256 * KIB), stamp=producer.base + 4096)
+                end = await reader.end(read)
+                assert isinstance(end, Landed), end
+                assert end.stamp == int.from_bytes(pattern(producer.seed, 4104)[4096:].tobytes(), "little")
+                assert reader.memory[256 * KIB * count - 1] == pattern(producer.seed, 256 * KIB * count)[-1]
+            unstamped = await reader.end(reader.read(producer, blocks(0, 1, KIB)))
+            assert isinstance(unstamped, Landed)
+            assert unstamped.stamp == 0
+
+    async def a_stamp_that_cannot_be_read_is_none(self) -> None:
+        """Its memory is not the peer's: the read fails, or lands without a stamp."""
+        producer = await self._site.shared()
+        async with self._reader(64 * KIB) as reader:
+            await reader.add(producer)
+            end = await reader.end(
+                reader.read(producer, blocks(0, 1, KIB), stamp=producer.base + PRODUCED + limits.GIB)
+            )
+            assert not isinstance(end, Landed) or end.stamp == 0
+            await reader.still_well(producer)
+
     async def a_short_read_overtakes_a_long_one(self) -> None:
         """Rule 4: a block asked for in the middle of a long read is there before it, and by far."""
         producer = await self._site.shared()

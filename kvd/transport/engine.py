@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -32,11 +32,12 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
+from kvd.transport.landing import Landing
 from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.prepared import PreparedRead
-from kvd.transport.queue import Slice, SliceQueue
+from kvd.transport.queue import U64, Slice, SliceQueue
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -52,6 +53,20 @@ FLUSH_BYTES = 64 * limits.KIB
 _DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
 """What C++ exceptions become that a peer's malformed metadata may cause inside of NIXL."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """The descriptors of one word, of the form of `kvd.plan.Descriptors`."""
+
+    src: U64
+    dst: U64
+    length: U64
+
+
+_STAMP = cast(
+    "Descriptors", _Word(np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.array([limits.STAMP_BYTES], np.uint64))
+)
 
 _abandoned: list[object] = []
 """Agents stopped with slices posted: to destroy one would free what UCX still uses."""
@@ -83,6 +98,12 @@ class _Read:
     aborted: bool = False
     waited: bool = False
     """A slice was not done when its post returned."""
+    stamp: int = 0
+    """Address of the stamp to read last, 0 for none."""
+    word: int | None = None
+    """Where the stamp lands: from now on nothing else of the read is open."""
+    seconds: float = 0.0
+    """From the first post to the last byte of a descriptor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +132,7 @@ class Engine:
         self._nixl = agent
         self._failures = failures
         self._lanes = lanes
+        self._landing = Landing(agent)
         self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
         self._emit: Callable[[Event], None]
         self._flush: Callable[[], None]
@@ -182,7 +204,9 @@ class Engine:
             peer.leaving, peer.again = True, None
             self._forget_if_quiet(peer)
 
-    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
         """As `Transport.read`."""
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
@@ -190,7 +214,8 @@ class Engine:
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(read, f"agent {agent!r} is not known: add it before reading from it"))
         elif self._slices.add(read, agent, descriptors):
-            self._reads[read] = _Read(read, peer, PreparedRead(self._nixl, agent, local_base, remote_base))
+            prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
+            self._reads[read] = _Read(read, peer, prepared, stamp=stamp)
             peer.reads.add(read)
         else:
             self._emit(Landed(read, 0.0))
@@ -304,14 +329,27 @@ class Engine:
     def _end_if_quiet(self, read: _Read) -> None:
         if read.posted or self._slices.waiting(read.key) or read.key not in self._reads:
             return
+        read.prepared.release()
+        if read.word is None:
+            read.seconds = time.perf_counter() - read.started
+            if not read.failure and read.stamp and self._read_stamp(read):
+                return
         del self._reads[read.key]
+        stamp = self._landing.give_back(read.word) if read.word is not None else 0
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, time.perf_counter() - read.started, in_post=not read.waited))
+            self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
         read.peer.reads.remove(read.key)
-        read.prepared.release()
         self._forget_if_quiet(read.peer)
+
+    def _read_stamp(self, read: _Read) -> bool:
+        """All bytes are in place: one more slice, of the stamp. False where that cannot be."""
+        read.word = self._landing.take()
+        if read.word is None:
+            return False
+        read.prepared = PreparedRead(self._nixl, read.peer.agent, self._landing.address(read.word), read.stamp)
+        return self._slices.add(read.key, read.peer.agent, _STAMP)
 
     def _load(self, agent: str, metadata: bytes) -> None:
         """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
@@ -382,4 +420,5 @@ class Engine:
             self._remove(agent)
         for registration in self._pools.values():
             self._nixl.deregister_memory(registration)
-        del self._nixl
+        self._landing.close()
+        del self._nixl, self._landing

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvd import limits
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.queue import Slice
 
@@ -84,6 +85,7 @@ class FakeRead:
     remote_base: int
     size: int
     fault: Fault
+    stamp: int = 0
     posted: int = 0
     landed: int = 0
     started: float = 0.0
@@ -152,6 +154,16 @@ class FakeFabric:
             if base <= address and address + length <= base + len(memory):
                 return memory[address - base : address - base + length]
         raise InternalError(ErrorCode.INTERNAL, f"{length} bytes at {address:#x} are not mapped")
+
+    def stamp(self, reader: str, read: FakeRead) -> int:
+        """What lies at the address of a read's stamp now; 0 where that cannot be read."""
+        if not read.stamp or not self.knows(read.agent) or (reader, read.agent) in self._cut:
+            return 0
+        try:
+            word = self.view(read.stamp, limits.STAMP_BYTES)
+        except InternalError:
+            return 0
+        return int.from_bytes(word.tobytes(), "little")
 
     # --- faults -----------------------------------------------------------------------------------------------------
 

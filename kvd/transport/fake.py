@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,9 +89,11 @@ class FakeTransport:
         """Forgets `agent` once its reads have ended. No answer."""
         self._soon(self._remove_peer, agent)
 
-    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
         """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
-        self._soon(self._read, read, agent, local_base, remote_base, descriptors)
+        self._soon(partial(self._read, read, agent, local_base, remote_base, descriptors, stamp=stamp))
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -169,7 +172,9 @@ class FakeTransport:
             self._peers[agent].leaving, self._peers[agent].again = True, None
             self._forget_if_quiet(agent)
 
-    def _read(self, key: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+    def _read(
+        self, key: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int
+    ) -> None:
         if key in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {key} was asked for twice")
         peer = self._peers.get(agent)
@@ -178,7 +183,7 @@ class FakeTransport:
         elif self._slices.add(key, agent, descriptors):
             fault = self._fabric.fault_of_read(self._agent)
             size = int(descriptors.length.sum())
-            self._reads[key] = FakeRead(key, agent, local_base, remote_base, size, fault)
+            self._reads[key] = FakeRead(key, agent, local_base, remote_base, size, fault, stamp)
             peer.reads.add(key)
             self._pump()
         else:
@@ -226,7 +231,8 @@ class FakeTransport:
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            self._emit(Landed(read.key, self._fabric.loop.time() - read.started, self._fabric.direct))
+            seconds = self._fabric.loop.time() - read.started
+            self._emit(Landed(read.key, seconds, self._fabric.direct, self._fabric.stamp(self._agent, read)))
         self._peers[read.agent].reads.remove(read.key)
         self._forget_if_quiet(read.agent)
 

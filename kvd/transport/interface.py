@@ -13,6 +13,7 @@ The rules:
 3. `add_peer` of a name that is known already takes the new metadata in; `remove_peer` waits for the open reads of that
    peer, and an `add_peer` that arrives before then keeps the peer.
 4. Short reads overtake long ones, and no read starves.
+5. A stamp is read after the last byte of its read, so what it says was true when all bytes had been read.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class Landed(Struct, frozen=True, gc=False):
     """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
 
     `in_post` says that all of it was copied while it was posted: the other side's transport had no part in it.
+    `stamp` is what lay at the address of the read's stamp after that; 0 where there was none, or it was not read.
     """
 
     read: int
     seconds: float
     in_post: bool = False
+    stamp: int = 0
 
 
 class ReadFailed(Struct, frozen=True, gc=False):
@@ -123,8 +126,14 @@ class Transport(Protocol):
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
 
-    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
-        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
+
+        Where `stamp` is not 0, the 8 bytes at that address of `agent` (little-endian) are read when all others are in
+        place, not before, and told in `Landed`.
+        """
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""

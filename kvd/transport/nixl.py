@@ -118,9 +118,12 @@ class NixlTransport:
         """Forgets `agent` once its reads have ended. No answer."""
         self._engine.commands.put(partial(self._engine.remove_peer, agent))
 
-    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
         """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
-        self._engine.commands.put(partial(self._engine.read, read, agent, local_base, remote_base, descriptors))
+        command = partial(self._engine.read, read, agent, local_base, remote_base, descriptors, stamp=stamp)
+        self._engine.commands.put(command)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""

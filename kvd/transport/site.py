@@ -143,11 +143,13 @@ class Reader:
         self.transport.add_peer(producer.agent, producer.metadata)
         assert (await self.answer(PeerAdded, count)).agent == producer.agent
 
-    def read(self, producer: Producer, descriptors: Descriptors, remote_base: int | None = None) -> int:
+    def read(
+        self, producer: Producer, descriptors: Descriptors, remote_base: int | None = None, *, stamp: int = 0
+    ) -> int:
         """Starts a read; its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
-        self.transport.read(self._reads, producer.agent, self.base, base, descriptors)
+        self.transport.read(self._reads, producer.agent, self.base, base, descriptors, stamp=stamp)
         return self._reads
 
     async def first_byte(self, contents: Bytes) -> None:

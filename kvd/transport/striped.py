@@ -52,6 +52,7 @@ class _Read:
     ended: int = 0
     seconds: float = 0.0
     in_post: bool = True
+    stamps: set[int] = field(default_factory=set)
     failure: ReadFailed | None = None
 
 
@@ -144,8 +145,13 @@ class StripedTransport:
         for stripe in self._stripes:
             stripe.remove_peer(agent)
 
-    def read(self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors) -> None:
-        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
+
+        Each part reads the stamp after its own last byte; where all found the same, it is the stamp of the read.
+        """
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
         size = int(descriptors.length.sum())
@@ -160,7 +166,7 @@ class StripedTransport:
         for stripe, share in shares:
             self._load[stripe] += share
         for stripe, part in parts:
-            self._stripes[stripe].read(read, agent, local_base, remote_base, part)
+            self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -261,6 +267,8 @@ class StripedTransport:
         else:
             read.seconds = max(read.seconds, event.seconds)
             read.in_post = read.in_post and event.in_post
+            read.stamps.add(event.stamp)
         if read.ended == len(read.parts):
             del self._reads[event.read]
-            self._on_event(read.failure or Landed(event.read, read.seconds, read.in_post))
+            stamp = read.stamps.pop() if len(read.stamps) == 1 else 0
+            self._on_event(read.failure or Landed(event.read, read.seconds, read.in_post, stamp))

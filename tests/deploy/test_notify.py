@@ -22,7 +22,8 @@ class Systemd:
         self._socket.bind(self.path)
         self._socket.setblocking(False)
 
-    def read(self) -> list[str]:
+    def read(self, *, keep: bool = True) -> list[str]:
+        """What has arrived; with `keep` the descriptors are kept and closed as systemd does."""
         texts = []
         while True:
             try:
@@ -32,7 +33,7 @@ class Systemd:
             fields = dict(line.split("=", 1) for line in data.decode().splitlines())
             for _level, _kind, content in ancillary:
                 self.kept[fields["FDNAME"]] = array.array("i", content)[0]
-            if "FDSTOREREMOVE" in fields:
+            if keep and "FDSTOREREMOVE" in fields:
                 os.close(self.kept.pop(fields["FDNAME"]))
             texts.append(data.decode())
 
@@ -86,6 +87,50 @@ def test_a_service_manager_that_does_not_read_does_not_block_the_daemon(systemd:
     notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
     for _ in range(10_000):
         notifier.feed()
+
+
+def test_what_the_socket_refuses_is_said_again_in_order_with_the_next_answer_of_everything(tmp_path: Path) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    pool = memfd(b"kept")
+    notifier.ready()
+    notifier.store("a", pool)
+    notifier.store("b", pool)
+    notifier.unstore("a")
+    notifier.status("serving")
+    os.close(pool)
+    notifier.feed()
+    systemd = Systemd(tmp_path / "notify")  # systemd was reloading
+    try:
+        notifier.feed()
+        notifier.status("serving")
+        texts = systemd.read()
+        assert [text.partition("\n")[0] for text in texts] == [
+            "READY=1",
+            "FDSTORE=1",
+            "FDSTORE=1",
+            "FDSTOREREMOVE=1",
+            "WATCHDOG=1",
+            "STATUS=serving",
+        ]
+        assert os.pread(systemd.kept["b"], 4, 0) == b"kept"
+        assert set(systemd.kept) == {"b"}
+        notifier.feed()
+        assert systemd.read() == ["WATCHDOG=1"]
+    finally:
+        systemd.close()
+
+
+def test_a_socket_that_is_full_takes_the_rest_later(systemd: Systemd) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    kernel_keeps = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+    names = [f"pool-{number}" for number in range(3 * kernel_keeps)]
+    for name in names:
+        notifier.unstore(name)
+    taken: list[str] = []
+    for _ in range(5):
+        taken += [text.rpartition("=")[2] for text in systemd.read(keep=False) if text.startswith("FDSTOREREMOVE")]
+        notifier.feed()
+    assert taken == names
 
 
 def test_the_watchdog_of_another_process_is_not_ours() -> None:

@@ -41,8 +41,9 @@ class Remote:
         blocks = [Blocks(group=0, first=0, ids=ids)]
         return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl)
 
-    def pull(self, name, ticket, ids, timeout=10.0):
-        self.worker.pull(name, ticket, blocks=[Blocks(group=0, first=0, ids=ids)], timeout=timeout)
+    def pull(self, name, ticket, ids, timeout=10.0, traceparent=None):
+        blocks = [Blocks(group=0, first=0, ids=ids)]
+        self.worker.pull(name, ticket, blocks=blocks, timeout=timeout, traceparent=traceparent)
 
     def cancel(self, name):
         self.worker.cancel(name)

@@ -34,7 +34,9 @@ def _integers(info: inspect.IntType) -> st.SearchStrategy[int]:
 
 
 def _text(info: inspect.StrType) -> st.SearchStrategy[str]:
-    return st.text(LETTERS if info.pattern is None else "aZ09._:@/-", min_size=info.min_length or 0, max_size=20)
+    if info.pattern is not None:
+        return st.from_regex(info.pattern, fullmatch=True).filter(lambda text: len(text) <= info.max_length)
+    return st.text(LETTERS, min_size=info.min_length or 0, max_size=20)
 
 
 VALUES: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {

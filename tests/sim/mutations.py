@@ -9,12 +9,15 @@ from kvd.actors.completion import CompletionActor, _Log
 from kvd.actors.expiry import Expiry
 from kvd.actors.messages import Notify, SessionUp
 from kvd.actors.pools import PoolsActor, Stage
+from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.sim.promises import Promise
 from kvd.state import lease as lease_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
+from kvd.transport.fabric import FakeFabric, FakeRead, Fault
+from kvd.transport.fake import FakeTransport
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,32 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
 
     handler(monkeypatch, leases.LeasesActor, leases._ClaimExpired, claim_expired)
     monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
+
+
+@mutation(Promise.FENCED)
+def stamps_are_not_wiped(monkeypatch):
+    monkeypatch.setattr(Stamps, "wipe", lambda self, number: self._free.append(number) if number else None)
+
+
+@mutation(Promise.FENCED)
+def a_stamp_is_read_before_the_bytes(monkeypatch):
+    early = {}
+    read_then = FakeTransport._read
+
+    def read(self, key, agent, *rest, stamp):
+        word = FakeRead(key, agent, 0, 0, 0, Fault(), stamp)
+        early[self._agent, key] = read_now(self._fabric, self._agent, word)
+        read_then(self, key, agent, *rest, stamp=stamp)
+
+    read_now = FakeFabric.stamp
+    monkeypatch.setattr(FakeTransport, "_read", read)
+    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.key])
+
+
+@mutation(Promise.BAD_INPUT)
+def a_stamp_says_nothing_of_the_blocks(monkeypatch):
+    for module in (scheduler, leases.ticket):
+        monkeypatch.setattr(module, "stamp", lambda generation, content: generation)
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------

@@ -65,6 +65,8 @@ IMPOSSIBLE = {
             if state is not T.State.CONNECTING
             for event in (T.Event.CONNECTED, T.Event.KNOWN)
         ),
+        # Asked of a read that is open, and only until it is claimed.
+        *((state, T.Event.LASTS) for state in T.State if state is not T.State.READING),
         # Nothing was asked of the producer yet.
         (T.State.CONNECTING, T.Event.GRANTED),
         # The transport speaks only of a read that is open.
@@ -72,7 +74,7 @@ IMPOSSIBLE = {
             (state, event)
             for state in T.State
             if state not in (T.State.READING, T.State.DRAINING)
-            for event in (T.Event.LANDED, T.Event.BROKE)
+            for event in (T.Event.LANDED, T.Event.STAMPED, T.Event.BROKE)
         ),
         # Whoever passes answers on drops a `held` that nobody asked for.
         *(
@@ -94,19 +96,22 @@ def test_an_ignored_event_changes_nothing():
     assert transfer.TABLE.step(transfer.State.HELD, transfer.Event.STOP) == Step(transfer.State.HELD)
 
 
-def test_no_transfer_is_held_without_a_fence_after_the_last_byte():
-    """Promise 2, read off the table: every way to `held` passes `landed`, then `proven`."""
-    ways = {(start, event) for (start, event), step in transfer.TABLE.steps.items() if step.state is T.State.HELD}
-    assert ways == {(T.State.FENCING, T.Event.PROVEN)}
-    into_fencing = {(s, e) for (s, e), step in transfer.TABLE.steps.items() if step.state is T.State.FENCING}
+def test_no_transfer_contributes_without_a_proof_after_the_last_byte():
+    """Promise 2, read off the table: it is `landed` and then `proven`, or `stamped`, which is both."""
+    steps = transfer.TABLE.steps
+    ways = {way for way, step in steps.items() if T.Effect.CONTRIBUTE in step.effects}
+    assert ways == {(T.State.FENCING, T.Event.PROVEN), (T.State.READING, T.Event.STAMPED)}
+    into_fencing = {way for way, step in steps.items() if step.state is T.State.FENCING}
     assert into_fencing == {(T.State.READING, T.Event.LANDED)}
+    into_held = {way for way, step in steps.items() if step.state in (T.State.HELD, T.State.SETTLING)}
+    assert into_held == ways | {(T.State.SETTLING, T.Event.PROVEN), (T.State.SETTLING, T.Event.REFUSED)}
 
 
 def test_blocks_leave_quarantine_only_on_the_transports_word():
-    """Promise 3, read off the table: from a read that is open, only `landed` and `broke` lead to `free`."""
+    """Promise 3, read off the table: from a read that is open, only its words of the end lead to `free`."""
     for (state, event), step in transfer.TABLE.steps.items():
         if state in (T.State.READING, T.State.DRAINING) and T.Effect.FREE in step.effects:
-            assert event in (T.Event.LANDED, T.Event.BROKE)
+            assert event in (T.Event.LANDED, T.Event.STAMPED, T.Event.BROKE)
 
 
 def test_a_lease_breaks_its_claims_before_the_worker_may_write():

@@ -89,7 +89,7 @@ class Scripted:
     def __getattr__(self, command: str) -> Callable[..., None]:
         return partial(self._note, command)
 
-    def _note(self, command: str, *arguments: object) -> None:
+    def _note(self, command: str, *arguments: object, **_named: object) -> None:
         self.told.append((command, *arguments))
 
     def commands(self) -> list[object]:
@@ -159,6 +159,16 @@ def test_a_long_read_ends_with_its_last_part(two: Two) -> None:
     assert two.events == []
     two.stripes[1].say(Landed(1, 3.0, in_post=False))
     assert two.events == [Landed(1, 3.0, in_post=False)]
+
+
+@pytest.mark.parametrize(("first", "second", "whole"), [(7, 7, 7), (7, 8, 0), (7, 0, 0)])
+def test_the_stamp_of_a_read_is_what_all_its_parts_found(two: Two, first: int, second: int, whole: int) -> None:
+    two.read(1)
+    two.stripes[0].say(Landed(1, 1.0, stamp=first))
+    two.stripes[1].say(Landed(1, 1.0, stamp=second))
+    ended = two.events[-1]
+    assert isinstance(ended, Landed)
+    assert ended.stamp == whole
 
 
 def test_a_part_that_fails_aborts_the_others_and_the_read_ends_with_the_last_of_them(two: Two) -> None:

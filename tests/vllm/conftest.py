@@ -1,4 +1,6 @@
 import importlib.util
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from kvd.engines.vllm_lab.catalog import write_models
 pytest.register_assert_rewrite("same_tokens", "load")
 
 HERE = Path(__file__).parent
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is there is looked at, not used
 TEST_SECONDS = 600
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
@@ -21,6 +24,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(TEST_SECONDS))
         if not installed:
             item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_shared_memory_is_left() -> Iterator[None]:
+    """Not even of servers that were killed: multiprocessing's tracker outlives them for a moment and removes it."""
+    before = set(SHARED_MEMORY.glob("psm_*"))
+    yield
+    deadline = time.monotonic() + 10
+    while left := set(SHARED_MEMORY.glob("psm_*")) - before:
+        assert time.monotonic() < deadline, f"shared memory of vLLM servers is left: {left}"
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Whatever dies, and whenever: no wrong token, no request without an outcome, no restart of what did not die."""
 
 import asyncio
+import itertools
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -26,17 +27,26 @@ MODEL = "bench"
 
 TOKENS = 6
 BLOCKS = 96
+OVERWRITTEN = 1900
+"""Tokens of the prompt whose 249 MB are overwritten while they are read."""
+
 OVERWRITING = 4
 """Prompts of 1,000 tokens that together need more blocks than there are."""
 
 OFFER_TTL = 12.0
 """Long enough for a busy machine, short enough to be waited for."""
 
-
 MOMENT_SECONDS = 0.002
+"""How long a suspended daemon runs at a time; where the machine is busy it can be tens of milliseconds."""
 
-DAEMON_FLAGS = ("--heartbeat", "10", "--claim-ttl", "3")
+MOMENTS = 3
+"""Of a read that takes a second, with the transport below."""
+
+SLOW_READS = {"UCX_TLS": "tcp"}
+SLOW_HEARTBEATS = ("--heartbeat", "10", "--claim-ttl", "3")
 """A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read."""
+
+_numbers = itertools.count()
 
 
 @dataclass
@@ -47,11 +57,22 @@ class Faulty:
     policy: str
     expected: list[tuple[list[int], Completion]]
 
-    async def offered(self, number: int, salt: str) -> tuple[dict[str, object], Completion]:
-        """The body for the decode side of a request that the prefill side has done its part of, and the expectation."""
-        prompt, expected = self.expected[number]
-        body = make_body(MODEL, prompt, TOKENS, cache_salt=salt)
-        return body | {"kv_transfer_params": await prefill(self.pair.prefill.url, body)}, expected
+    async def offered(self, prompt: list[int]) -> dict[str, object]:
+        """The body for the decode side of a request that the prefill side has done its part of."""
+        body = make_body(MODEL, prompt, TOKENS, cache_salt=f"offered {next(_numbers)}")
+        return body | {"kv_transfer_params": await prefill(self.pair.prefill.url, body)}
+
+    async def alone(self, prompt: list[int]) -> Completion:
+        """What the decode server makes of a prompt when it computes everything itself."""
+        return await complete(self.pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone"))
+
+    async def restart_daemons(self, flags: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> None:
+        daemons = list(self.pair.daemons.values())
+        for daemon in daemons:
+            daemon.kill()
+            daemon.flags, daemon.variables = flags, variables or {}
+        await start_all(daemons)
+        await self.works()
 
     async def ends_by_policy(self, body: dict[str, object], expected: Completion) -> None:
         """A request whose KV is lost: an error where the policy is to fail, else the right tokens all the same."""
@@ -84,14 +105,14 @@ async def faulty(
         policy=request.param,
         blocks=BLOCKS,
         extra={"offer_ttl": OFFER_TTL},
-        daemon_flags=DAEMON_FLAGS,
     )
     try:
         await start_all(pair.services)
-        prompts = [make_prompt(400 + 10 * number, seed=number) for number in range(4)]
-        bodies = [make_body(MODEL, prompt, TOKENS, cache_salt="alone") for prompt in prompts]
-        completions = [await complete(pair.decode.url, body) for body in bodies]
-        yield Faulty(pair, request.param, list(zip(prompts, completions, strict=True)))
+        made = Faulty(pair, request.param, [])
+        for number in range(4):
+            prompt = make_prompt(400 + 10 * number, seed=number)
+            made.expected.append((prompt, await made.alone(prompt)))
+        yield made
     finally:
         stop_all(pair.services)
 
@@ -118,7 +139,8 @@ async def test_a_death_under_load_gives_no_wrong_token_and_its_restart_alone_mak
 
 
 async def test_a_prefill_daemon_that_dies_with_an_offer_ends_the_request_by_the_policy(faulty: Faulty) -> None:
-    body, expected = await faulty.offered(0, salt="daemon dies")
+    prompt, expected = faulty.expected[0]
+    body = await faulty.offered(prompt)
     daemon = faulty.pair.daemons["prefill"]
     daemon.kill()
     await faulty.ends_by_policy(body, expected)
@@ -127,7 +149,8 @@ async def test_a_prefill_daemon_that_dies_with_an_offer_ends_the_request_by_the_
 
 
 async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its_blocks(faulty: Faulty) -> None:
-    body, expected = await faulty.offered(1, salt="server dies")
+    prompt, expected = faulty.expected[1]
+    body = await faulty.offered(prompt)
     done = await _done(faulty)
     faulty.pair.prefill.kill()
     assert_same(await complete(faulty.pair.decode.url, body), expected)
@@ -137,8 +160,11 @@ async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its
 
 
 async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_tokens(faulty: Faulty) -> None:
-    failures = (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total")
-    expected, request = await _request_stopped_while_it_pulls(faulty)
+    await faulty.restart_daemons(SLOW_HEARTBEATS, SLOW_READS)
+    prompt = make_prompt(OVERWRITTEN, seed=4)
+    expected = await faulty.alone(prompt)
+    broken = await _broken(faulty)
+    request = await _request_stopped_while_it_pulls(faulty, prompt)
     try:
         await until(lambda: _nothing_held(faulty), seconds=3 * OFFER_TTL)
         for number in range(OVERWRITING):
@@ -151,32 +177,44 @@ async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_to
             await request
     else:
         assert_same(await request, expected)
-    assert (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total") > failures
-    await faulty.works()
+    assert await _broken(faulty) == broken + 1
+    await faulty.restart_daemons()
 
 
-async def _request_stopped_while_it_pulls(faulty: Faulty) -> tuple[Completion, asyncio.Task[Completion]]:
-    """A request whose blocks are claimed by a decode daemon that is suspended (SIGSTOP) before it has read them all.
+async def _request_stopped_while_it_pulls(faulty: Faulty, prompt: list[int]) -> asyncio.Task[Completion]:
+    """A request whose blocks are being read by a decode daemon that is suspended (SIGSTOP).
 
-    The daemon runs for moments that are far shorter than the read of 50 MB, until it has its claim.
+    The daemon runs for moments, until it has its claim and then some more.
     """
     daemon = faulty.pair.daemons["decode"]
-    body, expected = await faulty.offered(0, salt="overwritten")
-    daemon.signal(signal.SIGSTOP)
-    request = asyncio.create_task(complete(faulty.pair.decode.url, body))
 
-    async def claimed() -> bool:
+    async def run_a_moment() -> None:
         daemon.signal(signal.SIGCONT)
         await asyncio.sleep(MOMENT_SECONDS)
         daemon.signal(signal.SIGSTOP)
+
+    async def claimed() -> bool:
         return (await scrape(faulty.pair.daemons["prefill"])).total("kvd_claims_active") > 0
 
-    await until(claimed, seconds=30, every=0.01)
-    return expected, request
+    async with asyncio.timeout(REQUEST_SECONDS):
+        body = await faulty.offered(prompt)
+        daemon.signal(signal.SIGSTOP)
+        request = asyncio.create_task(complete(faulty.pair.decode.url, body))
+        while not await claimed():
+            await run_a_moment()
+    for _ in range(MOMENTS):
+        await run_a_moment()
+    assert await claimed(), "all was read before the daemon was suspended"
+    return request
 
 
 async def _nothing_held(faulty: Faulty) -> bool:
     return (await scrape(faulty.pair.daemons["prefill"])).total("kvd_leases_active") == 0
+
+
+async def _broken(faulty: Faulty) -> float:
+    """Pulls whose claim did not hold to the end."""
+    return (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total", code="lease_broken")
 
 
 async def _done(faulty: Faulty) -> float:

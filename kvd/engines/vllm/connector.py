@@ -70,6 +70,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """No (asked since 0.33): the daemon may be reading from the pool, which an engine asleep must not empty."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats:
         """The stats that `get_kv_connector_stats` sent, on the other side."""
         return KvdStats(data)

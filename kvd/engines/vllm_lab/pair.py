@@ -1,7 +1,7 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,16 +15,25 @@ class Pair(ABC):
     """The prefill server on the first core, the decode server on the second.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache.
+    of either KV cache; `forked` as of `Engine`.
     """
 
     name: str
 
-    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        forked: bool = True,
+    ) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks), self._config(side))
+            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks, forked), self._config(side))
             for core, side in enumerate(("prefill", "decode"))
         )
 
@@ -53,7 +62,7 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With two daemons; `extra` are further settings of the connector, `daemon_flags` of the daemons."""
+    """With two daemons; `extra` are further settings of the connector."""
 
     name = "kvd"
 
@@ -65,12 +74,12 @@ class KvdPair(Pair):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
+        forked: bool = True,
         extra: Mapping[str, float] = MappingProxyType({}),
-        daemon_flags: Sequence[str] = (),
     ) -> None:
         self._extra = extra
-        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder, daemon_flags) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy=policy, blocks=blocks)
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, forked=forked)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the socket of the daemon of that side."""

@@ -1,13 +1,18 @@
-"""vLLM's API server with no orphans: `python -m kvd.engines.vllm_lab.serve FLAGS` dies with whoever started it.
+"""vLLM's API server with no orphans: `python -m kvd.engines.vllm_lab.serve [--fork] FLAGS`.
 
-vLLM runs its engine in a process of its own, which outlives a server that is killed. Here the kernel kills every
-process of a server with its parent: multiprocessing imports this file in the new process, or forks it.
+It dies with whoever started it. vLLM runs its engine and each worker in a process of its own, which outlive a server
+that is killed; here the kernel kills every process of a server with its parent. And on a CPU each of them is a new
+interpreter, which imports vLLM for eight seconds; with --fork they are forked, as vLLM does it on a GPU.
 """
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
+import sys
+from multiprocessing import resource_tracker
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -18,8 +23,17 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+def _fork_only() -> None:
+    fork: Any = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # noqa: ARG005
+    resource_tracker.ensure_running()  # by the engine it would be killed, before it has removed the shared memory
+
+
 _die_with_parent()
 os.register_at_fork(after_in_child=_die_with_parent)
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fork"]:
+        del sys.argv[1]
+        _fork_only()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

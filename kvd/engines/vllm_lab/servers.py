@@ -30,6 +30,8 @@ class Engine:
     core: int
     blocks: int = BLOCKS
     """Of the KV cache, a group."""
+    forked: bool = True
+    """Whether its processes are forked: it is up after 10 s and not 25, but vLLM cannot pin its worker to the core."""
 
 
 class Server(Service):
@@ -59,7 +61,8 @@ class Server(Service):
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", "--model", str(engine.models / engine.model)]
+        command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", *(["--fork"] if engine.forked else [])]
+        command += ["--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
         command += ["--disable-uvicorn-access-log"]
@@ -80,20 +83,23 @@ class Server(Service):
 
 
 class Daemon(Service):
-    """A kvd daemon; it listens on other ports after every start, and on the same session socket."""
+    """A kvd daemon; peers and workers find it at the same place after every start."""
 
     needed_first = True
 
-    def __init__(self, name: str, folder: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
         self.socket = folder / f"{name}.sock"
-        self._flags = flags
+        self.flags: tuple[str, ...] = ()
+        """More flags, from the next start on; and environment variables."""
+        self.variables: dict[str, str] = {}
+        self._port = _free_port()
 
     def command(self) -> Sequence[str]:
         """Not pinned: it takes whichever core is free."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
-        command += ["--listen", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--log-format", "json"]
-        return [*command, *self._flags]
+        command += ["--listen", f"tcp://127.0.0.1:{self._port}", "--http", "127.0.0.1:0", "--log-format", "json"]
+        return with_environment(self.variables, [*command, *self.flags])
 
     @property
     def url(self) -> str:
