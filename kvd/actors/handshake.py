@@ -115,6 +115,8 @@ class HandshakeActor(Actor):
         self._pools: dict[str, Pool] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[int, _Peer] = {}
+        self._troubled: dict[int, _Peer] = {}
+        """By link: those that are not ready, or slow."""
         self._expected: frozenset[str] = frozenset()
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class HandshakeActor(Actor):
             raise BadRequest(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
         peer = _Peer(address, self._port.connect(address), heard=self.loop.time())
         self._peers[address] = peer
-        self._by_link[peer.link] = peer
+        self._by_link[peer.link] = self._troubled[peer.link] = peer
         self._house.metrics.peers.labels(peer.state).inc()
         if at_once:
             self._greet(peer)
@@ -292,6 +294,10 @@ class HandshakeActor(Actor):
             self._house.metrics.peers.labels(peer.state).dec()
             self._house.metrics.peers.labels(step.state).inc()
         peer.state = step.state
+        if peer.state is State.READY and not peer.slow:
+            self._troubled.pop(peer.link, None)
+        elif peer.state is not State.CLOSED:
+            self._troubled[peer.link] = peer
         for effect in step.effects:
             self._carry_out(effect, peer, event)
 
@@ -315,6 +321,7 @@ class HandshakeActor(Actor):
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)
                 del self._peers[peer.address], self._by_link[peer.link]
+                self._troubled.pop(peer.link, None)
 
     def _announce(self, peer: _Peer) -> None:
         welcome = peer.welcome
@@ -383,8 +390,7 @@ class HandshakeActor(Actor):
     def report(self, message: Report) -> None:
         """Peers that we connect to: so many at most, those in trouble first."""
         now, everybody = self.loop.time(), self._peers.values()
-        troubled = (peer for peer in everybody if peer.state is not State.READY or peer.slow)
-        well = (peer for peer in everybody if peer.state is State.READY and not peer.slow)
+        well = (peer for peer in everybody if peer.link not in self._troubled)
         content = [
             {
                 "address": peer.address,
@@ -396,7 +402,7 @@ class HandshakeActor(Actor):
                 "silent_seconds": round(now - peer.heard, 3),
                 "last_loss": peer.loss,
             }
-            for peer in islice(chain(troubled, well), limits.MAX_REPORTED_PEERS)
+            for peer in islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
         ]
         self._house.gateway.tell(Reported(message.token, self.name, content))
 

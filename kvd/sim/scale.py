@@ -1,6 +1,6 @@
 """How a daemon with a thousand peers and ten thousand leases keeps its word, beside one with hardly any.
 
-`measure` runs the real actors in this process on a real clock, with a crowd around them (`kvd.sim.crowd`).
+`run` runs the real actors in this process on a real clock, with a crowd around them (`kvd.sim.crowd`).
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvd import limits
@@ -171,26 +172,22 @@ class _Daemon:
         return last - started, longest
 
     async def fill(self, peers: int, leases: int) -> None:
-        """Offers, and claims of all of them by the peers, who renew them."""
-        claims: dict[int, list[int]] = {peer: [] for peer in range(peers)}
+        """Offers, and claims of all of them by the peers, as many each, who renew them."""
+        held: list[int] = []
         for index in range(leases):
             if index % _OFFERS_PER_WORKER == 0:
                 worker = await self.worker(10 + index // _OFFERS_PER_WORKER)
-                await asyncio.sleep(0)
             name = f"lease-{index}"
             offered = await worker.ask(Offer(1, name, tokens_of(1), _BLOCK, _TTL), Offered)
             assert isinstance(offered, Offered)  # noqa: S101 - what was waited for
-            peer, (rank,) = index % peers, ticket.decode(offered.ticket).ranks
+            peer, (rank,) = index * peers // leases, ticket.decode(offered.ticket).ranks
             digest = ticket.digest(tokens_of(1), _BLOCK)
             claim = Claim(index, rank.pool, name, rank.incarnation, digest, 0, 1, self.claim_ttl)
             self.port.arrive(f"consumer-{peer}#1".encode(), claim)
-            claims[peer].append(index)
-            if index % 500 == 499:
-                for each, held in claims.items():
-                    self.consumers.join(each, tuple(held))
-                    held.clear()
-        for each, held in claims.items():
-            self.consumers.join(each, tuple(held))
+            held.append(index)
+            if (index + 1) * peers // leases > peer:
+                self.consumers.join(peer, tuple(held))
+                held.clear()
 
 
 def _address(number: int) -> str:
@@ -202,14 +199,18 @@ def _ticket(peer: int, number: int) -> str:
     return Ticket(tokens_of(1), (rank,), (_BLOCK,)).encode()
 
 
-async def measure(peers: int, leases: int, rounds: int, progress: Callable[[], None]) -> Crowded:
+def run(peers: int, leases: int, rounds: int) -> Crowded:
     """Fills a daemon, then asks `rounds` times for a status and for a pull, one after the other."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_measure(peers, leases, rounds))
+
+
+async def _measure(peers: int, leases: int, rounds: int) -> Crowded:
     before = _resident()
     daemon = _Daemon(asyncio.get_running_loop())
     asker = await daemon.worker(1)
     met, stall = await daemon.meet(peers)
     await daemon.fill(peers, leases)
-    progress()
     busy = await _busy(2.0)
     memory = _resident() - before
     gc.collect()
@@ -232,7 +233,6 @@ async def measure(peers: int, leases: int, rounds: int, progress: Callable[[], N
         await asyncio.sleep(_PAUSE)
     daemon.consumers.leave()
     gc.unfreeze()
-    progress()
     return Crowded(
         peers=peers,
         leases=leases,

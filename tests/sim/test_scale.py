@@ -5,11 +5,11 @@ import json
 
 from kvd import limits
 from kvd.protocol.worker import Status, StatusRequest
-from kvd.sim.scale import _Daemon, measure
+from kvd.sim.scale import _Daemon, run
 
 
 def test_a_crowd_is_met_and_served():
-    crowded = asyncio.run(measure(peers=40, leases=300, rounds=20, progress=lambda: None))
+    crowded = run(peers=40, leases=300, rounds=20)
     assert (crowded.peers, crowded.leases) == (40, 300)
     assert crowded.pull[0] > 0
     assert crowded.status_bytes > 0
