@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
+from kvd.actors.admission import Admission, Allowance
 from kvd.actors.house import House
 from kvd.actors.messages import (
     Acknowledged,
@@ -37,9 +37,7 @@ from kvd.actors.messages import (
     Undelivered,
     WorkerGone,
 )
-from kvd.actors.once import Once
 from kvd.actors.policy import Policy
-from kvd.actors.rate import Pace, Rate
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
@@ -63,10 +61,6 @@ from kvd.protocol.worker import (
     StatusRequest,
 )
 
-_ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
-_REQUESTS = Pace(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
-_STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, 2 * limits.MAX_STATUSES_PER_SECOND)
-_log = structlog.get_logger("kvd.gateway")
 _SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 
 
@@ -77,7 +71,7 @@ class _Connection:
     pid: int
     uid: int
     gid: int
-    statuses: Rate
+    allowance: Allowance
     worker: str = ""
     """Set from its attach on."""
 
@@ -90,7 +84,7 @@ class _Session:
     connection: int
     uid: int
     pool: Pool
-    requests: Rate
+    allowance: Allowance
     backlogged: bool = False
 
 
@@ -123,10 +117,7 @@ class GatewayActor(Actor):
         self._peer_address = peer_address
         self._draw_session = draw_session
         self._describe = describe
-        self._policy = policy
-        self._once = Once(_log, "kvd_requests_refused_total")
-        self._attaches: dict[int, Rate] = {}
-        """By user; those that are full again are forgotten."""
+        self._admission = Admission(policy, house.loop)
         self._connections: dict[int, _Connection] = {}
         self._by_worker: dict[str, _Session] = {}
         self._by_id: dict[bytes, _Session] = {}
@@ -144,9 +135,7 @@ class GatewayActor(Actor):
             self._refuse_session(event.connection, full)
             self._port.close_session(event.connection)
             return
-        self._connections[event.connection] = _Connection(
-            event.pid, event.uid, event.gid, Rate(_STATUSES, self.loop.time())
-        )
+        self._connections[event.connection] = _Connection(event.pid, event.uid, event.gid, self._admission.allowance())
 
     @handles(SessionFrame)
     def session_frame(self, event: SessionFrame) -> None:
@@ -165,7 +154,7 @@ class GatewayActor(Actor):
                 self._detach(event.connection, connection)
             else:
                 number = event.connection
-                self._check_status_rate(connection)
+                connection.allowance.take_status()
                 self._ask_all(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
@@ -181,8 +170,7 @@ class GatewayActor(Actor):
             raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
         if len(event.descriptors) > 1:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{len(event.descriptors)} descriptors came along; at most one may")
-        quota = self._permit(connection, request.worker)
-        self._check_attach_rate(connection.uid)
+        quota = self._admission.admit(connection.uid, connection.gid, request.worker)
         spec = CacheSpec.decode(request.spec)
         connection.worker = request.worker
         self._house.pools.tell(
@@ -197,20 +185,6 @@ class GatewayActor(Actor):
                 quota=quota,
             )
         )
-
-    def _permit(self, connection: _Connection, worker: str) -> int | None:
-        try:
-            return self._policy.permit(connection.uid, connection.gid, worker)
-        except BadRequest as error:
-            self._once.warn("attach not permitted", connection.uid, uid=connection.uid, worker=worker, text=error.text)
-            raise
-
-    def _check_attach_rate(self, uid: int) -> None:
-        now = self.loop.time()
-        self._attaches = {user: rate for user, rate in self._attaches.items() if not rate.is_full(now)}
-        if not self._attaches.setdefault(uid, Rate(_ATTACHES, now)).take(now):
-            text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _detach(self, number: int, connection: _Connection) -> None:
         session = self._by_worker.get(connection.worker)
@@ -231,7 +205,7 @@ class GatewayActor(Actor):
             connection=message.connection,
             uid=self._connections[message.connection].uid,
             pool=message.pool,
-            requests=Rate(_REQUESTS, self.loop.time()),
+            allowance=self._connections[message.connection].allowance,
         )
         self._by_worker[message.pool.worker] = session
         self._by_id[session.id] = session
@@ -297,13 +271,12 @@ class GatewayActor(Actor):
         if session is not None and event.uid != session.uid:
             # Not answered: an answer would travel to the session's owner.
             self._house.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
-            worker, owner = session.pool.worker, session.uid
-            self._once.warn("session of another user", worker, event.uid, worker=worker, owner=owner, uid=event.uid)
+            self._admission.stolen(session.pool.worker, session.uid, event.uid)
             return
         call = 0
         try:
             if session is None:
-                self._once.warn("message of no session", event.uid, uid=event.uid)
+                self._admission.unknown(event.uid)
                 raise BadRequest(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
             request = codec.worker_requests.decode(event.frame)
             call = getattr(request, "call", 0)
@@ -324,14 +297,9 @@ class GatewayActor(Actor):
             case Cancel():
                 self._house.scheduler.tell(CancelRequest(session.pool.worker, request))
             case StatusRequest():
-                self._check_status_rate(self._connections[session.connection])
+                session.allowance.take_status()
                 worker = session.pool.worker
                 self._ask_all(request.call, lambda status: self.answer(Answer(worker, status)))
-
-    def _check_status_rate(self, connection: _Connection) -> None:
-        if not connection.statuses.take(self.loop.time()):
-            text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
 
     def _ask_all(self, call: int, answer: Callable[[Status], None]) -> None:
         """Collects a status: every other actor reports its section."""
@@ -354,9 +322,7 @@ class GatewayActor(Actor):
         if session.backlogged:
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
-        if not session.requests.take(self.loop.time()):
-            text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+        session.allowance.take_request()
 
     def _check_spans(self, spans: tuple[Span, ...], spec: CacheSpec) -> None:
         """Promise 5: a worker can name only blocks of its own pool, and each of them once."""

@@ -5,8 +5,9 @@ a ping every heartbeat. For the peers that connect to us (they pull from us) it 
 passes the rest to the leases.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, islice
 
 import structlog
 from msgspec import Struct
@@ -65,6 +66,12 @@ _log = structlog.get_logger("kvd.handshake")
 _MISSED = 3
 """Heartbeats without an answer after which a peer is lost."""
 
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, lie evenly however many there are: moments of heartbeats."""
+
+_decode_spec = lru_cache(maxsize=16)(CacheSpec.decode)
+"""The ranks of an engine, and its replicas, describe their pools alike; reading a description takes a millisecond."""
+
 
 @dataclass(slots=True)
 class _Peer:
@@ -81,10 +88,15 @@ class _Peer:
     """When it was last needed."""
     loss: str = ""
     pings: int = 0
+    counted: Kind | None = None
+    """Under which path the metrics count it."""
+    counted_slow: bool = False
 
 
 class _Beat(Struct, frozen=True, gc=False):
-    """A heartbeat."""
+    """The heartbeat of one peer: each has its own moments, so that a thousand do not come at one."""
+
+    link: int
 
 
 class HandshakeActor(Actor):
@@ -103,7 +115,8 @@ class HandshakeActor(Actor):
         self._pools: dict[str, Pool] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[int, _Peer] = {}
-        self._beating = False
+        self._troubled: dict[int, _Peer] = {}
+        """By link: those that are not ready, or slow."""
         self._expected: frozenset[str] = frozenset()
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
@@ -130,7 +143,7 @@ class HandshakeActor(Actor):
         now = self.loop.time()
         for address in sorted(message.addresses - self._expected):
             try:
-                peer = self._peers.get(address) or self._open(address)
+                peer = self._peers.get(address) or self._open(address, at_once=False)
             except BadRequest as error:
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
                 continue
@@ -140,17 +153,17 @@ class HandshakeActor(Actor):
                 self._peers[address].asked = now
         self._expected = message.addresses
 
-    def _open(self, address: str) -> _Peer:
+    def _open(self, address: str, *, at_once: bool = True) -> _Peer:
+        """A new peer; where nobody waits for it, it is greeted at its first heartbeat."""
         if len(self._peers) >= limits.MAX_PEERS:
             raise BadRequest(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
         peer = _Peer(address, self._port.connect(address), heard=self.loop.time())
         self._peers[address] = peer
-        self._by_link[peer.link] = peer
-        self._greet(peer)
+        self._by_link[peer.link] = self._troubled[peer.link] = peer
         self._house.metrics.peers.labels(peer.state).inc()
-        if not self._beating:
-            self._beating = True
-            self.tell_later(self._house.settings.heartbeat, _Beat())
+        if at_once:
+            self._greet(peer)
+        self.tell_later(self._house.settings.heartbeat * (peer.link * _GOLDEN % 1.0), _Beat(peer.link))
         return peer
 
     def _greet(self, peer: _Peer) -> None:
@@ -222,13 +235,17 @@ class HandshakeActor(Actor):
             self._house.metrics.slow_paths.labels(kind_of(path)).inc()
             _log.warning("slow path", peer=peer.address, path=path, reason=slow)
         peer.path, peer.slow = path, slow
-        self._count_paths()
+        self._count_path(peer)
 
-    def _count_paths(self) -> None:
-        counts = Counter(kind_of(peer.path) for peer in self._peers.values() if peer.welcome)
-        for kind in Kind:
-            self._house.metrics.peer_paths.labels(kind).set(counts[kind])
-        self._house.metrics.peers_slow.set(sum(1 for peer in self._peers.values() if peer.welcome and peer.slow))
+    def _count_path(self, peer: _Peer) -> None:
+        """Counts a peer under the path that it has now."""
+        metrics, reached = self._house.metrics, peer.welcome is not None
+        kind, slow = (kind_of(peer.path), bool(peer.slow)) if reached else (None, False)
+        for counted, change in ((peer.counted, -1), (kind, +1)):
+            if counted is not None:
+                metrics.peer_paths.labels(counted).inc(change)
+        metrics.peers_slow.inc(slow - peer.counted_slow)
+        peer.counted, peer.counted_slow = kind, slow
 
     @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
@@ -240,23 +257,23 @@ class HandshakeActor(Actor):
         return [peer for peer in self._peers.values() if peer.welcome is not None and peer.welcome.agent == agent]
 
     @handles(_Beat)
-    def beat(self, _message: _Beat) -> None:
-        """Pings everybody, asks again who has not said welcome, gives up on the silent, offers to forget the idle."""
+    def beat(self, message: _Beat) -> None:
+        """Pings a peer, or asks again where it has not said welcome; gives up on a silent one, offers to forget it."""
+        peer = self._by_link.get(message.link)
+        if peer is None:
+            return
         settings, now = self._house.settings, self.loop.time()
-        for peer in list(self._peers.values()):
-            if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
-                self._house.scheduler.tell(PeerIdle(peer.address))
-            if now - peer.heard > _MISSED * settings.heartbeat:
-                peer.heard = now
-                self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
-            elif peer.state in (State.GREETING, State.REFRESHING):
-                self._greet(peer)
-            else:
-                peer.pings += 1
-                self._port.ask(peer.link, codec.encode(Ping(peer.pings)))
-        self._beating = bool(self._peers)
-        if self._beating:
-            self.tell_later(settings.heartbeat, _Beat())
+        if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
+            self._house.scheduler.tell(PeerIdle(peer.address))
+        if now - peer.heard > _MISSED * settings.heartbeat:
+            peer.heard = now
+            self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
+        elif peer.state in (State.GREETING, State.REFRESHING):
+            self._greet(peer)
+        else:
+            peer.pings += 1
+            self._port.ask(peer.link, codec.encode(Ping(peer.pings)))
+        self.tell_later(settings.heartbeat, message)
 
     @handles(ForgetPeer)
     def forget(self, message: ForgetPeer) -> None:
@@ -277,6 +294,10 @@ class HandshakeActor(Actor):
             self._house.metrics.peers.labels(peer.state).dec()
             self._house.metrics.peers.labels(step.state).inc()
         peer.state = step.state
+        if peer.state is State.READY and not peer.slow:
+            self._troubled.pop(peer.link, None)
+        elif peer.state is not State.CLOSED:
+            self._troubled[peer.link] = peer
         for effect in step.effects:
             self._carry_out(effect, peer, event)
 
@@ -296,11 +317,11 @@ class HandshakeActor(Actor):
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
                 self._transport.remove_peer(peer.welcome.agent)
                 peer.welcome = None
-                self._count_paths()
+                self._count_path(peer)
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)
                 del self._peers[peer.address], self._by_link[peer.link]
-                self._count_paths()
+                self._troubled.pop(peer.link, None)
 
     def _announce(self, peer: _Peer) -> None:
         welcome = peer.welcome
@@ -367,8 +388,9 @@ class HandshakeActor(Actor):
 
     @handles(Report)
     def report(self, message: Report) -> None:
-        """Peers that we connect to."""
-        now = self.loop.time()
+        """Peers that we connect to: so many at most, those in trouble first."""
+        now, everybody = self.loop.time(), self._peers.values()
+        well = (peer for peer in everybody if peer.link not in self._troubled)
         content = [
             {
                 "address": peer.address,
@@ -380,13 +402,13 @@ class HandshakeActor(Actor):
                 "silent_seconds": round(now - peer.heard, 3),
                 "last_loss": peer.loss,
             }
-            for peer in self._peers.values()
+            for peer in islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
         ]
         self._house.gateway.tell(Reported(message.token, self.name, content))
 
 
 def _peer_pool(info: PoolInfo) -> PeerPool:
-    spec = CacheSpec.decode(info.spec)
+    spec = _decode_spec(info.spec)
     if spec.pool_bytes > info.size:
         text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {spec.pool_bytes}"
         raise BadRequest(ErrorCode.BAD_SPEC, text)

@@ -126,6 +126,7 @@ class LeasesActor(Actor):
         # No two runs of a daemon share a generation: incarnations lie further apart than a run has leases.
         self._last_generation = house.settings.incarnation
         self._active = 0
+        self._in_claim = 0
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
         self._served = 0
@@ -293,7 +294,7 @@ class LeasesActor(Actor):
             text = f"{limits.MAX_CLAIMS_PER_OFFER} claims hold the offer {request.offer!r} already"
             return Unavailable(ErrorCode.OVERLOADED, text)
         step = machine.TABLE.step(lease.state, Event.CLAIM)
-        lease.state = step.state
+        self._enter(lease, step.state)
         if Effect.REFUSE in step.effects:
             return Unavailable(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         lease.claims[key] = request
@@ -421,7 +422,7 @@ class LeasesActor(Actor):
 
     def _step(self, lease: _Lease, event: Event, reason: str) -> None:
         step = machine.TABLE.step(lease.state, event)
-        lease.state = step.state
+        self._enter(lease, step.state)
         if Effect.RELEASE in step.effects:
             self._stamps.wipe(lease.stamp)  # before anybody is told: who finds the stamp knows that nobody was
         if Effect.BREAK in step.effects:
@@ -457,6 +458,10 @@ class LeasesActor(Actor):
             self._broken.pop(key, None)
         elif key in self._leases and self._leases[key].state in machine.TABLE.final:
             del self._leases[key]
+
+    def _enter(self, lease: _Lease, state: State) -> None:
+        self._in_claim += (state is State.CLAIMED) - (lease.state is State.CLAIMED)
+        lease.state = state
 
     def _set_active(self, pool: int, change: int) -> None:
         self._active += change
@@ -542,7 +547,7 @@ class LeasesActor(Actor):
         """Counts, and the oldest lease."""
         content = {
             "active": self._active,
-            "claimed": sum(1 for lease in self._leases.values() if lease.state is State.CLAIMED),
+            "claimed": self._in_claim,
             "claims_held": len(self._held),
             "claims_waiting": len(self._waiting),
             "last_generation": self._last_generation,

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
 from kvd.bench.prepare import Preparation
-from kvd.cli import bench_plan, bench_vllm
+from kvd.cli import bench_plan, bench_scale, bench_vllm
 
 _WINDOW = 32
 """Small pulls open at a time: as many requests as a busy decode engine has waiting for their KV."""
@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--rate", action="store_true", help="how many small pulls a second are sustained")
     what.add_argument("--plan", action="store_true", help="how fast transfers are planned")
     what.add_argument("--layouts", action="store_true", help="scattered blocks of 80 layers, cross-layer and per layer")
+    what.add_argument("--scale", action="store_true", help="one daemon with 1,000 peers and 10,000 leases, played")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
@@ -44,7 +45,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the files."""
-    figures = _plan() if args.plan else _between_daemons(args)
+    if args.plan:
+        figures = _plan()
+    elif args.scale:
+        figures = _scale(args)
+    else:
+        figures = _between_daemons(args)
     if args.json:
         document = {"machine": report.machine(), **figures}
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -55,6 +61,18 @@ def _plan() -> dict[str, object]:
     timings = bench_plan.bench_plan(Preparation())
     bench_plan.print_timings(timings)
     return {"plan": [timing.as_dict() for timing in timings]}
+
+
+def _scale(args: argparse.Namespace) -> dict[str, object]:
+    with _progress("turns", bench_scale.steps()) as advance:
+        growth = bench_scale.grow(quick=args.quick, progress=advance)
+    Console(width=report.WIDTH).print(bench_scale.table(growth))
+    figures = growth.as_dict()
+    Console().print(
+        f"p99 with the most over p99 with the fewest: status {figures['status_p99_ratio']:.2f}, "
+        f"pull {figures['pull_p99_ratio']:.2f}"
+    )
+    return {"scale": figures}
 
 
 def _between_daemons(args: argparse.Namespace) -> dict[str, object]:

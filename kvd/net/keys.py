@@ -1,8 +1,9 @@
 """CURVE keys: a daemon's own pair in a file that only it may read, and the list of those whose word counts.
 
 Keys are written as 64 hexadecimal digits. A key file has two lines, `public = ...` and `secret = ...`. An allow-list
-has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. Empty lines and
-`#` comments are skipped.
+has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. A name that ends in
+`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do. Empty lines and `#`
+comments are skipped.
 """
 
 import os
@@ -22,7 +23,7 @@ KEY_BYTES: Final = 32
 MAX_KEY_FILE_BYTES: Final = 4096
 MAX_ALLOWED_BYTES: Final = 256 * limits.MAX_PEERS
 _HEX_KEY: Final = re.compile(r"[0-9a-f]{64}")
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\*?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,11 @@ def load(path: Path) -> KeyPair:
         BadRequest: `BAD_CONFIG`, there is none, others may read it, or it is no key file of `kvd keys generate`.
 
     """
-    text, mode = _read(path, MAX_KEY_FILE_BYTES)
-    if mode & 0o077:
+    text, status = _read(path, MAX_KEY_FILE_BYTES)
+    mode = stat.S_IMODE(status.st_mode)
+    # Secrets of Kubernetes and of systemd belong to root and are lent to the daemon's group.
+    lent = status.st_uid == 0 and os.geteuid() != 0
+    if mode & (0o037 if lent else 0o077):
         text = f"{path} has mode {mode:04o}: others may read the secret key; run `chmod 600 {path}`"
         raise BadRequest(ErrorCode.BAD_CONFIG, text)
     fields = dict(re.findall(r"^(public|secret) = ([0-9a-f]{64})$", text, re.MULTILINE))
@@ -90,7 +94,8 @@ def load_allowed(path: Path) -> dict[bytes, str]:
 
     """
     allowed: dict[bytes, str] = {}
-    text, mode = _read(path, MAX_ALLOWED_BYTES)
+    text, status = _read(path, MAX_ALLOWED_BYTES)
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
         text = f"{path} has mode {mode:04o}: others could add their keys; run `chmod go-w {path}`"
         raise BadRequest(ErrorCode.BAD_CONFIG, text)
@@ -108,15 +113,20 @@ def load_allowed(path: Path) -> dict[bytes, str]:
     return allowed
 
 
-def _read(path: Path, bound: int) -> tuple[str, int]:
-    """Text and file mode, of one and the same file."""
+def covers(pattern: str, name: str) -> bool:
+    """Whether a name of an allow-list is that of this daemon."""
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _read(path: Path, bound: int) -> tuple[str, os.stat_result]:
+    """Text and status, of one and the same file."""
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            status = os.fstat(file.fileno())
             content = file.read(bound + 1)
             if len(content) > bound:
                 raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes, which is no honest list")
-            return content.decode(), mode
+            return content.decode(), status
     except OSError as error:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -18,8 +18,8 @@ RECEIVES_PER_WAKE: Final = 64
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
 
-    With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is appended as
-    one more part, empty where it was not found: it is known from the connection, and no message can claim it.
+    With `witness`, a property of libzmq's such as `User-Id`, what the connection of a ROUTER was found to have there is
+    appended as one more part, empty where it was not found: it is known from the connection, no message can claim it.
     """
 
     def __init__(
@@ -75,12 +75,17 @@ class SocketPump:
     def _take(self) -> list[bytes]:
         if not self._witness:
             return self._socket.recv_multipart(zmq.NOBLOCK)
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        parts = [self._socket.recv(zmq.NOBLOCK)]  # as bytes: a frame costs more, and the sender's has no properties
+        more = True
+        while more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            parts.append(frame.bytes)
+            more = frame.more
         try:
-            witness = str(frames[-1].get(self._witness))
+            witness = str(frame.get(self._witness))
         except zmq.ZMQError:  # whoever speaks an old ZMTP has no properties
             witness = ""
-        return [*(frame.bytes for frame in frames), witness.encode()]
+        return [*parts, witness.encode()]
 
     def _look_again(self) -> None:
         if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

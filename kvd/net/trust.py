@@ -12,7 +12,7 @@ from typing import Final
 
 import zmq
 
-from kvd.net.keys import KEY_BYTES, KeyPair
+from kvd.net.keys import KEY_BYTES, KeyPair, covers
 from kvd.net.pump import SocketPump
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -50,12 +50,13 @@ class Trust:
 
     def __init__(self, pair: KeyPair, name: str, allowed: Mapping[bytes, str]) -> None:
         self.pair = pair
-        self._own = {pair.public: name}
+        self._own = name
         self.replace(allowed)
 
     def replace(self, allowed: Mapping[bytes, str]) -> None:
         """Another allow-list holds from now on, for connections that stand as well."""
-        self._names = {**allowed, **self._own}
+        own = allowed.get(self.pair.public, self._own)
+        self._names = {**allowed, self.pair.public: own if covers(own, self._own) else self._own}
 
     def name_of(self, key: bytes) -> str | None:
         """The name of the daemon that is allowed under `key`, or None."""
@@ -63,12 +64,14 @@ class Trust:
 
     def key_of(self, name: str) -> bytes | None:
         """The key that the daemon called `name` is allowed under, or None."""
-        return next((key for key, known in self._names.items() if known == name), None)
+        return next((key for key, known in self._names.items() if covers(known, name)), None)
 
     def speaks_for(self, key: str, sender: bytes) -> bool:
         """Whether `key` (hexadecimal) may use the routing id `sender`, `<name>#<incarnation>`."""
-        name = self._names.get(bytes.fromhex(key))
-        return name is not None and sender.startswith(f"{name}#".encode())
+        known = self._names.get(bytes.fromhex(key))
+        if known is None:
+            return False
+        return sender.startswith(known[:-1].encode() if known.endswith("*") else f"{known}#".encode())
 
     def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
         """Makes a socket that is not bound yet accept CURVE connections that the ZAP handler allows, and no others."""

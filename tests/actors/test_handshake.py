@@ -2,6 +2,7 @@ import pytest
 from stage import INCARNATION, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
+from kvd.actors.messages import ExpectPeers, NeedPeer, Report, Reported
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Claim, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
@@ -148,3 +149,35 @@ def test_too_many_peers_are_refused(stage, monkeypatch):
     stage.pull("q", blocks=(4, 5), ticket=make_ticket(address="tcp://other:1"))
     assert stage.notified[0].request == "q"
     assert stage.notified[0].code == ErrorCode.PEER_LOST
+
+
+def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble():
+    stage = Stage()
+    last = limits.MAX_REPORTED_PEERS + 1
+    for number in range(1, last + 1):
+        stage.house.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+        stage.run()
+        if number < last:
+            stage.peer_says(welcome_of(), number)
+    told = []
+    stage.house.gateway.handlers = {
+        **stage.house.gateway.handlers,
+        Reported: lambda _actor, message: told.append(message),
+    }
+    stage.house.handshake.tell(Report(1))
+    stage.run()
+    (report,) = told
+    assert len(report.content) == limits.MAX_REPORTED_PEERS
+    assert report.content[0]["address"] == f"tcp://peer-{last}:1"
+
+
+def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_heartbeat():
+    stage = Stage()
+    stage.house.handshake.tell(ExpectPeers(frozenset(f"tcp://peer-{number}:1" for number in range(100))))
+    most = 0
+    for _ in range(100):
+        before = len(stage.asks(Hello))
+        stage.run(0.01)
+        most = max(most, len(stage.asks(Hello)) - before)
+    assert len(stage.asks(Hello)) >= 100
+    assert most <= 4

@@ -26,6 +26,9 @@ VERSION = "1.34"
 GPU = {"rdma": {"enabled": True}, "gpuClaim": {"enabled": True}, "podMonitor": {"enabled": True}}
 
 
+KEYS = {"curve": {"enabled": True}, "kvd": {"insecure": False}}
+
+
 @cache
 def kustomized(overlay: str) -> list[dict[str, Any]]:
     for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
@@ -65,9 +68,11 @@ def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
 
 MANIFESTS = {
     "kustomize cpu": lambda: kustomized("cpu"),
+    "kustomize cpu with keys": lambda: kustomized("cpu-curve"),
     "kustomize gpu-rdma": lambda: kustomized("gpu-rdma"),
     "chart": lambda: charted({}),
     "chart with gpu and rdma": lambda: charted(GPU),
+    "chart with keys": lambda: charted(KEYS),
 }
 
 
@@ -140,6 +145,19 @@ def test_the_kubelet_waits_longer_than_the_daemon_drains(manifests: list[dict[st
     assert pod(manifests)["terminationGracePeriodSeconds"] > int(grace) + 15
 
 
+def test_the_daemon_has_keys_or_says_that_it_does_without(manifests: list[dict[str, Any]]) -> None:
+    daemon = sidecar(manifests)
+    variables = {entry["name"]: entry.get("value") for entry in daemon["env"]}
+    if variables.get("KVD_INSECURE") == "true":
+        assert "KVD_CURVE_KEY" not in variables
+        return
+    mounted = {mount["mountPath"]: mount["name"] for mount in daemon["volumeMounts"] if mount.get("readOnly")}
+    volumes = {volume["name"]: volume for volume in pod(manifests)["volumes"]}
+    for name in ("KVD_CURVE_KEY", "KVD_CURVE_PEERS"):
+        secret = volumes[mounted[str(Path(variables[name]).parent)]]["secret"]
+        assert secret["defaultMode"] == 0o440
+
+
 def test_without_rdma_everything_is_at_the_restricted_level() -> None:
     assert beyond_restricted(pod(charted({}))) == []
     assert beyond_restricted(pod(kustomized("cpu"))) == []
@@ -183,6 +201,7 @@ def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
         return kept
 
     assert essence(pod(charted({}))) == essence(pod(kustomized("cpu")))
+    assert beyond_restricted(pod(charted(KEYS))) == beyond_restricted(pod(kustomized("cpu-curve"))) == []
 
 
 def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None:

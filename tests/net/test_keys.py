@@ -41,6 +41,20 @@ def test_a_key_that_others_may_read_is_refused_with_the_fix(file: Path) -> None:
     assert caught.value.code is ErrorCode.BAD_CONFIG
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="what belongs to root takes root to make")
+@pytest.mark.parametrize(("mode", "allowed"), [(0o440, True), (0o640, True), (0o460, False), (0o444, False)])
+def test_a_secret_that_root_lends_to_the_daemons_group_is_read(file: Path, monkeypatch, mode, allowed) -> None:
+    pair = keys.generate()
+    keys.save(pair, file)
+    file.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: 64000)
+    if allowed:
+        assert keys.load(file) == pair
+    else:
+        with pytest.raises(BadRequest, match="others may read the secret key"):
+            keys.load(file)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -218,3 +218,15 @@ async def test_bytes_recorded_on_the_wire_let_nobody_in_when_they_are_played_aga
         await writer.wait_closed()
     assert producer.inbox.events == []
     assert {event.reason for event in producer.rejected.events} == {Reason.NO_HANDSHAKE}
+
+
+async def test_replicas_that_share_a_key_speak_for_every_name_of_theirs_and_no_other() -> None:
+    shared, other = KEYS["producer"], KEYS["consumer"]
+    trust = Trust(shared, "decode-7f-x", {shared.public: "decode-*", other.public: "prefill-*"})
+    assert trust.speaks_for(shared.public.hex(), b"decode-7f-y#1")
+    assert trust.speaks_for(other.public.hex(), b"prefill-0#1")
+    assert not trust.speaks_for(other.public.hex(), b"decode-7f-y#1")
+    assert trust.key_of("prefill-3") == other.public
+    misnamed = Trust(shared, "decode-7f-x", {shared.public: "prefill-*"})
+    assert misnamed.speaks_for(shared.public.hex(), b"decode-7f-x#1")
+    assert not misnamed.speaks_for(shared.public.hex(), b"prefill-0#1")
