@@ -40,7 +40,9 @@ class Stage:
         if way == "tcp":
             os.environ["UCX_TLS"] = "tcp"
         try:
-            self.producer, self.consumer = (fleet.daemon(name, heartbeat="1.0") for name in "pd")
+            # One thread copies long enough to be caught at it.
+            flags = {"heartbeat": "1.0", "transport_threads": "1"}
+            self.producer, self.consumer = (fleet.daemon(name, **flags) for name in "pd")
         finally:
             os.environ.pop("UCX_TLS", None)
         self.prefill = self._worker(self.producer, "prefill")
