@@ -131,7 +131,10 @@ class HandshakeActor(Actor):
             except BadRequest as error:
                 self._house.scheduler.tell(PeerDown(message.address, error.text))
                 return
-        peer.asked = self.loop.time()
+        now = self.loop.time()
+        if peer.state is State.GREETING and peer.asked < peer.heard:
+            peer.heard = now  # nobody has waited for it since it was lost: who does now gets three heartbeats
+        peer.asked = now
         if message.stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):

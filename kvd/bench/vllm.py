@@ -1,11 +1,13 @@
-"""Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model, prompts and pinning.
+"""Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
 
-All four servers are up at once and take turns, so that whatever else the machine does meets both alike.
+All four servers are up at once and take turns, so that whatever else the machine does meets both alike. Those that wait
+for their turn are suspended: with NixlConnector a thread of the prefill side computes without a pause.
 """
 
 import asyncio
 import contextlib
 import itertools
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,9 @@ MODEL: Final = "bench"
 ANSWER_TOKENS: Final = 8
 SETTLING_TOKENS: Final = 30
 """Tokens before, and again between, the arrivals whose effect on a decoding request is measured."""
+
+WAKING_TOKENS: Final = 64
+"""Of the first request after a pause, which is not measured."""
 
 ARRIVALS: Final = 3
 """Requests whose blocks arrive, one after the other, beside one decoding request: they fit into the prefill side's
@@ -101,20 +106,32 @@ async def measure(models: Path, folder: Path, plan: Plan, advance: Callable[[], 
         ProcessEndedError: A server ended.
 
     """
-    pairs: list[Pair] = [
-        KvdPair(folder / "kvd", models, MODEL, forked=False),
-        NixlPair(folder / "nixl", models, MODEL, forked=False),
-    ]
+    pairs: list[Pair] = [KvdPair(folder / "kvd", models, MODEL), NixlPair(folder / "nixl", models, MODEL)]
     services = [service for pair in pairs for service in pair.services]
     seeds = itertools.count()
     try:
         await start_all(services)
         for pair in pairs:  # the first request of a pair pays for handshakes and page faults
             await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
+        for pair in pairs:
+            _suspend(pair)
         advance()
         return await _rounds(pairs, plan, seeds, advance)
     finally:
+        for pair in pairs:
+            _resume(pair)
         stop_all(services)
+
+
+def _suspend(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        server.signal_group(signal.SIGSTOP)
+
+
+def _resume(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        if server.running:
+            server.signal_group(signal.SIGCONT)
 
 
 async def _rounds(
@@ -128,11 +145,14 @@ async def _rounds(
             break
         first = next(seeds)
         for pair, side in turns:
+            _resume(pair)
+            await pair.complete(make_prompt(WAKING_TOKENS, 1000 * first + 999), ANSWER_TOKENS)
             await _alone(pair, side, make_prompt(plan.prompt_tokens, 1000 * first))
             prompts = [make_prompt(plan.prompt_tokens, 1000 * first + number) for number in range(1, 1 + ARRIVALS)]
             await _beside(pair, side, prompts)
             many = [make_prompt(plan.prompt_tokens, 1000 * first + 100 + number) for number in range(plan.concurrent)]
             await _together(pair, side, many)
+            _suspend(pair)
             advance()
         turns.reverse()
     return sides

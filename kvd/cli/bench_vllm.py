@@ -26,7 +26,8 @@ def add_parser(subparsers: Any) -> None:
         "vllm",
         help="real vLLM servers with kvd and with NixlConnector, in one run",
         description="Starts a prefill and a decode server with kvd, and two more with vLLM's NixlConnector: the same "
-        "model (16 layers, 8 KV heads of 128, 131,072 bytes a token), prompts and pinning; and measures them in turns.",
+        "model (16 layers, 8 KV heads of 128, 131,072 bytes a token) and prompts, one computing thread in each; and "
+        "measures them in turns.",
     )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="tokens of a prompt (default: 1000)")
     parser.add_argument("--rounds", type=int, default=10, help="how often each pair has its turn (default: 10)")

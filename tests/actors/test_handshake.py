@@ -91,6 +91,17 @@ def test_a_peer_that_is_silent_for_three_heartbeats_is_lost(stage):
     assert ("remove_peer", "peer#1") in stage.commands
 
 
+def test_a_pull_that_comes_while_its_peer_is_lost_waits_three_heartbeats_too(stage):
+    stage.pull("early", timeout=60.0)
+    stage.run(6.6)
+    assert [failed.request for failed in stage.notified] == ["early"]
+    stage.pull("late", timeout=60.0)
+    stage.run(2.9)
+    assert len(stage.notified) == 1
+    stage.run(1.5)
+    assert [failed.request for failed in stage.notified] == ["early", "late"]
+
+
 def test_a_peer_that_answers_is_not_lost(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())

@@ -82,7 +82,7 @@ async def served(
 ) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     pair = KvdPair(folder, models, request.param)
-    single = Server("single", folder, Engine(models, request.param, core=0))
+    single = Server("single", folder, Engine(models, request.param))
     try:
         await start_all([*pair.services, single])
         yield Served(pair, single)

@@ -39,7 +39,7 @@ async def demo(model: str, folder: Path, console: Console) -> list[Row]:
     """Runs the demo with the model and returns its rows."""
     write_models(folder, model)
     pair = KvdPair(folder / "pair", folder, model)
-    single = Server("single", folder, Engine(folder, model, core=0))
+    single = Server("single", folder, Engine(folder, model))
     router = RouterProcess(folder, pair.prefill, pair.decode)
     services = [*pair.services, single, router]
     try:

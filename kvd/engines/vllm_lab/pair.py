@@ -12,29 +12,20 @@ from kvd.engines.vllm_lab.service import Service
 
 
 class Pair(ABC):
-    """The prefill server on the first core, the decode server on the second.
+    """A prefill server and a decode server.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache; `forked` as of `Engine`.
+    of either KV cache.
     """
 
     name: str
 
-    def __init__(
-        self,
-        folder: Path,
-        models: Path,
-        model: str,
-        *,
-        policy: str = "fail",
-        blocks: int = BLOCKS,
-        forked: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, core, blocks, forked), self._config(side))
-            for core, side in enumerate(("prefill", "decode"))
+            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks), self._config(side))
+            for side in ("prefill", "decode")
         )
 
     def _config(self, side: str) -> dict[str, Any]:
@@ -74,12 +65,11 @@ class KvdPair(Pair):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
-        forked: bool = True,
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
         self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy=policy, blocks=blocks, forked=forked)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the socket of the daemon of that side."""

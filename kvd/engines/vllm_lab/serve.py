@@ -1,8 +1,8 @@
-"""vLLM's API server with no orphans: `python -m kvd.engines.vllm_lab.serve [--fork] FLAGS`.
+"""vLLM's API server with no orphans: `python -m kvd.engines.vllm_lab.serve FLAGS`.
 
 It dies with whoever started it. vLLM runs its engine and each worker in a process of its own, which outlive a server
 that is killed; here the kernel kills every process of a server with its parent. And on a CPU each of them is a new
-interpreter, which imports vLLM for eight seconds; with --fork they are forked, as vLLM does it on a GPU.
+interpreter, which imports vLLM for eight seconds; here they are forked, as vLLM does it on a GPU.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import sys
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -33,7 +32,5 @@ _die_with_parent()
 os.register_at_fork(after_in_child=_die_with_parent)
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--fork"]:
-        del sys.argv[1]
-        _fork_only()
+    _fork_only()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.engines.vllm_lab.catalog import BLOCK, FLAGS, GROUPS, OFFLINE
 from kvd.engines.vllm_lab.http import HttpError, get
-from kvd.engines.vllm_lab.service import Service, free_cores, with_environment
+from kvd.engines.vllm_lab.service import Service, with_environment
 
 LONGEST = 2048
 """Tokens of a prompt and its completion."""
@@ -23,15 +23,12 @@ BLOCKS = 256
 
 @dataclass(frozen=True)
 class Engine:
-    """What a vLLM server runs: a model of the catalog in `models`/`model`, pinned to the nth core of this process."""
+    """What a vLLM server runs: a model of the catalog in `models`/`model`."""
 
     models: Path
     model: str
-    core: int
     blocks: int = BLOCKS
     """Of the KV cache, a group."""
-    forked: bool = True
-    """Whether its processes are forked: it is up after 10 s and not 25, but vLLM cannot pin its worker to the core."""
 
 
 class Server(Service):
@@ -50,19 +47,17 @@ class Server(Service):
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        """Pinned to one core, or two servers on two cores starve each other: their threads spin."""
+        """One thread computes: two servers with two threads each starve each other on two cores, as they spin."""
         engine = self.engine
-        cores = free_cores()
         variables = OFFLINE | {
-            "VLLM_CPU_OMP_THREADS_BIND": str(cores[engine.core % len(cores)]),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "KMP_BLOCKTIME": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", *(["--fork"] if engine.forked else [])]
-        command += ["--model", str(engine.models / engine.model)]
+        command = [sys.executable, "-m", "kvd.engines.vllm_lab.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
         command += ["--disable-uvicorn-access-log"]
@@ -96,7 +91,7 @@ class Daemon(Service):
         self._port = _free_port()
 
     def command(self) -> Sequence[str]:
-        """Not pinned: it takes whichever core is free."""
+        """It runs `kvd serve`."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
         command += ["--listen", f"tcp://127.0.0.1:{self._port}", "--http", "127.0.0.1:0", "--log-format", "json"]
         return with_environment(self.variables, [*command, *self.flags])
@@ -132,7 +127,7 @@ class RouterProcess(Service):
         return f"http://127.0.0.1:{self._port}"
 
     def command(self) -> Sequence[str]:
-        """Not pinned: it hardly computes."""
+        """It runs the router's module."""
         urls = [server.url for server in self._servers]
         return [sys.executable, "-m", "kvd.engines.vllm_lab.router", str(self._port), *urls]
 

@@ -12,7 +12,7 @@ from typing import Final
 from kvd.processes import Child, ProcessEndedError
 
 START_SECONDS: Final = 400.0
-"""A vLLM is up after 40 s on a quiet machine with two cores, three of them after twice that."""
+"""A vLLM is up after 10 s on a quiet machine with two cores, three of them after twice that."""
 
 _POLL_SECONDS = 0.25
 
@@ -73,6 +73,11 @@ class Service(ABC):
         assert self._child is not None  # noqa: S101
         signal.pidfd_send_signal(self._child.exit, number)
 
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the process and to all that it started."""
+        assert self._child is not None  # noqa: S101
+        os.killpg(self._child.pid, number)
+
     def kill(self) -> None:
         """As kill -9 does; returns when the process is gone."""
         self.signal(signal.SIGKILL)
@@ -110,8 +115,3 @@ def stop_all(services: Sequence[Service]) -> None:
     """Ends services, the last one first."""
     for service in reversed(services):
         service.stop()
-
-
-def free_cores() -> list[int]:
-    """The cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
