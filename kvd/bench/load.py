@@ -10,11 +10,12 @@ import numpy as np
 
 from kvd.bench.pair import Pair, Pool
 from kvd.errors import ErrorCode, InternalError
-from kvd.limits import GIB, KIB
+from kvd.limits import GIB, KIB, MAX_TOMBSTONES
 
 _BLOCK = 256 * KIB
 _SMALL = 16 * KIB
 _OFFERS_AT_ONCE = 1000
+_WARM_STREAMS = 3 * MAX_TOMBSTONES // (2 * _OFFERS_AT_ONCE)
 _WAIT = 60.0
 
 
@@ -92,7 +93,9 @@ def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], No
     """Pulls one 16 KiB block after the other, `window` at a time, for so long."""
     pool = pair.pool("small", 2 * window, _SMALL)
     poll_seconds = min(_timed(pool.worker.poll) for _ in range(1000))
-    _stream(pool, window, _OFFERS_AT_ONCE)  # warm: what is allocated once is there
+    for _ in range(_WARM_STREAMS):  # what is allocated once is there, and ended pulls are remembered up to the bound
+        _stream(pool, window, _OFFERS_AT_ONCE)
+        progress()
     before = _resources(pair)
     pulls, spent = 0, 0.0
     while spent < seconds:
