@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvd.processes import Child, Processes
+from kvd.protocol import ticket as tickets
 
 ANSWER_SECONDS = 90.0
 
@@ -169,3 +172,10 @@ def until(seconds: float, what: str) -> Iterator[None]:
         yield
         select.select([], [], [], 0.005)
     raise AssertionError(f"{what}: not within {seconds} s")
+
+
+def without_lease(text: str) -> str:
+    """The ticket as a worker would make it by itself: it must be claimed and fenced by messages."""
+    ticket = tickets.decode(text)
+    ranks = tuple(msgspec.structs.replace(rank, generation=0, epoch=0, stamp=0) for rank in ticket.ranks)
+    return msgspec.structs.replace(ticket, ranks=ranks).encode()

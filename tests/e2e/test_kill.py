@@ -9,11 +9,9 @@ import contextlib
 import os
 import signal
 
-import msgspec
 import pytest
 
-from kvd.protocol import ticket as tickets
-from tests.e2e.fleet import Fleet, RemoteError, send, until
+from tests.e2e.fleet import Fleet, RemoteError, send, until, without_lease
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -74,7 +72,7 @@ class Stage:
         self.decode.call("clear")
         ticket = self.prefill.call("offer", name=self.request, ids=HALF)
         if self.way == "messages":
-            ticket = _without_lease(ticket)
+            ticket = without_lease(ticket)
         before_pull()
         self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
 
@@ -151,13 +149,6 @@ class Stage:
         if ended["kind"] == "Done":
             self.check_bytes()
         assert self.decode.call("untouched", ids=self.target, value=0)
-
-
-def _without_lease(text):
-    """The ticket as a worker would make it by itself: it must be claimed and fenced by messages."""
-    ticket = tickets.decode(text)
-    ranks = tuple(msgspec.structs.replace(rank, generation=0, epoch=0, stamp=0) for rank in ticket.ranks)
-    return msgspec.structs.replace(ticket, ranks=ranks).encode()
 
 
 @pytest.fixture(scope="module", params=WAYS)
