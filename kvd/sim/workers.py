@@ -34,6 +34,8 @@ class Worker(Ledger):
         self.process.kill()
         self.session: Session | None = None
         self._last_file: File | None = None
+        self._unheard = 0
+        """The daemon's run that was asked for the pool and has not answered: it may keep one that was never seen."""
         """The pool that this worker, or its predecessor, had last."""
 
     @property
@@ -96,6 +98,9 @@ class Worker(Ledger):
             return
         self.session = daemon.worker_port.accept(self.process, self)
         instance = self.process.name.encode().ljust(16, b".")
+        if self._unheard == daemon.runs:
+            self._last_file = None
+        self._unheard = daemon.runs
         kept = (self.descriptor,) if self.descriptor >= 0 else ()
         self.session.send_session(codec.encode(wire.Attach(self.name, instance, self.cache.raw)), kept)
 
@@ -119,6 +124,7 @@ class Worker(Ledger):
         kernel, session = self.world.kernel, self.session
         assert session is not None  # noqa: S101 - it came over it
         file = kernel.file(descriptor)
+        self._unheard = 0
         if self.file is not None and self.file is not file:
             self.world.violate(Promise.SURVIVES, f"{self.name} gets another pool than it had")
         if attached.kept and self._last_file is not None and self._last_file is not file:
