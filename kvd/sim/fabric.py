@@ -4,6 +4,7 @@ What differs from `kvd.transport.fake` itself: events reach a daemon through its
 when it goes on), faults follow the world's knobs, and a read that is stuck goes on some time later.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -104,6 +105,7 @@ class SimTransport(FakeTransport):
         self._world = fabric.world
         self._process = process
         self._last_event = 0.0
+        self._events: deque[Event] = deque()
 
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Joins the fabric. Events arrive in their order, a little later."""
@@ -111,9 +113,11 @@ class SimTransport(FakeTransport):
         def later(event: Event) -> None:
             now = self._world.loop.now
             self._last_event = max(self._last_event, now + self._world.rng.random() * _EVENT)
-            self._process.call_later(self._last_event - now, arrive, event)
+            self._events.append(event)
+            self._process.call_later(self._last_event - now, arrive)
 
-        def arrive(event: Event) -> None:
+        def arrive() -> None:
+            event = self._events.popleft()  # times that are equal but for rounding must not change the order
             self._world.note(self.agent, type(event).__name__, getattr(event, "read", ""), getattr(event, "agent", ""))
             on_event(event)
 
