@@ -1,5 +1,6 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
+import os
 import socket as sockets
 from pathlib import Path
 from typing import Literal, Self
@@ -13,6 +14,9 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, rdma_devices
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import is_everywhere, is_loopback
+
+_CORES_TO_SPARE = 4
+"""With fewer, a second thread that copies makes the daemon's loop wait for a core (`kvd bench --load`)."""
 
 
 class Config(BaseSettings):
@@ -68,10 +72,10 @@ class Config(BaseSettings):
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     transport_threads: int = Field(
-        2,
+        default_factory=lambda: 2 if (os.cpu_count() or 1) >= _CORES_TO_SPARE else 1,
         ge=1,
         le=16,
-        description="NIXL agents that share a long read, a thread each: on one host each is a core copying.",
+        description="NIXL agents, a thread each, that share a long read: each copies on a core. 2 from four cores on.",
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")

@@ -65,7 +65,7 @@ MAX_REQUESTS_PER_SECOND: Final = 20_000
 """Offers and pulls of one worker after the first `MAX_REQUESTS_PER_WORKER`: several times what an engine makes, and a
 fifth of what the gateway can read, so that a worker gone wild leaves room for the others."""
 
-MAX_STATUSES_PER_SECOND: Final = 1000
+MAX_STATUSES_PER_SECOND: Final = 4000
 """Statuses of one session after twice as many at once: every actor stops to report what it has."""
 
 MAX_UNACKNOWLEDGED: Final = 65_536

@@ -110,14 +110,15 @@ def _stream(pool: Pool, window: int, number: int) -> tuple[float, int]:
     """`number` pulls, `window` at a time; offers are made beforehand, so that pulls alone are timed."""
     tickets = pool.tickets([0], number)
     started = time.perf_counter()
-    open_pulls = 0
-    for index, ticket in enumerate(tickets):
-        pool.start_pull(ticket, [index % (2 * window)])
-        open_pulls += 1
-        while open_pulls >= window:
-            open_pulls -= pool.collect(_WAIT)
-    while open_pulls:
-        open_pulls -= pool.collect(_WAIT)
+    free, busy = list(range(window)), {}
+    for ticket in tickets:
+        block = free.pop()
+        busy[pool.start_pull(ticket, [block])] = block
+        while not free:
+            free += [busy.pop(request) for request in pool.collect(_WAIT)]
+    while busy:
+        for request in pool.collect(_WAIT):
+            del busy[request]
     return time.perf_counter() - started, number
 
 

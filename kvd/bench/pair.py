@@ -70,19 +70,20 @@ class Pool:
         self.worker.pull(request, ticket, blocks=[Blocks(group=0, first=0, ids=destination)], timeout=_PULL_SECONDS)
         return request
 
-    def collect(self, timeout: float) -> int:
-        """Waits for outcomes, at most so many seconds; how many pulls are done now.
+    def collect(self, timeout: float) -> list[str]:
+        """Waits for outcomes, at most so many seconds; the names of the pulls that are done now.
 
         Raises:
             InternalError: a pull ended otherwise.
 
         """
-        events = self.worker.wait(timeout)
-        for event in events:
+        done = []
+        for event in self.worker.wait(timeout):
             if not isinstance(event, Done):
                 raise InternalError(ErrorCode.INTERNAL, f"a pull of the benchmark ended as {event}")
             self._open.discard(event.request)
-        return len(events)
+            done.append(event.request)
+        return done
 
     def is_open(self, request: str) -> bool:
         """Whether the pull has no outcome yet, as far as `collect` and `status` have seen."""
