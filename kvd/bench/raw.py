@@ -29,11 +29,12 @@ class RawAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def serve(self) -> None:
-        """Keeps the network going on a thread: without it nobody can connect to this agent."""
+    def serve(self, *, busy: bool = False) -> None:
+        """Keeps the network going on a thread: without it nobody can connect to this agent, or read over TCP."""
+        pause = 0.0 if busy else _TICK
 
         def tick() -> None:
-            while not self._stop.wait(_TICK):
+            while not self._stop.wait(pause):
                 self._agent.get_new_notifs()
 
         self._thread = threading.Thread(target=tick, daemon=True)

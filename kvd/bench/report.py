@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
+from kvd.bench.wire import Wire
 from kvd.limits import KIB, MIB
 
 WIDTH = 130
@@ -83,6 +84,16 @@ def rate_table(result: Rate) -> Table:
     )
     table.add_row("their open descriptors, before and after", " -> ".join(map(str, result.descriptors)))
     table.add_row("one empty poll() of the client", f"{result.poll_seconds * 1e6:.1f} us")
+    return table
+
+
+def wire_table(wire: Wire) -> Table:
+    """TCP between two hosts, in GB/s."""
+    table = Table("what", "GB/s", "of one stream", title=f"{_size(wire.bytes)} over TCP between two network namespaces")
+    rows = [(f"iperf3, {streams} stream{'s' * (streams > 1)}", rate) for streams, rate in wire.iperf.items()]
+    rows += [("raw NIXL, UCX as it comes", wire.raw_default), ("raw NIXL, set up as kvd does", wire.raw_tuned)]
+    for what, rate in [*rows, ("kvd", wire.kvd)]:
+        table.add_row(what, f"{rate:.2f}", f"{rate / wire.iperf[1]:.2f}")
     return table
 
 

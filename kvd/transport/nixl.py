@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 STOP_SECONDS = 5.0
 """How long `stop` waits for slices that are posted: at memory speed 64 MiB take 10 ms, over a bad network seconds."""
 
+TCP_SETTINGS = {
+    "UCX_TCP_TX_SEG_SIZE": "128k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
+    "UCX_TCP_RX_SEG_SIZE": "128k",  # and must fit here
+}
+
 ENVIRONMENT = {
+    **TCP_SETTINGS,
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
     "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
     "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
