@@ -28,9 +28,10 @@ from kvd.actors.messages import (
     PoolUp,
     Report,
     Reported,
+    RightsChanged,
 )
 from kvd.actors.peer import Peer
-from kvd.actors.reception import Reception
+from kvd.actors.reception import Reception, Rights
 from kvd.actors.turns import Turns
 from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerPort
@@ -48,7 +49,7 @@ from kvd.protocol.peer import (
 from kvd.protocol.types import VERSION
 from kvd.state import peer as machine
 from kvd.state.peer import Effect, Event, State
-from kvd.transport.interface import PeerAdded, PeerFailed, Transport
+from kvd.transport.interface import Described, PeerAdded, PeerFailed, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 
@@ -81,12 +82,12 @@ class HandshakeActor(Actor):
     name = "handshake"
     on_failure = OnFailure.RESUME
 
-    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int) -> None:
+    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int, rights: Rights) -> None:
         super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport
-        self._reception = Reception(house, port, transport, stamps)
+        self._reception = Reception(house, port, transport, stamps, rights)
         self._peers: dict[str, Peer] = {}
         self._by_link: dict[int, Peer] = {}
         self._turns: Turns[int] = Turns(limits.MAX_HANDSHAKES)
@@ -337,6 +338,16 @@ class HandshakeActor(Actor):
     def pool_down(self, message: PoolDown) -> None:
         """Peers that say hello from now on do not hear of this pool any more."""
         self._reception.pool_down(message.pool)
+
+    @handles(RightsChanged)
+    def rights_changed(self, _message: RightsChanged) -> None:
+        """Another allow-list holds."""
+        self._reception.rights_changed()
+
+    @handles(Described)
+    def described(self, event: Described) -> None:
+        """Metadata of some of the pools."""
+        self._reception.described(event)
 
     @handles(Report)
     def report(self, message: Report) -> None:

@@ -116,6 +116,10 @@ class NixlTransport:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
         self._engine.commands.put(partial(self._engine.deregister, pool))
 
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        self._engine.commands.put(partial(self._engine.describe, pools))
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
         self._engine.commands.put(partial(self._engine.add_peer, agent, metadata))
