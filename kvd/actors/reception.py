@@ -95,7 +95,7 @@ class Reception:
     def _pass_on(self, event: PeerAsked, request: Claim | Fence | Settle | Renew | Release) -> None:
         """To the leases, without what concerns pools that this peer may not read."""
         patterns = self._rights(event.key)
-        forbidden = {pool for pool in _pools_in(request) if not _covers(patterns, pool)}
+        forbidden = set() if patterns == _ALL else {pool for pool in _pools_in(request) if not _covers(patterns, pool)}
         if not forbidden:
             self._house.leases.tell(PeerAsks(event.sender, request))
             return

@@ -29,11 +29,11 @@ class Offer(Message, frozen=True):
 class OpenRaw(Message, frozen=True):
     """Open a NIXL agent of this process's own over the pool, and keep it going until `CloseRaw`.
 
-    With `busy` without a pause: over a network the side that is read from has to send.
+    It looks at the network every `pause` seconds: over TCP the side that is read from has to send.
     """
 
     worker: str
-    busy: bool
+    pause: float
 
 
 class CloseRaw(Message, frozen=True):

@@ -18,6 +18,7 @@ from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, InternalError
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import Child, Processes
+from kvd.transport.pace import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 
@@ -103,7 +104,7 @@ class Pool:
         """Seconds that raw NIXL takes for the same."""
         if self._raw is None:
             agent = RawAgent(f"raw-consumer-{self.name}", self.bytes.ctypes.data, self.bytes.nbytes)
-            opened = self._pair.ask(OpenRaw(self.name, busy=self._pair.remote), RawOpened)
+            opened = self._pair.ask(OpenRaw(self.name, PROMPT if self._pair.remote else RECENT), RawOpened)
             self._raw = agent, agent.connect(opened.metadata), opened.base
             agent.read(*self._raw[1:], descriptors)  # connects
         agent, peer, base = self._raw

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
-from kvd.bench.wire import Wire
+from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
 
 WIDTH = 130
@@ -89,11 +89,10 @@ def rate_table(result: Rate) -> Table:
 
 def wire_table(wire: Wire) -> Table:
     """TCP between two hosts, in GB/s."""
-    table = Table("what", "GB/s", "of one stream", title=f"{_size(wire.bytes)} over TCP between two network namespaces")
-    rows = [(f"iperf3, {streams} stream{'s' * (streams > 1)}", rate) for streams, rate in wire.iperf.items()]
-    rows += [("raw NIXL, UCX as it comes", wire.raw_default), ("raw NIXL, set up as kvd does", wire.raw_tuned)]
-    for what, rate in [*rows, ("kvd", wire.kvd)]:
-        table.add_row(what, f"{rate:.2f}", f"{rate / wire.iperf[1]:.2f}")
+    title = f"{_size(BLOCKS * BLOCK)} over TCP between two network namespaces, medians of {len(wire.turns)} turns"
+    table = Table("what", "GB/s", "of one stream", title=title)
+    for what in wire.turns[0]:
+        table.add_row(what, f"{wire.rate(what):.2f}", f"{wire.ratio(what):.2f}")
     return table
 
 

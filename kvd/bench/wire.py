@@ -1,4 +1,4 @@
-"""TCP between two hosts of one machine: iperf3, raw NIXL as UCX comes, raw NIXL as kvd sets it up, and kvd.
+"""TCP between two hosts of one machine: iperf3, raw NIXL and kvd, as UCX comes and as kvd sets it up.
 
 The hosts are network namespaces (`kvd.bench.hosts`), and UCX is told to use TCP, since it would see that they share a
 kernel. The part that reads runs as a process on the consumer's host: `python -m kvd.bench.wire`.
@@ -10,8 +10,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,12 +24,19 @@ from kvd.errors import ErrorCode, InternalError
 from kvd.limits import KIB
 from kvd.transport.nixl import TCP_SETTINGS
 
-_BLOCK: Final = 256 * KIB
-_BLOCKS: Final = 256
-_STREAMS: Final = (1, 2)
-_IPERF_SECONDS: Final = 3
-_UCX_DEFAULTS: Final = {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_TCP_RX_SEG_SIZE": "64k"}
+BLOCK: Final = 256 * KIB
+BLOCKS: Final = 256
+YARDSTICK: Final = "iperf3, 1 stream"
+_STREAMS: Final = {YARDSTICK: 1, "iperf3, 2 streams": 2}
+_IPERF_SECONDS: Final = 2
+_COMES_WITH: Final = {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_TCP_RX_SEG_SIZE": "64k"}
 """What UCX has where nobody says anything, said, so that kvd's choice does not come instead."""
+
+_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
+    "UCX as it comes": {**_COMES_WITH, "KVD_TRANSPORT_THREADS": "1"},
+    "set up as kvd does": {"KVD_TRANSPORT_THREADS": "1"},
+    "the same, 2 threads": {"KVD_TRANSPORT_THREADS": "2"},
+}
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -41,22 +48,22 @@ class Rates(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """GB/s. `iperf` by streams, the mean of before and after the rest."""
+    """GB/s by what was measured, a figure a turn."""
 
-    bytes: int
-    iperf: dict[int, float]
-    raw_default: float
-    raw_tuned: float
-    kvd: float
+    turns: Sequence[Mapping[str, float]]
 
-    @property
-    def ratio(self) -> float:
-        """What kvd has of one stream of iperf3."""
-        return self.kvd / self.iperf[1]
+    def rate(self, what: str) -> float:
+        """The median of the turns."""
+        return statistics.median(turn[what] for turn in self.turns)
+
+    def ratio(self, what: str) -> float:
+        """How much of one stream of iperf3 in the same turn, the median."""
+        return statistics.median(turn[what] / turn[YARDSTICK] for turn in self.turns)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        return {**asdict(self), "ratio": self.ratio, "settings": TCP_SETTINGS}
+        ratios = {what: self.ratio(what) for what in self.turns[0]}
+        return {"turns": list(self.turns), "ratios": ratios, "settings": TCP_SETTINGS}
 
 
 def why_not() -> str | None:
@@ -66,39 +73,41 @@ def why_not() -> str | None:
     return hosts.why_not()
 
 
-def measure(rounds: int, progress: Callable[[], None]) -> Wire:
-    """Measures everything in turns; calls `progress` four times."""
+def measure(turns: int, rounds: int, progress: Callable[[], None]) -> Wire:
+    """Measures everything in turns, of `rounds` reads each; calls `progress` once a turn."""
+    found = []
     with Hosts("producer", "consumer") as (producer, consumer):
-        before = _iperf(producer, consumer)
-        progress()
-        default = _run(producer, consumer, rounds, _UCX_DEFAULTS)
-        progress()
-        tuned = _run(producer, consumer, rounds, {})
-        progress()
-        after = _iperf(producer, consumer)
-        progress()
-    iperf = {streams: (before[streams] + after[streams]) / 2 for streams in _STREAMS}
-    return Wire(_BLOCK * _BLOCKS, iperf, default.raw, tuned.raw, tuned.kvd)
+        for _ in range(turns):
+            turn = {what: _iperf(producer, consumer, streams) for what, streams in _STREAMS.items()}
+            for name, settings in _SETTINGS.items():
+                rates = read_between(producer, consumer, rounds, settings)
+                turn |= {f"raw NIXL, {name}": rates.raw, f"kvd, {name}": rates.kvd}
+            found.append({what: rate for what, rate in turn.items() if what != "raw NIXL, the same, 2 threads"})
+            progress()
+    return Wire(found)
 
 
-def _iperf(source: Host, sink: Host) -> dict[int, float]:
-    """GB/s from one host to the other, by streams."""
-    found = {}
-    for streams in _STREAMS:
-        serve = [*sink.within, "iperf3", "--server", "--one-off", "--forceflush"]
-        with subprocess.Popen(serve, stdout=subprocess.PIPE) as server:  # noqa: S603 - the command is ours
+def _iperf(source: Host, sink: Host, streams: int) -> float:
+    """GB/s from one host to the other."""
+    serve = [*sink.within, "iperf3", "--server", "--one-off", "--forceflush"]
+    ask = [*source.within, "iperf3", "--client", sink.address, "--json", "--time", str(_IPERF_SECONDS)]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE) as server:  # noqa: S603 - the command is ours
+        try:
             assert server.stdout is not None  # noqa: S101 - it is a pipe
-            while b"listening" not in server.stdout.readline():
-                pass
-            ask = ["iperf3", "--client", sink.address, "--json", "--time", str(_IPERF_SECONDS)]
-            command = [*source.within, *ask, "--parallel", str(streams)]
+            if not any(b"listening" in line for line in iter(server.stdout.readline, b"")):
+                raise InternalError(
+                    ErrorCode.INTERNAL, f"iperf3 does not listen on {sink.address}: status {server.wait()}"
+                )
+            command = [*ask, "--parallel", str(streams)]
             ran = subprocess.run(command, capture_output=True, check=True)  # noqa: S603 - the command is ours
-        report = msgspec.json.decode(ran.stdout)
-        found[streams] = report["end"]["sum_received"]["bits_per_second"] / 8e9
-    return found
+        finally:
+            server.kill()
+    bits: float = msgspec.json.decode(ran.stdout)["end"]["sum_received"]["bits_per_second"]
+    return bits / 8e9
 
 
-def _run(producer: Host, consumer: Host, rounds: int, settings: dict[str, str]) -> Rates:
+def read_between(producer: Host, consumer: Host, rounds: int, settings: Mapping[str, str]) -> Rates:
+    """Has the consumer's host read from the producer's, with these environment variables on both."""
     command = [*consumer.within, sys.executable, "-m", "kvd.bench.wire", str(rounds)]
     command += [producer.namespace, producer.address, consumer.address]
     environment = {**os.environ, "UCX_TLS": "tcp", **settings}
@@ -108,17 +117,18 @@ def _run(producer: Host, consumer: Host, rounds: int, settings: dict[str, str]) 
     return msgspec.json.decode(ran.stdout, type=Rates)
 
 
-def _read(rounds: int, places: dict[str, Place]) -> Rates:
-    """On the consumer's host: raw NIXL and kvd in turns, the same blocks."""
+def _read(rounds: int, places: Mapping[str, Place]) -> Rates:
+    """On the consumer's host: kvd and raw NIXL, the same blocks."""
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Pair(Path(folder), places) as pair:
-        pool = pair.pool("wire", _BLOCKS, _BLOCK)
-        ids = list(range(_BLOCKS))
+        pool = pair.pool("wire", BLOCKS, BLOCK)
+        ids = list(range(BLOCKS))
         descriptors, tickets = pool.descriptors(ids, ids), pool.tickets(ids, rounds + 1)
         pool.pull(tickets.pop(), ids)
         pool.check(ids, ids)
         kvd = [pool.pull(ticket, ids) for ticket in tickets]
         raw = [pool.raw(descriptors) for _ in range(rounds)]
-    size = _BLOCKS * _BLOCK / 1e9
+        pair.quiet_raw()
+    size = BLOCKS * BLOCK / 1e9
     return Rates(raw=size / statistics.median(raw), kvd=size / statistics.median(kvd))
 
 

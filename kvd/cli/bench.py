@@ -83,8 +83,9 @@ def _hosts(args: argparse.Namespace) -> dict[str, object]:
     missing = wire.why_not()
     if missing:
         raise BadRequest(ErrorCode.BAD_CONFIG, missing)
-    with _progress("turns", 4) as advance:
-        result = wire.measure(5 if args.quick else 30, advance)
+    turns = 1 if args.quick else 3
+    with _progress("turns", turns) as advance:
+        result = wire.measure(turns, 20, advance)
     Console().print(report.wire_table(result))
     return {"hosts": result.as_dict()}
 

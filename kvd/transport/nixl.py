@@ -33,8 +33,8 @@ STOP_SECONDS = 5.0
 """How long `stop` waits for slices that are posted: at memory speed 64 MiB take 10 ms, over a bad network seconds."""
 
 TCP_SETTINGS = {
-    "UCX_TCP_TX_SEG_SIZE": "128k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
-    "UCX_TCP_RX_SEG_SIZE": "128k",  # and must fit here
+    "UCX_TCP_TX_SEG_SIZE": "512k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
+    "UCX_TCP_RX_SEG_SIZE": "512k",  # and must fit here
 }
 
 ENVIRONMENT = {
