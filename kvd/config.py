@@ -59,7 +59,8 @@ class Config(BaseSettings):
         description="Key file of this daemon (`kvd keys generate`): peers are let in by key, and encrypted.",
     )
     curve_peers: Path | None = Field(
-        None, description="Allow-list: a line `<public key> <name>` for each daemon; read again on SIGHUP."
+        None,
+        description="Allow-list: a line `<public key> <name> [pool ...]` for each daemon; read again on SIGHUP.",
     )
     insecure: bool = Field(
         False, description="Listen beyond loopback without CURVE: whoever reaches the port may read every offer."

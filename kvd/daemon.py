@@ -14,7 +14,8 @@ import kvd
 from kvd.actors import policy
 from kvd.actors.actor import Actor
 from kvd.actors.house import House
-from kvd.actors.messages import Drain, ExpectPeers, Stop
+from kvd.actors.messages import Drain, ExpectPeers, RightsChanged, Stop
+from kvd.actors.reception import everything
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
 from kvd.config import Config
@@ -124,6 +125,7 @@ class Daemon:
             store=self._store,
             policy=policy.Policy(os.geteuid(), rules),
             stamps=HostStamps(),
+            rights=self._trust.pools_of if self._trust else everything,
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
@@ -228,6 +230,7 @@ class Daemon:
             return
         self._trust.replace(allowed)
         self._log.info("allow-list read", peers=len(allowed))
+        self.house.handshake.tell(RightsChanged())
         self._directory.refresh()
 
     def _make_directory(self) -> Directory:

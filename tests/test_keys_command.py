@@ -12,7 +12,7 @@ def test_what_generate_prints_is_a_line_of_an_allow_list_and_show_prints_it_agai
     assert capsys.readouterr().out == line
     allowed.write_text(line)
     allowed.chmod(0o644)
-    assert keys.load_allowed(allowed) == {keys.load(file).public: "host-a"}
+    assert keys.load_allowed(allowed) == {keys.load(file).public: keys.Allowed("host-a")}
 
 
 def test_generate_does_not_overwrite(tmp_path, capsys):

@@ -26,6 +26,7 @@ from kvd.actors.messages import (
     OfferBlocks,
     Pool,
     PoolLent,
+    PoolRenewed,
     PoolReturned,
     Refusal,
     Report,
@@ -223,6 +224,13 @@ class GatewayActor(Actor):
         )
         self._port.send_session(message.connection, codec.encode(attached), (message.descriptor,))
         self._house.completion.tell(SessionUp(message.pool.worker, message.instance))
+
+    @handles(PoolRenewed)
+    def pool_renewed(self, message: PoolRenewed) -> None:
+        """The same memory under another epoch: what is asked from now on is about that."""
+        session = self._by_worker.get(message.pool.worker)
+        if session is not None:
+            session.pool = message.pool
 
     @handles(PoolReturned)
     def pool_returned(self, message: PoolReturned) -> None:

@@ -5,8 +5,6 @@ a ping every heartbeat. For the peers that connect to us (they pull from us) it 
 passes the rest to the leases.
 """
 
-from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain, islice
 
 import structlog
@@ -14,6 +12,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
+from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
     AnswerPeer,
@@ -22,44 +21,35 @@ from kvd.actors.messages import (
     ForgetPeer,
     NeedPeer,
     PeerAnswers,
-    PeerAsks,
     PeerDown,
     PeerIdle,
-    PeerPool,
     PeerUp,
-    PeerView,
-    Pool,
     PoolDown,
     PoolUp,
     Report,
     Reported,
+    RightsChanged,
 )
+from kvd.actors.peer import Peer
+from kvd.actors.reception import Reception, Rights
+from kvd.actors.turns import Turns
 from kvd.errors import BadRequest, ErrorCode, KvdError
-from kvd.layout import CacheSpec
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerPort
 from kvd.protocol import codec
 from kvd.protocol.peer import (
     Broken,
-    Claim,
-    Fence,
     Grant,
     Held,
     Hello,
     Ping,
     Pong,
-    PoolInfo,
-    Refuse,
-    Release,
-    Renew,
-    Settle,
     Settled,
     Welcome,
 )
-from kvd.protocol.types import VERSION, Message
+from kvd.protocol.types import VERSION
 from kvd.state import peer as machine
 from kvd.state.peer import Effect, Event, State
-from kvd.transport.interface import PeerAdded, PeerFailed, Transport
-from kvd.transport.path import Kind, kind_of, why_slow
+from kvd.transport.interface import Described, PeerAdded, PeerFailed, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 
@@ -69,32 +59,19 @@ _MISSED = 3
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, lie evenly however many there are: moments of heartbeats."""
 
-_decode_spec = lru_cache(maxsize=16)(CacheSpec.decode)
-"""The ranks of an engine, and its replicas, describe their pools alike; reading a description takes a millisecond."""
-
-
-@dataclass(slots=True)
-class _Peer:
-    address: str
-    link: int
-    state: State = machine.TABLE.initial
-    welcome: Welcome | None = None
-    pools: dict[str, PeerPool] = field(default_factory=dict)
-    path: str = ""
-    slow: str | None = None
-    """Why its path is slower than it should be."""
-    heard: float = 0.0
-    asked: float = 0.0
-    """When it was last needed."""
-    loss: str = ""
-    pings: int = 0
-    counted: Kind | None = None
-    """Under which path the metrics count it."""
-    counted_slow: bool = False
+_PATIENCE = 0.1
+"""Heartbeats that a hello waits for its answer before another peer gets its turn. Dead peers keep those that live from
+being met for so long; an answer that comes later counts all the same."""
 
 
 class _Beat(Struct, frozen=True, gc=False):
     """The heartbeat of one peer: each has its own moments, so that a thousand do not come at one."""
+
+    link: int
+
+
+class _Unanswered(Struct, frozen=True, gc=False):
+    """A hello got no answer while it was its peer's turn."""
 
     link: int
 
@@ -105,17 +82,18 @@ class HandshakeActor(Actor):
     name = "handshake"
     on_failure = OnFailure.RESUME
 
-    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int) -> None:
+    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int, rights: Rights) -> None:
         super().__init__(house.post)
         self._house = house
         self._port = port
         self._transport = transport
-        self._metadata = transport.metadata
-        self._stamps = stamps.to_bytes(8, "little")
-        self._pools: dict[str, Pool] = {}
-        self._peers: dict[str, _Peer] = {}
-        self._by_link: dict[int, _Peer] = {}
-        self._troubled: dict[int, _Peer] = {}
+        self._reception = Reception(house, port, transport, stamps, rights)
+        self._peers: dict[str, Peer] = {}
+        self._by_link: dict[int, Peer] = {}
+        self._turns: Turns[int] = Turns(limits.MAX_HANDSHAKES)
+        """By link: who is being greeted or loaded, and who waits for that."""
+        self._answers_due: Expiry[int] = Expiry(house.loop, lambda link: self.tell(_Unanswered(link)))
+        self._troubled: dict[int, Peer] = {}
         """By link: those that are not ready, or slow."""
         self._expected: frozenset[str] = frozenset()
 
@@ -134,7 +112,8 @@ class HandshakeActor(Actor):
         now = self.loop.time()
         if peer.state is State.GREETING and peer.asked < peer.heard:
             peer.heard = now  # nobody has waited for it since it was lost: who does now gets three heartbeats
-        peer.asked = now
+        peer.asked, peer.wanted = now, True
+        self._turns.hurry(peer.link)
         if message.stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):
@@ -156,22 +135,49 @@ class HandshakeActor(Actor):
                 self._peers[address].asked = now
         self._expected = message.addresses
 
-    def _open(self, address: str, *, at_once: bool = True) -> _Peer:
+    def _open(self, address: str, *, at_once: bool = True) -> Peer:
         """A new peer; where nobody waits for it, it is greeted at its first heartbeat."""
         if len(self._peers) >= limits.MAX_PEERS:
             raise BadRequest(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
-        peer = _Peer(address, self._port.connect(address), heard=self.loop.time())
+        peer = Peer(address, self._port.connect(address), heard=self.loop.time(), wanted=at_once)
         self._peers[address] = peer
         self._by_link[peer.link] = self._troubled[peer.link] = peer
         self._house.metrics.peers.labels(peer.state).inc()
         if at_once:
-            self._greet(peer)
+            self._take_turn(peer)
         self.tell_later(self._house.settings.heartbeat * (peer.link * _GOLDEN % 1.0), _Beat(peer.link))
         return peer
 
-    def _greet(self, peer: _Peer) -> None:
+    # --- whose turn it is -----------------------------------------------------------------------------------------
+
+    def _take_turn(self, peer: Peer) -> None:
+        """Goes on with a handshake, now or when it is its turn: those first that a pull waits for."""
+        if self._turns.enter(peer.link, urgent=peer.wanted):
+            self._go_on(peer)
+
+    def _go_on(self, peer: Peer) -> None:
+        """It is the turn of `peer`: what its state asks for."""
         settings = self._house.settings
-        self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))
+        if peer.state is State.LOADING:
+            assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
+            self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata)
+        else:
+            self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
+            self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))
+
+    def _end_turn(self, peer: Peer) -> None:
+        """The next ones, please."""
+        self._answers_due.unset(peer.link)
+        self._turns.leave(peer.link)
+        while (link := self._turns.next()) is not None:
+            self._go_on(self._by_link[link])
+
+    @handles(_Unanswered)
+    def unanswered(self, message: _Unanswered) -> None:
+        """Others get their turn; this one is asked again by its next heartbeat."""
+        peer = self._by_link.get(message.link)
+        if peer is not None and peer.state is not State.LOADING:
+            self._end_turn(peer)
 
     @handles(AskPeer)
     def ask(self, message: AskPeer) -> None:
@@ -205,7 +211,7 @@ class HandshakeActor(Actor):
         else:
             self._house.scheduler.tell(PeerAnswers(peer.address, reply))
 
-    def _welcome(self, peer: _Peer, reply: Welcome) -> None:
+    def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if peer.state not in (State.GREETING, State.REFRESHING):
             return
         if reply.version != VERSION:
@@ -215,40 +221,19 @@ class HandshakeActor(Actor):
             self._lose(peer, Event.RESTARTED, "it was restarted")
             return
         try:
-            pools = {info.pool: _peer_pool(info) for info in reply.pools}
+            peer.introduced(reply)
         except BadRequest as error:
             self._lose(peer, Event.SILENT, f"it described its pools wrongly: {error.text}")
             return
-        peer.welcome, peer.pools = reply, pools
+        self._answers_due.unset(peer.link)
         self._step(peer, Event.WELCOME)
 
     @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:
         """The transport can reach the memory of a peer."""
         for peer in self._with_agent(event.agent):
-            self._judge(peer, event.path)
+            peer.reached_by(event.path, self._house)
             self._step(peer, Event.LOADED)
-
-    def _judge(self, peer: _Peer, path: str) -> None:
-        """Notes the path to a peer, and warns of a slow one the first time."""
-        settings, welcome = self._house.settings, peer.welcome
-        same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
-        slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
-        if slow and not peer.slow:
-            self._house.metrics.slow_paths.labels(kind_of(path)).inc()
-            _log.warning("slow path", peer=peer.address, path=path, reason=slow)
-        peer.path, peer.slow = path, slow
-        self._count_path(peer)
-
-    def _count_path(self, peer: _Peer) -> None:
-        """Counts a peer under the path that it has now."""
-        metrics, reached = self._house.metrics, peer.welcome is not None
-        kind, slow = (kind_of(peer.path), bool(peer.slow)) if reached else (None, False)
-        for counted, change in ((peer.counted, -1), (kind, +1)):
-            if counted is not None:
-                metrics.peer_paths.labels(counted).inc(change)
-        metrics.peers_slow.inc(slow - peer.counted_slow)
-        peer.counted, peer.counted_slow = kind, slow
 
     @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
@@ -256,7 +241,7 @@ class HandshakeActor(Actor):
         for peer in self._with_agent(event.agent):
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
 
-    def _with_agent(self, agent: str) -> list[_Peer]:
+    def _with_agent(self, agent: str) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.welcome is not None and peer.welcome.agent == agent]
 
     @handles(_Beat)
@@ -272,7 +257,7 @@ class HandshakeActor(Actor):
             peer.heard = now
             self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
         elif peer.state in (State.GREETING, State.REFRESHING):
-            self._greet(peer)
+            self._take_turn(peer)
         else:
             peer.pings += 1
             self._port.ask(peer.link, codec.encode(Ping(peer.pings)))
@@ -287,11 +272,11 @@ class HandshakeActor(Actor):
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
-    def _lose(self, peer: _Peer, event: Event, reason: str) -> None:
+    def _lose(self, peer: Peer, event: Event, reason: str) -> None:
         peer.loss = reason
         self._step(peer, event)
 
-    def _step(self, peer: _Peer, event: Event) -> None:
+    def _step(self, peer: Peer, event: Event) -> None:
         step = machine.TABLE.step(peer.state, event)
         if step.state is not peer.state:
             self._house.metrics.peers.labels(peer.state).dec()
@@ -301,75 +286,41 @@ class HandshakeActor(Actor):
             self._troubled.pop(peer.link, None)
         elif peer.state is not State.CLOSED:
             self._troubled[peer.link] = peer
+        if event not in (Event.WELCOME, Event.REFRESH):
+            self._end_turn(peer)
         for effect in step.effects:
             self._carry_out(effect, peer, event)
 
-    def _carry_out(self, effect: Effect, peer: _Peer, event: Event) -> None:
+    def _carry_out(self, effect: Effect, peer: Peer, event: Event) -> None:
         match effect:
-            case Effect.GREET:
-                self._greet(peer)
-            case Effect.LOAD:
-                assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
-                self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata)
+            case Effect.GREET | Effect.LOAD:
+                self._take_turn(peer)
             case Effect.ANNOUNCE:
                 self._announce(peer)
             case Effect.LOSE:
+                peer.wanted = False
                 self._house.metrics.peers_lost.inc()
                 self._house.scheduler.tell(PeerDown(peer.address, peer.loss, event is Event.RESTARTED))
             case Effect.FORGET:
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
                 self._transport.remove_peer(peer.welcome.agent)
-                peer.welcome = None
-                self._count_path(peer)
+                peer.forgotten(self._house)
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)
                 del self._peers[peer.address], self._by_link[peer.link]
                 self._troubled.pop(peer.link, None)
+                self._turns.forget(peer.link)
 
-    def _announce(self, peer: _Peer) -> None:
-        welcome = peer.welcome
-        assert welcome is not None  # noqa: S101 - only a loaded peer is announced
-        stamps = int.from_bytes(welcome.stamps, "little")
-        view = PeerView(peer.address, welcome.daemon, welcome.incarnation, welcome.agent, peer.pools, stamps)
-        self._house.scheduler.tell(PeerUp(view))
+    def _announce(self, peer: Peer) -> None:
+        peer.wanted = False
+        self._house.scheduler.tell(PeerUp(peer.view()))
 
     # --- peers that connect to us -----------------------------------------------------------------------------------
 
     @handles(PeerAsked)
     def asked(self, event: PeerAsked) -> None:
-        """One ask of a peer; garbage gets a typed answer."""
-        try:
-            request = codec.peer_requests.decode(event.frame)
-        except KvdError as error:
-            self._house.metrics.refused.labels("peer", error.code).inc()
-            self._port.answer(event.sender, codec.encode(Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT])))
-            return
-        if isinstance(request, Claim | Renew | Fence | Settle | Release):
-            self._house.leases.tell(PeerAsks(event.sender, request))
-        elif isinstance(request, Ping):
-            self._port.answer(event.sender, codec.encode(Pong(request.number, self._house.settings.incarnation)))
-        else:
-            self._port.answer(event.sender, codec.encode(self._reply_to_hello(request)))
-
-    def _reply_to_hello(self, request: Hello) -> Message:
-        settings = self._house.settings
-        if request.version != VERSION:
-            self._house.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
-            text = f"{settings.daemon} speaks version {VERSION} of the protocol, {request.daemon} {request.version}"
-            return Refuse(0, ErrorCode.BAD_VERSION, text)
-        pools = tuple(
-            PoolInfo(pool.worker, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
-            for pool in self._pools.values()
-        )
-        return Welcome(
-            settings.daemon,
-            settings.incarnation,
-            self._transport.agent,
-            self._metadata,
-            pools,
-            host=settings.host,
-            stamps=self._stamps,
-        )
+        """One ask of a peer."""
+        self._reception.asked(event)
 
     @handles(AnswerPeer)
     def answer(self, message: AnswerPeer) -> None:
@@ -381,38 +332,28 @@ class HandshakeActor(Actor):
     @handles(PoolUp)
     def pool_up(self, message: PoolUp) -> None:
         """Peers that say hello from now on hear of this pool."""
-        self._pools[message.pool.worker] = message.pool
-        self._metadata = message.metadata
+        self._reception.pool_up(message.pool, message.metadata)
 
     @handles(PoolDown)
     def pool_down(self, message: PoolDown) -> None:
         """Peers that say hello from now on do not hear of this pool any more."""
-        self._pools.pop(message.pool.worker, None)
+        self._reception.pool_down(message.pool)
+
+    @handles(RightsChanged)
+    def rights_changed(self, _message: RightsChanged) -> None:
+        """Another allow-list holds."""
+        self._reception.rights_changed()
+
+    @handles(Described)
+    def described(self, event: Described) -> None:
+        """Metadata of some of the pools."""
+        self._reception.described(event)
 
     @handles(Report)
     def report(self, message: Report) -> None:
         """Peers that we connect to: so many at most, those in trouble first."""
         now, everybody = self.loop.time(), self._peers.values()
         well = (peer for peer in everybody if peer.link not in self._troubled)
-        content = [
-            {
-                "address": peer.address,
-                "daemon": peer.welcome.daemon if peer.welcome else None,
-                "incarnation": peer.welcome.incarnation if peer.welcome else None,
-                "state": peer.state,
-                "path": peer.path,
-                "slow": peer.slow,
-                "silent_seconds": round(now - peer.heard, 3),
-                "last_loss": peer.loss,
-            }
-            for peer in islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
-        ]
+        told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
+        content = [peer.report(now) for peer in told]
         self._house.gateway.tell(Reported(message.token, self.name, content))
-
-
-def _peer_pool(info: PoolInfo) -> PeerPool:
-    spec = _decode_spec(info.spec)
-    if spec.pool_bytes > info.size:
-        text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {spec.pool_bytes}"
-        raise BadRequest(ErrorCode.BAD_SPEC, text)
-    return PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, spec)

@@ -244,6 +244,22 @@ class PeerAsks(Struct, frozen=True, gc=False):
     )
 
 
+class RightsChanged(Struct, frozen=True, gc=False):
+    """To the handshake: another allow-list holds; what a peer was told and may not read any more is made anew."""
+
+
+class RenewPool(Struct, frozen=True, gc=False):
+    """To pools: who has the keys of this worker's pool is not all trusted any more; register it anew."""
+
+    worker: str
+
+
+class PoolRenewed(Struct, frozen=True, gc=False):
+    """To the gateway: the pool of a worker, which has it on, is registered anew."""
+
+    pool: Pool
+
+
 class Quiesce(Struct, frozen=True, gc=False):
     """To leases and scheduler: take no new work for a pool and answer `Quiet` when none is left.
 
@@ -252,6 +268,7 @@ class Quiesce(Struct, frozen=True, gc=False):
 
     pool: int
     force: bool = False
+    why: str = "the worker is gone"
 
 
 # --- to the scheduler -----------------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 A pool's life: allocated (or adopted from a worker that kept it while another daemon served), registered, lent. When its
 worker is gone the pool is kept for a successor; a successor gets it when it is quiet, so that leases and open reads of
 the predecessor bind it too: it cannot write to memory that it has not got.
+
+Whoever has a pool's keys can read it for as long as it is registered, with no word to anybody. So when somebody who has
+them is not trusted any more, the pool is made quiet by force, registered anew, and mapped at another address: some
+fabrics check no keys, and there zeros lie at the old one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
+import structlog
 from msgspec import Struct
 
 from kvd.actors.actor import Actor, handles
@@ -22,18 +25,23 @@ from kvd.actors.messages import (
     Pool,
     PoolDown,
     PoolLent,
+    PoolRenewed,
     PoolReturned,
     PoolUp,
     Quiesce,
     Quiet,
+    RenewPool,
     Report,
     Reported,
     WorkerGone,
 )
+from kvd.actors.record import Record, Stage
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
+
+_log = structlog.get_logger("kvd.pools")
 
 
 class Background(Protocol):
@@ -43,37 +51,12 @@ class Background(Protocol):
         """Calls `done` on the loop with what `work` returned or raised."""
 
 
-class Stage(StrEnum):
-    """Where a pool is in its life."""
-
-    MAKING = "making"
-    """being allocated, faulted in, registered"""
-    LENT = "lent"
-    KEPT = "kept"
-    """its worker is gone; waits for a successor"""
-    QUIETING = "quieting"
-    """a successor, or its end, waits for the last lease and the last read"""
-    ENDING = "ending"
-    """being deregistered"""
-
-
-@dataclass(slots=True)
-class _Record:
-    pool: Pool
-    stage: Stage
-    request: AttachPool
-    """The attach that the pool serves, or will serve."""
-    memory: Memory | None = None
-    kept: bool = False
-    noisy: set[str] = field(default_factory=set)
-    """Who has not said `Quiet` yet."""
-    detaching: int | None = None
-    """The connection that waits for `PoolReturned`."""
-    successor: AttachPool | None = None
-    """Who gets the pool, or its name, when it is quiet."""
-
-
 class _Made(Struct, frozen=True, gc=False):
+    worker: str
+    result: Memory | KvdError
+
+
+class _Moved(Struct, frozen=True, gc=False):
     worker: str
     result: Memory | KvdError
 
@@ -101,7 +84,7 @@ class PoolsActor(Actor):
         self._transport = transport
         self._background = background
         self._store = store
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Record] = {}
         self._last_id = 0
         self._patience: Expiry[str] = Expiry(house.loop, lambda worker: self.tell(_Overdue(worker)))
 
@@ -114,29 +97,15 @@ class PoolsActor(Actor):
         if record is None:
             self._make_within_quota(request)
         elif request.uid != record.request.uid:
-            self._refuse(
-                request,
-                BadRequest(
-                    ErrorCode.NOT_PERMITTED,
-                    f"the pool {request.worker!r} belongs to user {record.request.uid}, not to {request.uid}; "
-                    "attach under another name",
-                ),
-            )
-        elif record.stage is Stage.KEPT and request.instance == record.request.instance and _same_spec(request, record):
+            self._refuse(request, record.of_another(request.uid))
+        elif record.stage is Stage.KEPT and request.instance == record.request.instance and record.suits(request):
             self._close_descriptor(request)
             record.request, record.kept = request, True
             self._lend(record)
         elif record.stage is Stage.KEPT:
             self._quieten(record, successor=request)
         else:
-            self._refuse(
-                request,
-                Unavailable(
-                    ErrorCode.POOL_BUSY,
-                    f"the pool {request.worker!r} is {record.stage}: another worker has it; "
-                    "detach that one, or attach under another name",
-                ),
-            )
+            self._refuse(request, record.busy())
 
     def _make_within_quota(self, request: AttachPool) -> None:
         size = request.spec.pool_bytes
@@ -152,19 +121,12 @@ class PoolsActor(Actor):
 
     def _make(self, request: AttachPool) -> None:
         self._last_id += 1
-        pool = Pool(
-            id=self._last_id,
-            worker=request.worker,
-            epoch=self._last_id,
-            base=0,
-            size=request.spec.pool_bytes,
-            spec=request.spec,
-            raw_spec=request.raw_spec,
-        )
+        size = request.spec.pool_bytes
+        pool = Pool(self._last_id, request.worker, self._last_id, 0, size, request.spec, request.raw_spec)
         descriptor = request.descriptor
         if descriptor < 0:
             descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
-        self._records[request.worker] = _Record(pool, Stage.MAKING, request, kept=descriptor >= 0)
+        self._records[request.worker] = Record(pool, Stage.MAKING, request, kept=descriptor >= 0)
 
         def work() -> Memory:
             if descriptor >= 0:
@@ -187,7 +149,7 @@ class PoolsActor(Actor):
         self._house.metrics.pool_bytes.labels(message.result.backing).inc(record.pool.size)
         self._register(record, record.pool.spec, record.pool.raw_spec)
 
-    def _register(self, record: _Record, spec: CacheSpec, raw_spec: bytes) -> None:
+    def _register(self, record: Record, spec: CacheSpec, raw_spec: bytes) -> None:
         memory = record.memory
         assert memory is not None  # noqa: S101 - a record is registered only after it was made
         record.stage = Stage.MAKING
@@ -201,20 +163,25 @@ class PoolsActor(Actor):
         record = self._by_id(event.pool)
         for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
             actor.tell(PoolUp(record.pool, event.metadata))
-        self._lend(record)
+        if record.renewing:
+            self._renewed(record)
+        else:
+            self._lend(record)
 
     @handles(RegisterFailed)
     def register_failed(self, event: RegisterFailed) -> None:
         """The transport will not have the memory."""
         record = self._by_id(event.pool)
-        self._drop(record)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
+        if record.renewing:
+            raise InternalError(ErrorCode.INTERNAL, f"{text}; it had them registered before, and a worker has them")
+        self._drop(record)
         self._house.gateway.tell(AttachRefused(record.request.connection, Unavailable(ErrorCode.TRANSPORT, text)))
 
-    def _lend(self, record: _Record) -> None:
+    def _lend(self, record: Record) -> None:
         memory = record.memory
         assert memory is not None  # noqa: S101 - only made records are lent
-        record.stage = Stage.LENT
+        record.stage, record.lent = Stage.LENT, True
         self._patience.unset(record.pool.worker)
         self._house.gateway.tell(
             PoolLent(
@@ -234,8 +201,9 @@ class PoolsActor(Actor):
     def detach(self, message: DetachPool) -> None:
         """Ends the pool once it is quiet."""
         record = self._records[message.worker]
-        record.detaching = message.connection
-        self._quieten(record)
+        record.detaching, record.lent = message.connection, False
+        if record.stage in (Stage.LENT, Stage.QUIETING):
+            self._quieten(record)
 
     @handles(WorkerGone)
     def worker_gone(self, message: WorkerGone) -> None:
@@ -248,20 +216,26 @@ class PoolsActor(Actor):
             record.successor = None
         if record.detaching == message.connection:
             record.detaching = None
-        if record.stage is Stage.LENT and record.request.connection == message.connection:
-            record.stage = Stage.KEPT
-            self._patience.set(message.worker, self.loop.time() + self._house.settings.pool_linger)
+        if record.lent and record.request.connection == message.connection:
+            record.lent = False
+            if record.stage is Stage.LENT:
+                self._keep(record)
 
-    def _quieten(self, record: _Record, successor: AttachPool | None = None) -> None:
+    def _keep(self, record: Record) -> None:
+        record.stage = Stage.KEPT
+        self._patience.set(record.pool.worker, self.loop.time() + self._house.settings.pool_linger)
+
+    def _quieten(self, record: Record, successor: AttachPool | None = None) -> None:
         record.stage = Stage.QUIETING
         record.successor = successor
         record.noisy = {"leases", "scheduler"}
         self._patience.set(record.pool.worker, self.loop.time() + self._house.settings.attach_wait)
-        self._tell_quiesce(record, force=False)
+        self._tell_quiesce(record, force=record.renewing)
 
-    def _tell_quiesce(self, record: _Record, *, force: bool) -> None:
+    def _tell_quiesce(self, record: Record, *, force: bool) -> None:
+        why = "the pool is registered anew: a peer lost its rights" if record.renewing else "the worker is gone"
         for actor in (self._house.leases, self._house.scheduler):
-            actor.tell(Quiesce(record.pool.id, force))
+            actor.tell(Quiesce(record.pool.id, force, why))
 
     @handles(Quiet)
     def quiet(self, message: Quiet) -> None:
@@ -270,23 +244,64 @@ class PoolsActor(Actor):
         record.noisy.discard(message.by)
         if record.noisy or record.stage is not Stage.QUIETING:
             return
-        successor = record.successor
-        if successor is not None and _same_spec(successor, record):
-            self._close_descriptor(successor)
-            record.request, record.successor = successor, None
-            self._readmit(record)
-        else:
+        if record.ends or record.renewing:
+            record.renewing = not record.ends
             self._end(record)
+        else:
+            self._readmit(record)
 
-    def _readmit(self, record: _Record) -> None:
+    def _readmit(self, record: Record) -> None:
         """The same memory for a successor; a new epoch, so that nobody mixes the two up."""
+        self._succeed(record)
+        self._announce_down(record.pool)
         self._last_id += 1
-        pool = record.pool
-        self._announce_down(pool)
-        record.pool = Pool(pool.id, pool.worker, self._last_id, pool.base, pool.size, pool.spec, pool.raw_spec)
+        record.pool = record.with_epoch(self._last_id, record.pool.base)
         for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
             actor.tell(PoolUp(record.pool, self._transport.metadata))
         self._lend(record)
+
+    def _succeed(self, record: Record) -> None:
+        """The memory is its successor's from now on."""
+        assert record.successor is not None  # noqa: S101 - there is one
+        self._close_descriptor(record.successor)
+        record.request, record.successor = record.successor, None
+
+    @handles(RenewPool)
+    def renew(self, message: RenewPool) -> None:
+        """Who has the keys is not trusted any more; a pool that is not registered, or is about to end, has none."""
+        record = self._records.get(message.worker)
+        if record is not None and record.stage in (Stage.LENT, Stage.KEPT, Stage.QUIETING):
+            record.renewing = True
+            self._quieten(record, record.successor)
+
+    @handles(_Moved)
+    def moved(self, message: _Moved) -> None:
+        """The memory lies somewhere else; where it cannot, it is at least registered anew."""
+        record = self._records[message.worker]
+        if isinstance(message.result, KvdError):
+            _log.error(
+                "a pool keeps its address, so that old keys may read it",
+                pool=message.worker,
+                reason=message.result.text,
+            )
+        self._last_id += 1
+        record.pool = record.with_epoch(self._last_id, record.pool.base)
+        self._register(record, record.pool.spec, record.pool.raw_spec)
+
+    def _renewed(self, record: Record) -> None:
+        """There are new keys: the pool's life goes on where it stopped."""
+        _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
+        record.renewing = False
+        if record.successor is not None:
+            self._succeed(record)
+            self._lend(record)
+        elif record.detaching is not None:
+            self._quieten(record)
+        elif record.lent:
+            record.stage = Stage.LENT
+            self._house.gateway.tell(PoolRenewed(record.pool))
+        else:
+            self._keep(record)
 
     @handles(_Overdue)
     def overdue(self, message: _Overdue) -> None:
@@ -301,7 +316,7 @@ class PoolsActor(Actor):
         elif record.stage is Stage.QUIETING:
             self._give_up(record)
 
-    def _give_up(self, record: _Record) -> None:
+    def _give_up(self, record: Record) -> None:
         """The transport may still write into the pool: whoever waits for it is refused, and the pool waits on."""
         waiting = record.successor.connection if record.successor else record.detaching
         if record.successor:
@@ -309,13 +324,9 @@ class PoolsActor(Actor):
         record.successor, record.detaching = None, None
         self._patience.set(record.pool.worker, self.loop.time() + self._house.settings.attach_wait)
         if waiting is not None:
-            text = (
-                f"the pool {record.pool.worker!r} is in quarantine: a read into it has not ended; "
-                "try again later, or attach under another name"
-            )
-            self._house.gateway.tell(AttachRefused(waiting, Unavailable(ErrorCode.POOL_BUSY, text)))
+            self._house.gateway.tell(AttachRefused(waiting, record.quarantined()))
 
-    def _end(self, record: _Record) -> None:
+    def _end(self, record: Record) -> None:
         record.stage = Stage.ENDING
         self._patience.unset(record.pool.worker)
         self._announce_down(record.pool)
@@ -329,13 +340,26 @@ class PoolsActor(Actor):
     def deregistered(self, event: Deregistered) -> None:
         """The memory is nobody's: unmaps it, and starts anew for a successor that wants another size or layout."""
         record = self._by_id(event.pool)
+        if record.renewing:
+            self._move(record)
+            return
         self._drop(record)
         if record.detaching is not None:
             self._house.gateway.tell(PoolReturned(record.detaching))
         if record.successor is not None:
             self._make(record.successor)
 
-    def _drop(self, record: _Record) -> None:
+    def _move(self, record: Record) -> None:
+        memory, worker = record.memory, record.pool.worker
+        assert memory is not None  # noqa: S101 - it was registered
+
+        def work() -> Memory:
+            memory.move()
+            return memory
+
+        self._background(work, lambda result: self.tell(_Moved(worker, result)))
+
+    def _drop(self, record: Record) -> None:
         del self._records[record.pool.worker]
         if record.memory is not None:
             self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
@@ -352,7 +376,7 @@ class PoolsActor(Actor):
         if request.descriptor >= 0:
             self._provider.discard(request.descriptor)
 
-    def _by_id(self, pool: int) -> _Record:
+    def _by_id(self, pool: int) -> Record:
         for record in self._records.values():
             if record.pool.id == pool:
                 return record
@@ -361,19 +385,5 @@ class PoolsActor(Actor):
     @handles(Report)
     def report(self, message: Report) -> None:
         """Pools by worker: size, memory, stage."""
-        content = [
-            {
-                "worker": record.pool.worker,
-                "bytes": record.pool.size,
-                "backing": record.memory.backing if record.memory else None,
-                "stage": record.stage,
-                "epoch": record.pool.epoch,
-                "uid": record.request.uid,
-            }
-            for record in self._records.values()
-        ]
+        content = [record.report() for record in self._records.values()]
         self._house.gateway.tell(Reported(message.token, "pools", content))
-
-
-def _same_spec(request: AttachPool, record: _Record) -> bool:
-    return request.spec == record.pool.spec

@@ -509,9 +509,9 @@ class SchedulerActor(Actor):
     def quiesce(self, message: Quiesce) -> None:
         """Cancels the pulls into a pool, and says when the last write has ended."""
         self._quiescing.add(message.pool)
-        gone = Unavailable(ErrorCode.CANCELLED, "the worker is gone")
+        gone = Unavailable(ErrorCode.POOL_BUSY if message.force else ErrorCode.CANCELLED, message.why)
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
-            self._end(pull, gone, cancelled=True)
+            self._end(pull, gone, cancelled=not message.force)
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: int) -> None:

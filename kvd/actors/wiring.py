@@ -13,6 +13,7 @@ from kvd.actors.house import House
 from kvd.actors.leases import LeasesActor
 from kvd.actors.policy import Policy
 from kvd.actors.pools import Background, PoolsActor
+from kvd.actors.reception import STAMPS, Rights, everything
 from kvd.actors.scheduler import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps
@@ -20,6 +21,7 @@ from kvd.net.interface import PeerEvent, PeerPort, WorkerEvent, WorkerPort
 from kvd.transport.interface import (
     Answered,
     Deregistered,
+    Described,
     Event,
     Landed,
     PeerAdded,
@@ -30,9 +32,6 @@ from kvd.transport.interface import (
     Transport,
     TransportDied,
 )
-
-_STAMPS = 0
-"""What the transport knows the stamps' memory as: pools are numbered from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,7 @@ class Fittings:
     policy: Policy
     stamps: StampMemory
     transport_answered: Callable[[int], None] = lambda _number: None
+    rights: Rights = everything
     store: PoolStore = field(default_factory=NoStore)
 
 
@@ -61,7 +61,7 @@ def furnish(house: House, fittings: Fittings) -> None:
     house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
     house.scheduler = SchedulerActor(house, transport)
     house.completion = CompletionActor(house)
-    house.handshake = HandshakeActor(house, peer_port, transport, stamps.base)
+    house.handshake = HandshakeActor(house, peer_port, transport, stamps.base, fittings.rights)
     house.gateway = GatewayActor(
         house,
         worker_port,
@@ -78,7 +78,7 @@ def furnish(house: House, fittings: Fittings) -> None:
         house.handshake.tell(event)
 
     transport.start(_delivery(house, fittings))
-    transport.register(_STAMPS, stamps.base, stamps.words.nbytes)
+    transport.register(STAMPS, stamps.base, stamps.words.nbytes)
     peer_port.start(on_peer)
     worker_port.start(on_worker)
 
@@ -87,7 +87,7 @@ def _delivery(house: House, fittings: Fittings) -> Callable[[Event], None]:
     """Leads the transport's events to whom they concern."""
 
     def on_memory(event: Registered | RegisterFailed | Deregistered) -> None:
-        if event.pool != _STAMPS:
+        if event.pool != STAMPS:
             house.pools.tell(event)
         elif isinstance(event, RegisterFailed):
             fittings.transport_died(f"it cannot register the stamps of leases: {event.reason}")
@@ -96,7 +96,7 @@ def _delivery(house: House, fittings: Fittings) -> Callable[[Event], None]:
         match event:
             case Landed() | ReadFailed():
                 house.scheduler.tell(event)
-            case PeerAdded() | PeerFailed():
+            case PeerAdded() | PeerFailed() | Described():
                 house.handshake.tell(event)
             case Registered() | RegisterFailed() | Deregistered():
                 on_memory(event)

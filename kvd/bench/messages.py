@@ -27,9 +27,13 @@ class Offer(Message, frozen=True):
 
 
 class OpenRaw(Message, frozen=True):
-    """Open a NIXL agent of this process's own over the pool, and keep it going until `CloseRaw`."""
+    """Open a NIXL agent of this process's own over the pool, and keep it going until `CloseRaw`.
+
+    It looks at the network every `pause` seconds: over TCP the side that is read from has to send.
+    """
 
     worker: str
+    pause: float
 
 
 class CloseRaw(Message, frozen=True):

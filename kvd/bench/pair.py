@@ -1,7 +1,8 @@
 """Two daemons, the producer's process, and this process as the consumer: what every measurement runs on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -17,11 +18,13 @@ from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, InternalError
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import Child, Processes
+from kvd.transport.pace import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 
 _START_SECONDS = 60.0
 _PULL_SECONDS = 120.0
+_PORT = 7710
 
 
 class Pool:
@@ -101,7 +104,7 @@ class Pool:
         """Seconds that raw NIXL takes for the same."""
         if self._raw is None:
             agent = RawAgent(f"raw-consumer-{self.name}", self.bytes.ctypes.data, self.bytes.nbytes)
-            opened = self._pair.ask(OpenRaw(self.name), RawOpened)
+            opened = self._pair.ask(OpenRaw(self.name, PROMPT if self._pair.remote else RECENT), RawOpened)
             self._raw = agent, agent.connect(opened.metadata), opened.base
             agent.read(*self._raw[1:], descriptors)  # connects
         agent, peer, base = self._raw
@@ -121,10 +124,22 @@ class Pool:
             raise InternalError(ErrorCode.INTERNAL, f"wrong bytes in {self.name} after a pull that was done")
 
 
-class Pair:
-    """Starts everything under `folder`, and ends it when the `with` block is left."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host for one side: what makes a command run there, and its address."""
 
-    def __init__(self, folder: Path) -> None:
+    within: tuple[str, ...]
+    address: str
+
+
+class Pair:
+    """Starts everything under `folder`, and ends it when the `with` block is left.
+
+    With `places`, sides are on hosts of their own; this process should be on the consumer's.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, Place] | None = None) -> None:
+        self._places = places or {}
         self.sockets = {side: folder / f"{side}.sock" for side in ("producer", "consumer")}
         self._processes = Processes(folder)
         self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -132,7 +147,9 @@ class Pair:
 
     def __enter__(self) -> "Pair":
         self.daemons = {side: self._start_daemon(side) for side in self.sockets}
-        self._producer: Child = self._processes.start("producer-worker", "kvd.bench.producer", piped=True)
+        self._producer: Child = self._processes.start(
+            "producer-worker", "kvd.bench.producer", piped=True, within=self._within("producer")
+        )
         self._input = open(self._producer.source, "rb", closefd=False)
         return self
 
@@ -145,7 +162,17 @@ class Pair:
 
     def _start_daemon(self, side: str) -> Child:
         flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
-        return self._processes.start(side, "kvd.cli.main", "serve", *flags)
+        if side in self._places:
+            flags += ["--listen", f"tcp://{self._places[side].address}:{_PORT}", "--insecure"]
+        return self._processes.start(side, "kvd.cli.main", "serve", *flags, within=self._within(side))
+
+    @property
+    def remote(self) -> bool:
+        """Whether the sides are on hosts of their own."""
+        return bool(self._places)
+
+    def _within(self, side: str) -> Sequence[str]:
+        return self._places[side].within if side in self._places else ()
 
     def pool(self, name: str, blocks: int, block_bytes: int, layers: int = 1, *, cross_layer: bool = False) -> Pool:
         """A new pool on both sides."""

@@ -69,7 +69,7 @@ class Producer:
     def _open_raw(self, request: OpenRaw) -> RawOpened:
         pool = np.frombuffer(self._workers[request.worker].pool, dtype=np.uint8)
         agent = RawAgent(f"raw-producer-{request.worker}", pool.ctypes.data, pool.nbytes)
-        agent.serve()
+        agent.serve(request.pause)
         self._raw.append(agent)
         return RawOpened(agent.metadata, agent.base)
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from kvd.plan import Descriptors
 from kvd.transport.nixl import open_agent
-
-_TICK = 0.001
+from kvd.transport.pace import RECENT
 
 
 class RawAgent:
@@ -29,11 +28,14 @@ class RawAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
-    def serve(self) -> None:
-        """Keeps the network going on a thread: without it nobody can connect to this agent."""
+    def serve(self, pause: float = RECENT) -> None:
+        """Keeps the network going on a thread, with so many seconds between two looks at it.
+
+        Without it nobody can connect to this agent, nor read from it over TCP.
+        """
 
         def tick() -> None:
-            while not self._stop.wait(_TICK):
+            while not self._stop.wait(pause):
                 self._agent.get_new_notifs()
 
         self._thread = threading.Thread(target=tick, daemon=True)

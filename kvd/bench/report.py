@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
+from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
 
 WIDTH = 130
@@ -83,6 +84,15 @@ def rate_table(result: Rate) -> Table:
     )
     table.add_row("their open descriptors, before and after", " -> ".join(map(str, result.descriptors)))
     table.add_row("one empty poll() of the client", f"{result.poll_seconds * 1e6:.1f} us")
+    return table
+
+
+def wire_table(wire: Wire) -> Table:
+    """TCP between two hosts, in GB/s."""
+    title = f"{_size(BLOCKS * BLOCK)} over TCP between two network namespaces, medians of {len(wire.turns)} turns"
+    table = Table("what", "GB/s", "of one stream", title=title)
+    for what in wire.turns[0]:
+        table.add_row(what, f"{wire.rate(what):.2f}", f"{wire.ratio(what):.2f}")
     return table
 
 

@@ -12,10 +12,11 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from kvd.bench import load, report, transfers
+from kvd.bench import load, report, transfers, wire
 from kvd.bench.pair import Pair
 from kvd.bench.prepare import Preparation
 from kvd.cli import bench_plan, bench_scale, bench_vllm
+from kvd.errors import BadRequest, ErrorCode
 
 _WINDOW = 32
 """Small pulls open at a time: as many requests as a busy decode engine has waiting for their KV."""
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--plan", action="store_true", help="how fast transfers are planned")
     what.add_argument("--layouts", action="store_true", help="scattered blocks of 80 layers, cross-layer and per layer")
     what.add_argument("--scale", action="store_true", help="one daemon with 1,000 peers and 10,000 leases, played")
+    what.add_argument("--hosts", action="store_true", help="TCP between two network namespaces, beside iperf3 (root)")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
@@ -49,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         figures = _plan()
     elif args.scale:
         figures = _scale(args)
+    elif args.hosts:
+        figures = _hosts(args)
     else:
         figures = _between_daemons(args)
     if args.json:
@@ -73,6 +77,17 @@ def _scale(args: argparse.Namespace) -> dict[str, object]:
         f"pull {figures['pull_p99_ratio']:.2f}"
     )
     return {"scale": figures}
+
+
+def _hosts(args: argparse.Namespace) -> dict[str, object]:
+    missing = wire.why_not()
+    if missing:
+        raise BadRequest(ErrorCode.BAD_CONFIG, missing)
+    turns = 1 if args.quick else 3
+    with _progress("turns", turns) as advance:
+        result = wire.measure(turns, 20, advance)
+    Console().print(report.wire_table(result))
+    return {"hosts": result.as_dict()}
 
 
 def _between_daemons(args: argparse.Namespace) -> dict[str, object]:

@@ -22,6 +22,14 @@ class Memory(Protocol):
     def descriptor(self) -> int:
         """The file descriptor that a worker maps; stays this object's."""
 
+    def move(self) -> None:
+        """Maps the pool, whose bytes stay, at another address of this process; where it was, zeros are read.
+
+        Raises:
+            Unavailable: `OVERLOADED`, it cannot be mapped a second time; it stays where it is.
+
+        """
+
     def close(self) -> None:
         """Unmaps and closes. The bytes live on while another process has them mapped."""
 

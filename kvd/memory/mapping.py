@@ -16,6 +16,7 @@ HUGE_PAGE: Final = 2 * limits.MIB
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _FAILED = ctypes.c_void_p(-1).value
@@ -92,6 +93,16 @@ class Mapping:
                 elif inside and len(values) == 2:
                     found[key] = int(values[0]) * limits.KIB
         return found[b"KernelPageSize:"], found[b"ShmemPmdMapped:"]
+
+    def blank(self) -> None:
+        """Puts zeros, which take no memory, in the place of the file. They stay for good.
+
+        Somebody may still read there, through a transport that reads for whoever asks: where nothing is mapped that
+        would be a SIGSEGV of this process.
+        """
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _map(self.base, self.length, mmap.PROT_READ, flags, -1)
+        self.length = 0
 
     def close(self) -> None:
         """Unmaps; a second call does nothing."""

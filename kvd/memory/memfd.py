@@ -57,6 +57,21 @@ class MemfdPool:
         """The memfd, sealed; stays this object's."""
         return self._descriptor
 
+    def move(self) -> None:
+        """Maps the pool, whose bytes stay, at another address of this process; where it was, zeros are read.
+
+        Raises:
+            Unavailable: `OVERLOADED`, it cannot be mapped a second time; it stays where it is.
+
+        """
+        try:
+            mapping = Mapping(self._descriptor, self._mapping.length)
+            mapping.populate()
+        except OSError as error:
+            raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
+        self._mapping.blank()
+        self._mapping = mapping
+
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. The bytes live on while another process holds the file."""
         if self._descriptor >= 0:

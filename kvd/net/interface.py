@@ -52,6 +52,8 @@ class PeerAsked(Struct, frozen=True, gc=False):
 
     sender: bytes
     frame: bytes
+    key: str = ""
+    """The public key that it has proved, in hexadecimal; empty without CURVE."""
 
 
 class PeerAnswered(Struct, frozen=True, gc=False):

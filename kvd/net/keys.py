@@ -2,8 +2,9 @@
 
 Keys are written as 64 hexadecimal digits. A key file has two lines, `public = ...` and `secret = ...`. An allow-list
 has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. A name that ends in
-`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do. Empty lines and `#`
-comments are skipped.
+`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do. Names of pools may
+follow, or patterns of them (`prefill.*`): then it may read these and no others. Empty lines and `#` comments are
+skipped.
 """
 
 import os
@@ -11,7 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -24,6 +25,14 @@ MAX_KEY_FILE_BYTES: Final = 4096
 MAX_ALLOWED_BYTES: Final = 256 * limits.MAX_PEERS
 _HEX_KEY: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\*?")
+EVERY_POOL: Final = ("*",)
+
+
+class Allowed(NamedTuple):
+    """A daemon whose word counts, and patterns of the names of the pools that it may read."""
+
+    name: str
+    pools: tuple[str, ...] = EVERY_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +95,15 @@ def load(path: Path) -> KeyPair:
     return pair
 
 
-def load_allowed(path: Path) -> dict[bytes, str]:
-    """Reads an allow-list: daemons' names by public key.
+def load_allowed(path: Path) -> dict[bytes, Allowed]:
+    """Reads an allow-list: daemons by public key.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, naming the line that is no `<key> <name>`, or says a key or a name again.
+        BadRequest: `BAD_CONFIG`, naming the line that is no `<key> <name> [pool ...]`, or says a key or a name again.
 
     """
-    allowed: dict[bytes, str] = {}
+    allowed: dict[bytes, Allowed] = {}
+    names: set[str] = set()
     text, status = _read(path, MAX_ALLOWED_BYTES)
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
@@ -103,13 +113,14 @@ def load_allowed(path: Path) -> dict[bytes, str]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) != 2 or not _HEX_KEY.fullmatch(words[0]) or not _NAME.fullmatch(words[1]):
-            wrong = f"{path}, line {number}: {line[:100]!r} is not `<64 hexadecimal digits> <name>`"
+        if len(words) < 2 or not _HEX_KEY.fullmatch(words[0]) or not _NAME.fullmatch(words[1]):
+            wrong = f"{path}, line {number}: {line[:100]!r} is not `<64 hexadecimal digits> <name> [pool ...]`"
             raise BadRequest(ErrorCode.BAD_CONFIG, f"{wrong}; `kvd keys show` prints such a line")
         key, name = bytes.fromhex(words[0]), words[1]
-        if key in allowed or name in allowed.values():
+        if key in allowed or name in names:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}, line {number}: key or name {name!r} is there already")
-        allowed[key] = name
+        allowed[key] = Allowed(name, tuple(words[2:]) or EVERY_POOL)
+        names.add(name)
     return allowed
 
 

@@ -102,14 +102,14 @@ class PeerSockets:
             self._advertise = f"{self._listen.rpartition(':')[0]}:{port}"
         self._on_event = on_event
 
-        def asked(parts: list[bytes]) -> None:
+        def asked(parts: list[bytes], key: str = "") -> None:
             # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
-            on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b""))
+            on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b"", key))
 
         def asked_with_key(parts: list[bytes]) -> None:
             key = parts.pop().decode()
             if self._may_speak(parts[0], key):
-                asked(parts)
+                asked(parts, key)
 
         if self._trust is None:
             self._router = SocketPump(socket, asked)

@@ -12,7 +12,7 @@ from typing import Final
 
 import zmq
 
-from kvd.net.keys import KEY_BYTES, KeyPair, covers
+from kvd.net.keys import KEY_BYTES, Allowed, KeyPair, covers
 from kvd.net.pump import SocketPump
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -46,29 +46,35 @@ OnRejected = Callable[[Rejection], None]
 
 
 class Trust:
-    """Our own key, and the names of the daemons that are allowed, by public key. We always allow ourselves."""
+    """Our own key, and the daemons that are allowed, by public key. We always allow ourselves, and all our pools."""
 
-    def __init__(self, pair: KeyPair, name: str, allowed: Mapping[bytes, str]) -> None:
+    def __init__(self, pair: KeyPair, name: str, allowed: Mapping[bytes, Allowed]) -> None:
         self.pair = pair
         self._own = name
         self.replace(allowed)
 
-    def replace(self, allowed: Mapping[bytes, str]) -> None:
+    def replace(self, allowed: Mapping[bytes, Allowed]) -> None:
         """Another allow-list holds from now on, for connections that stand as well."""
-        own = allowed.get(self.pair.public, self._own)
-        self._names = {**allowed, self.pair.public: own if covers(own, self._own) else self._own}
+        own = allowed[self.pair.public].name if self.pair.public in allowed else self._own
+        self._allowed = {**allowed, self.pair.public: Allowed(own if covers(own, self._own) else self._own)}
+
+    def pools_of(self, key: str) -> tuple[str, ...]:
+        """Patterns of the pools that the daemon with `key` (hexadecimal) may read; none where it is not allowed."""
+        known = self._allowed.get(bytes.fromhex(key))
+        return known.pools if known else ()
 
     def name_of(self, key: bytes) -> str | None:
         """The name of the daemon that is allowed under `key`, or None."""
-        return self._names.get(key)
+        known = self._allowed.get(key)
+        return known.name if known else None
 
     def key_of(self, name: str) -> bytes | None:
         """The key that the daemon called `name` is allowed under, or None."""
-        return next((key for key, known in self._names.items() if covers(known, name)), None)
+        return next((key for key, known in self._allowed.items() if covers(known.name, name)), None)
 
     def speaks_for(self, key: str, sender: bytes) -> bool:
         """Whether `key` (hexadecimal) may use the routing id `sender`, `<name>#<incarnation>`."""
-        known = self._names.get(bytes.fromhex(key))
+        known = self.name_of(bytes.fromhex(key))
         if known is None:
             return False
         return sender.startswith(known[:-1].encode() if known.endswith("*") else f"{known}#".encode())

@@ -13,7 +13,7 @@ from kvd.plan import Descriptors
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Renew, Welcome
 from kvd.protocol.types import Message
-from kvd.transport.interface import Deregistered, Event, Landed, PeerAdded, Registered
+from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, Registered
 
 LATENCY = 0.0002
 """Seconds that a message takes one way."""
@@ -166,6 +166,10 @@ class InstantTransport:
         """Deregistered at once."""
         self._soon(Deregistered(pool, b""))
 
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Described at once."""
+        self._soon(Described(pools, b""))
+
     def add_peer(self, agent: str, _metadata: bytes) -> None:
         """Added at once."""
         self._soon(PeerAdded(agent))
@@ -207,6 +211,10 @@ class PlainMemory:
 
     def __init__(self, base: int, size: int) -> None:
         self.base, self.size = base, size
+
+    def move(self) -> None:
+        """Nobody's rights are withdrawn here."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Nothing to do."""

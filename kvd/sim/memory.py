@@ -78,6 +78,12 @@ class SimMemory:
     descriptor: int
     backing: str = "plain"
 
+    def move(self) -> None:
+        """Maps the file somewhere else."""
+        base = self.provider.map(self.descriptor)
+        self.provider.unmap(self.base)
+        self.base = base
+
     def close(self) -> None:
         """Unmaps and closes."""
         self.provider.unmap(self.base)
@@ -102,8 +108,12 @@ class SimProvider:
         self._map_file = map_file
         self._is_full = is_full
 
+    def map(self, descriptor: int) -> int:
+        """Where the file behind a descriptor is mapped now."""
+        return self._map_file(self.kernel.file(descriptor))
+
     def _map(self, descriptor: int, size: int) -> SimMemory:
-        return SimMemory(self, self._map_file(self.kernel.file(descriptor)), size, descriptor)
+        return SimMemory(self, self.map(descriptor), size, descriptor)
 
     def allocate(self, name: str, size: int) -> SimMemory:
         """A new pool."""

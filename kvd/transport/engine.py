@@ -26,6 +26,7 @@ from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import (
     Answered,
     Deregistered,
+    Described,
     Event,
     Landed,
     PeerAdded,
@@ -138,6 +139,8 @@ class Engine:
         self._pace = Pace()
         self._slices = SliceQueue()
         self._pools: dict[int, Any] = {}
+        self._regions: dict[int, tuple[int, int, int]] = {}
+        """(address, bytes, device), by pool."""
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._posted: deque[_Posted] = deque()
@@ -171,18 +174,27 @@ class Engine:
 
     def register(self, pool: int, base: int, size: int) -> None:
         """As `Transport.register`."""
-        region = np.array([[base, size, 0]], dtype=np.uint64)
+        region = (base, size, 0)
         try:
-            self._pools[pool] = self._nixl.register_memory(region, mem_type="DRAM")
+            self._pools[pool] = self._nixl.register_memory(np.array([region], dtype=np.uint64), mem_type="DRAM")
         except self._failures as error:
             self._emit(RegisterFailed(pool, f"{_text(error)} for {size} bytes at {base:#x}"))
         else:
+            self._regions[pool] = region
             self._emit(Registered(pool, self._nixl.get_agent_metadata()))
 
     def deregister(self, pool: int) -> None:
         """As `Transport.deregister`."""
         self._nixl.deregister_memory(self._pools.pop(pool))
+        del self._regions[pool]
         self._emit(Deregistered(pool, self._nixl.get_agent_metadata()))
+
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """As `Transport.describe`."""
+        regions = [self._regions[pool] for pool in pools if pool in self._regions]
+        rows = np.array(regions, dtype=np.uint64).reshape(-1, 3)
+        described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
+        self._emit(Described(pools, self._nixl.get_partial_agent_metadata(described, True, ["UCX"])))
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """As `Transport.add_peer`."""

@@ -15,6 +15,7 @@ from kvd.transport.fabric import FakeFabric, FakeRead, Fault, Faults, Flight, Lo
 from kvd.transport.interface import (
     Answered,
     Deregistered,
+    Described,
     Event,
     Landed,
     PeerAdded,
@@ -80,6 +81,10 @@ class FakeTransport:
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
         self._soon(self._deregister, pool)
+
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        self._soon(lambda: self._emit(Described(pools, self._describe(pools))))
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
@@ -245,8 +250,9 @@ class FakeTransport:
             if peer.again is not None:
                 self._add_peer(agent, peer.again)
 
-    def _describe(self) -> bytes:
-        return json.dumps([self._agent, list(self._pools.values())]).encode()
+    def _describe(self, pools: tuple[int, ...] | None = None) -> bytes:
+        regions = [region for pool, region in self._pools.items() if pools is None or pool in pools]
+        return json.dumps([self._agent, regions]).encode()
 
     def _soon(self, command: Callable[..., None], *arguments: Any) -> None:
         self._fabric.loop.call_soon(self._if_alive, command, *arguments)

@@ -41,6 +41,13 @@ class Deregistered(Struct, frozen=True, gc=False):
     metadata: bytes
 
 
+class Described(Struct, frozen=True, gc=False):
+    """What peers need to reach these registrations and no others; those that have ended meanwhile are left out."""
+
+    pools: tuple[int, ...]
+    metadata: bytes
+
+
 class RegisterFailed(Struct, frozen=True, gc=False):
     """Memory could not be registered."""
 
@@ -96,7 +103,16 @@ class TransportDied(Struct, frozen=True, gc=False):
 
 
 Event = (
-    Registered | Deregistered | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered | TransportDied
+    Registered
+    | Deregistered
+    | Described
+    | RegisterFailed
+    | PeerAdded
+    | PeerFailed
+    | Landed
+    | ReadFailed
+    | Answered
+    | TransportDied
 )
 
 
@@ -119,6 +135,9 @@ class Transport(Protocol):
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
+
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""

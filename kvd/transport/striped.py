@@ -26,6 +26,7 @@ from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import (
     Answered,
     Deregistered,
+    Described,
     Event,
     Landed,
     PeerAdded,
@@ -145,6 +146,10 @@ class StripedTransport:
         for stripe in self._stripes:
             stripe.deregister(pool)
 
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        self._front.describe(pools)
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
         self._peers[agent] = _Peer()
@@ -232,7 +237,7 @@ class StripedTransport:
                 self._peer_failed(stripe, event)
             case Answered():
                 self._all_said(self._pings, event.number, stripe, event)
-            case TransportDied():
+            case TransportDied() | Described():
                 self._on_event(event)
 
     def _all_said(self, missing: dict[int, set[int]], key: int, stripe: int, event: Event) -> None:

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from kvd.actors.house import House
 from kvd.actors.policy import Policy
+from kvd.actors.reception import everything
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
 from kvd.metrics import Metrics
@@ -16,7 +17,7 @@ from kvd.protocol.worker import Attach, Notifications, Offer, Pull
 from kvd.sim.cache import make_cache
 from kvd.sim.loop import VirtualLoop
 from kvd.sim.memory import SimStamps
-from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadFailed, Registered
+from kvd.transport.interface import Deregistered, Described, Landed, PeerAdded, ReadFailed, Registered
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20
@@ -29,10 +30,14 @@ def ids(*blocks):
 
 
 class Memory:
-    base, backing = 1 << 32, "plain"
+    backing = "plain"
 
     def __init__(self, size, descriptor=7):
+        self.base = 1 << 32
         self.size, self.descriptor, self.closed = size, descriptor, False
+
+    def move(self):
+        self.base += 1 << 32
 
     def close(self):
         self.closed = True
@@ -41,7 +46,7 @@ class Memory:
 class Stage:
     """Everything outside the actors; `sent` and `asked` hold what they said."""
 
-    def __init__(self, **settings):
+    def __init__(self, rights=everything, **settings):
         self.loop = VirtualLoop()
         self.failures = []
         self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
@@ -68,6 +73,7 @@ class Stage:
             transport_died=self.failures.append,
             policy=Policy(1000),
             stamps=SimStamps(lambda _words: STAMPS),
+            rights=rights,
         )
         self.sessions = 0
         furnish(self.house, self.fittings)
@@ -123,10 +129,10 @@ class Stage:
 
     # --- peers
 
-    def asked_by_peer(self, message, sender=b"peer"):
+    def asked_by_peer(self, message, sender=b"peer", key=""):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.answers)
-        self.house.handshake.tell(PeerAsked(sender, frame))
+        self.house.handshake.tell(PeerAsked(sender, frame, key))
         self.run()
         return [reply for _, reply in self.answers[before:]]
 
@@ -243,6 +249,10 @@ class _Transport:
     def deregister(self, pool):
         self.stage.commands.append(("deregister", pool))
         self.on_event(Deregistered(pool, b"meta"))
+
+    def describe(self, pools):
+        self.stage.commands.append(("describe", pools))
+        self.on_event(Described(pools, repr(pools).encode()))
 
     def add_peer(self, agent, metadata):
         self.on_event(PeerAdded(agent))

@@ -1,6 +1,7 @@
 """Garbage on every socket is answered with an error or is a message; nothing raises, and memory does not grow.
 
-`KVD_FUZZ_FRAMES=1000000 python -m pytest tests/actors/test_fuzz.py --timeout=0` is the long run.
+`KVD_FUZZ_FRAMES=1000000 python -m pytest -s tests/actors/test_fuzz.py --timeout=0` is the long run, which prints what
+memory it found; `KVD_FUZZ_SEED` gives it other frames, so that it can be made in parts.
 """
 
 import array
@@ -23,6 +24,7 @@ from kvd.protocol.worker import Attached, Error, Refused
 from tests.actors.lone import SPEC, Lone
 
 FRAMES = int(os.environ.get("KVD_FUZZ_FRAMES", "10000"))
+SEED = int(os.environ.get("KVD_FUZZ_SEED", "7"))
 SPANS = (Span(0, 0, (3).to_bytes(4, "little")),)
 RANK = ticket.TicketRank("d1", "sim://d1", 1, "p", "o", 0)
 TICKET = ticket.Ticket(16, (RANK,), (SPANS,)).encode()
@@ -111,7 +113,7 @@ class Fuzzed:
 
 @pytest.mark.timeout(0 if FRAMES > 10_000 else 60)
 def test_garbage_on_every_socket_of_a_daemon_is_refused_or_understood_and_memory_is_bounded():
-    fuzzed, rng = Fuzzed(), random.Random(7)  # noqa: S311 - dice, not secrets
+    fuzzed, rng = Fuzzed(), random.Random(SEED)  # noqa: S311 - dice, not secrets
     sizes = []
     tracemalloc.start()
     try:
@@ -127,6 +129,7 @@ def test_garbage_on_every_socket_of_a_daemon_is_refused_or_understood_and_memory
                 sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
+    print(f"{FRAMES} frames of seed {SEED}; MiB after each quarter:", *(f"{size / 2**20:.2f}" for size in sizes))
     assert sizes[-1] - sizes[0] < 4 * 2**20, sizes
 
 

@@ -7,6 +7,7 @@ from kvd.errors import ErrorCode
 from kvd.protocol.peer import Claim, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Span
+from kvd.transport.interface import PeerAdded, PeerFailed
 
 
 @pytest.fixture
@@ -192,3 +193,76 @@ def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_he
         most = max(most, len(stage.asks(Hello)) - before)
     assert len(stage.asks(Hello)) >= 100
     assert most <= 4
+
+
+class _Handshakes:
+    """So many peers that pulls wait for; the transport adds an agent when it is told to."""
+
+    def __init__(self, peers: int) -> None:
+        self.stage = Stage(heartbeat=1.0)
+        self.adding: list[str] = []
+        self.stage.fittings.transport.add_peer = lambda agent, metadata: self.adding.append(agent)
+        for number in range(1, peers + 1):
+            self.stage.house.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+        self.stage.run()
+
+    @property
+    def greeted(self) -> list[int]:
+        return [link for link, message in self.stage.to_peers if isinstance(message, Hello)]
+
+    def welcomed(self, link: int) -> None:
+        welcome = welcome_of()
+        self.stage.peer_says(Welcome(welcome.daemon, 5, f"agent-{link}", b"m", welcome.pools), link)
+
+    def added(self) -> None:
+        self.stage.transport_says(PeerAdded(self.adding.pop(0)))
+
+
+def test_so_many_handshakes_are_under_way_at_a_time_and_each_that_ends_lets_the_next_begin(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 4)
+    crowd = _Handshakes(10)
+    assert crowd.greeted == [1, 2, 3, 4]
+    for link in crowd.greeted:
+        crowd.welcomed(link)
+    assert (len(crowd.adding), len(crowd.greeted)) == (4, 4)
+    while crowd.adding:
+        crowd.added()
+        assert len(crowd.adding) <= 4
+        for link in crowd.greeted[4:]:
+            crowd.welcomed(link)
+    assert sorted(crowd.greeted) == list(range(1, 11))
+    assert crowd.stage.house.metrics.peers.labels("ready")._value.get() == 10
+
+
+def test_peers_that_do_not_answer_keep_the_others_waiting_for_a_tenth_of_a_heartbeat(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 2)
+    crowd = _Handshakes(6)
+    assert crowd.greeted == [1, 2]
+    crowd.stage.run(0.11)
+    assert crowd.greeted[2:] == [3, 4]
+    crowd.welcomed(1)
+    assert crowd.adding == []
+    crowd.stage.run(0.2)
+    assert crowd.greeted[4:6] == [5, 6]
+    assert crowd.adding == ["agent-1"]
+
+
+def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
+    crowd = _Handshakes(1)
+    crowd.welcomed(1)
+    crowd.stage.house.handshake.tell(ExpectPeers(frozenset(f"tcp://expected-{number}:1" for number in range(3))))
+    crowd.stage.run(1.0)
+    crowd.stage.house.handshake.tell(NeedPeer("tcp://expected-2:1"))
+    crowd.added()
+    assert crowd.greeted == [1, 4]
+
+
+def test_a_handshake_that_fails_lets_the_next_begin(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
+    crowd = _Handshakes(3)
+    crowd.welcomed(1)
+    crowd.stage.transport_says(PeerFailed("agent-1", "no route"))
+    assert crowd.greeted == [1, 2]
+    crowd.stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"), 2)
+    assert crowd.greeted == [1, 2, 3]

@@ -7,13 +7,14 @@ from kvd.discovery import names
 from kvd.discovery.names import MAX_SECONDS, MIN_SECONDS, PeerNames
 from kvd.errors import BadRequest, Unavailable
 from kvd.net import keys
+from kvd.net.keys import Allowed
 from kvd.net.trust import Trust
 from tests.discovery.responder import Responder
 
 SERVICE = "_kvd._tcp.decode.example"
 OWN = "tcp://10.0.0.7:7710"
 KEYS = [keys.generate() for _ in range(2)]
-TRUST = Trust(KEYS[0], "decode-0", {KEYS[1].public: "decode-1"})
+TRUST = Trust(KEYS[0], "decode-0", {KEYS[1].public: Allowed("decode-1")})
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 from kvd.discovery.file import PeersFile
 from kvd.errors import BadRequest
 from kvd.net import keys
+from kvd.net.keys import Allowed
 from kvd.net.trust import Trust
 
 OWN, OTHER = keys.generate(), keys.generate()
-TRUST = Trust(OWN, "host-a", {OTHER.public: "host-b"})
+TRUST = Trust(OWN, "host-a", {OTHER.public: Allowed("host-b")})
 ABROAD = "tcp://10.0.0.7:7710"
 
 

@@ -23,6 +23,8 @@ class Keyring:
 
         return start
 
-    def write(self, *names):
-        self.allowed.write_text("".join(self.lines[name] for name in names))
+    def write(self, *entries):
+        """Lines for these: a name, and pools that may be read after it."""
+        split = [entry.partition(" ") for entry in entries]
+        self.allowed.write_text("".join(f"{self.lines[name].strip()} {pools}\n" for name, _, pools in split))
         self.allowed.chmod(0o644)

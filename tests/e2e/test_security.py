@@ -34,7 +34,7 @@ def test_blocks_move_between_daemons_on_the_list_until_sighup_takes_one_off(flee
     ring.write("p")
     send(producer.child, signal.SIGHUP)
     for _ in until(10, "the producer has read its list again"):
-        if "allow-list read" in producer.log.read_text():
+        if '"pool registered anew"' in producer.log.read_text():
             break
     late = prefill.call("offer", name="late", ids=[1])
     decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
@@ -43,6 +43,32 @@ def test_blocks_move_between_daemons_on_the_list_until_sighup_takes_one_off(flee
     assert decode.call("values", ids=[4]) == [0]
     assert rejected(producer, "unknown_key") > 0
     assert producer.log.read_text().count('"peer rejected"') == 1
+
+
+def test_a_daemon_reads_the_pools_that_its_line_names_and_no_others(fleet: Fleet, tmp_path):
+    ring = Keyring(fleet, tmp_path)
+    start_p, start_d = ring.daemon("p"), ring.daemon("d")
+    ring.write("p", "d prefill*")
+    producer, consumer = start_p(), start_d()
+    prefill, other = fleet.worker(producer, "prefill"), fleet.worker(producer, "other")
+    decode = fleet.worker(consumer, "decode")
+    for worker, name, value, kind in ((prefill, "may", 7, "Done"), (other, "may-not", 8, "Failed")):
+        worker.call("fill", ids=[1], value=value)
+        decode.call("pull", name=name, ticket=worker.call("offer", name=name, ids=[1]), ids=[3], timeout=5.0)
+        ended = decode.outcome(name, 20)
+        assert ended["kind"] == kind, ended
+        assert decode.call("values", ids=[3]) == [7]
+    assert "other" in ended["text"]
+
+    ring.write("p", "d nothing")
+    send(producer.child, signal.SIGHUP)
+    for _ in until(10, "the pool has new keys"):
+        if '"pool registered anew"' in producer.log.read_text():
+            break
+    late = prefill.call("offer", name="late", ids=[1])
+    decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
+    assert decode.outcome("late", 20)["kind"] == "Failed"
+    assert decode.call("values", ids=[4]) == [0]
 
 
 def test_a_daemon_without_a_key_moves_nothing(fleet: Fleet, tmp_path):

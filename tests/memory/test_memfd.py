@@ -199,6 +199,21 @@ def test_a_pool_that_cannot_be_written_to_is_refused_and_closed() -> None:
     assert "cannot be mapped writable" in refusal(descriptor, HUGE_PAGE)
 
 
+def test_a_pool_that_moves_keeps_its_bytes_and_leaves_zeros() -> None:
+    pool = MemfdProvider().allocate("prefill-0", HUGE_PAGE)
+    with mmap.mmap(pool.descriptor, HUGE_PAGE) as lent:
+        lent[:4] = b"kept"
+        before = pool.base
+        pool.move()
+        assert pool.base != before
+        assert pool.base % HUGE_PAGE == 0
+        assert ctypes.string_at(pool.base, 4) == b"kept"
+        assert ctypes.string_at(before, HUGE_PAGE) == bytes(HUGE_PAGE)
+        lent[:4] = b"more"
+        assert ctypes.string_at(pool.base, 4) == b"more"
+    pool.close()
+
+
 def test_closing_twice_closes_once() -> None:
     pool = MemfdProvider().allocate("prefill-0", 4096)
     pool.close()

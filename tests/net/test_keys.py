@@ -72,17 +72,19 @@ def test_what_is_no_key_file_is_refused(file: Path, text: str, reason: str) -> N
         keys.load(file)
 
 
-def test_an_allow_list_gives_names_by_key(file: Path) -> None:
-    file.write_text(f"# fleet\n\n{KEY} host-a\n  {OTHER}\thost-b # spare\n")
+def test_an_allow_list_gives_names_by_key_and_the_pools_that_each_may_read(file: Path) -> None:
+    file.write_text(f"# fleet\n\n{KEY} host-a\n  {OTHER}\thost-b prefill.* vision # spare\n")
     file.chmod(0o644)
-    assert keys.load_allowed(file) == {bytes.fromhex(KEY): "host-a", bytes.fromhex(OTHER): "host-b"}
+    assert keys.load_allowed(file) == {
+        bytes.fromhex(KEY): keys.Allowed("host-a", ("*",)),
+        bytes.fromhex(OTHER): keys.Allowed("host-b", ("prefill.*", "vision")),
+    }
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"{KEY}\n", "line 1: .* is not `<64 hexadecimal digits> <name>`"),
-        (f"{KEY} a b\n", "line 1"),
+        (f"{KEY}\n", "line 1: .* is not `<64 hexadecimal digits> <name>"),
         (f"\n{KEY[2:]} a\n", "line 2"),
         (f"{KEY} a#b\n{KEY} c", "line 2: .*is there already"),
         (f"{KEY} a\n{OTHER} a\n", "line 2: .*'a' is there already"),

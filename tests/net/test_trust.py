@@ -9,6 +9,7 @@ import zmq
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
+from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
 from tests.net.conftest import Inbox
@@ -21,7 +22,7 @@ class Daemon:
 
     def __init__(self, name: str, *allowed: str, speaks_as: str = "") -> None:
         self.inbox, self.rejected = Inbox(), Inbox()
-        self.trust = Trust(KEYS[name], name, {KEYS[each].public: each for each in allowed})
+        self.trust = Trust(KEYS[name], name, {KEYS[each].public: Allowed(each) for each in allowed})
         identity = f"{speaks_as or name}#1".encode()
         self.port = PeerSockets("tcp://127.0.0.1:0", identity, trust=self.trust, on_rejected=self.rejected)
         self.port.start(self.inbox)
@@ -55,7 +56,7 @@ async def asks_in_vain(asker: PeerSockets, address: str, producer: Daemon, reaso
 async def test_daemons_that_allow_each_other_talk(producer: Daemon, consumer: Daemon) -> None:
     link = consumer.port.connect(producer.port.address)
     consumer.port.ask(link, b"hello")
-    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"hello")
+    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())
     assert producer.port.answer(b"consumer#1", b"welcome")
     assert await consumer.inbox.next(PeerAnswered) == PeerAnswered(link, b"welcome")
     assert producer.rejected.events == []
@@ -109,13 +110,13 @@ async def test_random_bytes_on_the_port_let_nobody_in(producer: Daemon, consumer
         connection.sendall(greeting.ljust(64 if greeting else 0, b"\0") + os.urandom(400))
     consumer.port.ask(consumer.port.connect(producer.port.address), b"hello")
     await producer.inbox.until(lambda events: len(events) > 0)
-    assert producer.inbox.events == [PeerAsked(b"consumer#1", b"hello")]
+    assert producer.inbox.events == [PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())]
     for connection in raw:
         connection.close()
 
 
 async def test_an_allowed_daemon_cannot_speak_in_anothers_name(producer: Daemon) -> None:
-    producer.trust.replace({KEYS[name].public: name for name in ("consumer", "stranger")})
+    producer.trust.replace({KEYS[name].public: Allowed(name) for name in ("consumer", "stranger")})
     impostor = Daemon("stranger", "producer", speaks_as="consumer")
     rejection = await asks_in_vain(impostor.port, producer.port.address, producer, Reason.WRONG_NAME)
     assert rejection.key == KEYS["stranger"].public.hex()
@@ -132,9 +133,9 @@ async def test_a_key_taken_off_the_list_is_refused_on_the_connection_that_stands
     consumer.port.ask(link, b"and now?")
     await producer.rejected.until(lambda events: len(events) == 1)
     assert producer.inbox.events == []
-    producer.trust.replace({KEYS["consumer"].public: "consumer"})
+    producer.trust.replace({KEYS["consumer"].public: Allowed("consumer")})
     consumer.port.ask(link, b"again")
-    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"again")
+    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"again", KEYS["consumer"].public.hex())
 
 
 async def test_a_producer_taken_off_the_list_is_neither_asked_nor_believed(producer: Daemon, consumer: Daemon) -> None:
@@ -222,11 +223,11 @@ async def test_bytes_recorded_on_the_wire_let_nobody_in_when_they_are_played_aga
 
 async def test_replicas_that_share_a_key_speak_for_every_name_of_theirs_and_no_other() -> None:
     shared, other = KEYS["producer"], KEYS["consumer"]
-    trust = Trust(shared, "decode-7f-x", {shared.public: "decode-*", other.public: "prefill-*"})
+    trust = Trust(shared, "decode-7f-x", {shared.public: Allowed("decode-*"), other.public: Allowed("prefill-*")})
     assert trust.speaks_for(shared.public.hex(), b"decode-7f-y#1")
     assert trust.speaks_for(other.public.hex(), b"prefill-0#1")
     assert not trust.speaks_for(other.public.hex(), b"decode-7f-y#1")
     assert trust.key_of("prefill-3") == other.public
-    misnamed = Trust(shared, "decode-7f-x", {shared.public: "prefill-*"})
+    misnamed = Trust(shared, "decode-7f-x", {shared.public: Allowed("prefill-*")})
     assert misnamed.speaks_for(shared.public.hex(), b"decode-7f-x#1")
     assert not misnamed.speaks_for(shared.public.hex(), b"prefill-0#1")

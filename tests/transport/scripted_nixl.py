@@ -79,6 +79,13 @@ class ScriptedNixl:
     def get_agent_metadata(self) -> bytes:
         return b"metadata"
 
+    def get_reg_descs(self, regions: Any, mem_type: str) -> list[list[int]]:
+        found: list[list[int]] = regions.tolist()
+        return found
+
+    def get_partial_agent_metadata(self, regions: list[list[int]], inc_conn_info: bool, backends: list[str]) -> bytes:
+        return f"metadata of {regions}".encode()
+
     def prep_xfer_dlist(self, agent: str, rows: Any, mem_type: str) -> Handle:
         self.prepared.append((agent, len(rows)))
         return Handle(self)

@@ -1,0 +1,109 @@
+"""What is known of a daemon that we connect to."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import structlog
+
+from kvd.actors.house import House
+from kvd.actors.messages import PeerPool, PeerView
+from kvd.errors import BadRequest, ErrorCode
+from kvd.layout import CacheSpec
+from kvd.protocol.peer import PoolInfo, Welcome
+from kvd.state import peer as machine
+from kvd.state.peer import State
+from kvd.transport.path import Kind, kind_of, why_slow
+
+_log = structlog.get_logger("kvd.handshake")
+
+_decode_spec = lru_cache(maxsize=16)(CacheSpec.decode)
+"""The ranks of an engine, and its replicas, describe their pools alike; reading a description takes a millisecond."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One daemon, by the address and the link that lead to it."""
+
+    address: str
+    link: int
+    heard: float
+    """When it last said something; times are seconds on the loop's clock."""
+    asked: float = 0.0
+    """When it was last needed."""
+    wanted: bool = False
+    """A pull waits for it."""
+    state: State = machine.TABLE.initial
+    welcome: Welcome | None = None
+    pools: dict[str, PeerPool] = field(default_factory=dict)
+    path: str = ""
+    slow: str | None = None
+    """Why its path is slower than it should be."""
+    loss: str = ""
+    pings: int = 0
+    counted: Kind | None = None
+    """Under which path the metrics count it."""
+    counted_slow: bool = False
+
+    def introduced(self, welcome: Welcome) -> None:
+        """It said who it is.
+
+        Raises:
+            BadRequest: `BAD_SPEC`, it described its pools wrongly.
+
+        """
+        pools = {info.pool: _pool_of(info) for info in welcome.pools}
+        self.welcome, self.pools = welcome, pools
+
+    def reached_by(self, path: str, house: House) -> None:
+        """Notes the path to it, and warns of a slow one the first time."""
+        settings, welcome = house.settings, self.welcome
+        same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
+        slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
+        if slow and not self.slow:
+            house.metrics.slow_paths.labels(kind_of(path)).inc()
+            _log.warning("slow path", peer=self.address, path=path, reason=slow)
+        self.path, self.slow = path, slow
+        self._count(house)
+
+    def forgotten(self, house: House) -> None:
+        """Its agent is known no more."""
+        self.welcome = None
+        self._count(house)
+
+    def _count(self, house: House) -> None:
+        """Counts it under the path that it has now."""
+        metrics, reached = house.metrics, self.welcome is not None
+        kind, slow = (kind_of(self.path), bool(self.slow)) if reached else (None, False)
+        for counted, change in ((self.counted, -1), (kind, +1)):
+            if counted is not None:
+                metrics.peer_paths.labels(counted).inc(change)
+        metrics.peers_slow.inc(slow - self.counted_slow)
+        self.counted, self.counted_slow = kind, slow
+
+    def view(self) -> PeerView:
+        """As the scheduler needs it, once it is loaded."""
+        welcome = self.welcome
+        assert welcome is not None  # noqa: S101 - only a loaded peer is announced
+        stamps = int.from_bytes(welcome.stamps, "little")
+        return PeerView(self.address, welcome.daemon, welcome.incarnation, welcome.agent, self.pools, stamps)
+
+    def report(self, now: float) -> dict[str, object]:
+        """As a status tells of it."""
+        return {
+            "address": self.address,
+            "daemon": self.welcome.daemon if self.welcome else None,
+            "incarnation": self.welcome.incarnation if self.welcome else None,
+            "state": self.state,
+            "path": self.path,
+            "slow": self.slow,
+            "silent_seconds": round(now - self.heard, 3),
+            "last_loss": self.loss,
+        }
+
+
+def _pool_of(info: PoolInfo) -> PeerPool:
+    spec = _decode_spec(info.spec)
+    if spec.pool_bytes > info.size:
+        text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {spec.pool_bytes}"
+        raise BadRequest(ErrorCode.BAD_SPEC, text)
+    return PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, spec)

@@ -1,0 +1,179 @@
+"""The daemons that connect to us: who they hear that we are, what they may read, and whom their asks concern.
+
+A peer is told of the pools that it may read, and gets metadata with their keys and no others. What it may read is
+looked up for each ask again, by the public key that it proved; when a right is withdrawn, the pools that the peer was
+told of get new keys.
+"""
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Final
+
+import msgspec
+
+from kvd import limits
+from kvd.actors.house import House
+from kvd.actors.messages import PeerAsks, Pool, RenewPool
+from kvd.errors import ErrorCode, KvdError
+from kvd.net.interface import PeerAsked, PeerPort
+from kvd.protocol import codec
+from kvd.protocol.peer import Claim, Fence, Hello, Ping, Pong, PoolInfo, Refuse, Release, Renew, Settle, Welcome
+from kvd.protocol.types import VERSION, Message
+from kvd.transport.interface import Described, Transport
+
+STAMPS: Final = 0
+"""What the transport knows the stamps' memory as, which every peer may read: pools are numbered from 1."""
+
+Rights = Callable[[str], tuple[str, ...]]
+"""Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
+
+_ALL: Final = ("*",)
+
+
+def everything(_key: str) -> tuple[str, ...]:
+    """The rights of everybody where nobody proves a key."""
+    return _ALL
+
+
+class Reception:
+    """See the module's text."""
+
+    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int, rights: Rights) -> None:
+        self._house = house
+        self._port = port
+        self._transport = transport
+        self._rights = rights
+        self._metadata = transport.metadata
+        self._stamps = stamps.to_bytes(8, "little")
+        self._pools: dict[str, Pool] = {}
+        self._parts: dict[tuple[int, ...], bytes] = {}
+        """Metadata of some of the pools, by what the transport knows them as."""
+        self._waiting: dict[tuple[int, ...], dict[bytes, PeerAsked]] = {}
+        """Hellos by sender, that wait for such metadata."""
+        self._told: set[tuple[str, str]] = set()
+        """(key of a peer, pool): who has been told of what."""
+
+    # --- own pools --------------------------------------------------------------------------------------------------
+
+    def pool_up(self, pool: Pool, metadata: bytes) -> None:
+        """Peers that say hello from now on hear of this pool."""
+        self._pools[pool.worker] = pool
+        self._metadata = metadata
+        self._parts.clear()
+
+    def pool_down(self, pool: Pool) -> None:
+        """Peers that say hello from now on do not hear of this pool any more."""
+        self._pools.pop(pool.worker, None)
+        self._parts.clear()
+        self._told = {(key, name) for key, name in self._told if name != pool.worker}
+
+    def rights_changed(self) -> None:
+        """Pools that somebody was told of who may not read them any more get new keys."""
+        lost = {(key, pool) for key, pool in self._told if not _covers(self._rights(key), pool)}
+        self._told -= lost
+        for pool in sorted({pool for _, pool in lost}):
+            self._house.pools.tell(RenewPool(pool))
+
+    # --- asks -------------------------------------------------------------------------------------------------------
+
+    def asked(self, event: PeerAsked) -> None:
+        """One ask of a peer: answered here, or passed on to the leases; garbage gets a typed answer."""
+        try:
+            request = codec.peer_requests.decode(event.frame)
+        except KvdError as error:
+            self._house.metrics.refused.labels("peer", error.code).inc()
+            self._answer(event.sender, Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT]))
+            return
+        match request:
+            case Hello():
+                self._greeted(event, request)
+            case Ping():
+                self._answer(event.sender, Pong(request.number, self._house.settings.incarnation))
+            case _:
+                self._pass_on(event, request)
+
+    def _pass_on(self, event: PeerAsked, request: Claim | Fence | Settle | Renew | Release) -> None:
+        """To the leases, without what concerns pools that this peer may not read."""
+        patterns = self._rights(event.key)
+        forbidden = set() if patterns == _ALL else {pool for pool in _pools_in(request) if not _covers(patterns, pool)}
+        if not forbidden:
+            self._house.leases.tell(PeerAsks(event.sender, request))
+            return
+        self._house.metrics.refused.labels("peer", ErrorCode.NOT_PERMITTED).inc()
+        if isinstance(request, Claim):
+            text = f"this daemon may not read the pool {request.pool!r}; name it in its line of `curve_peers` there"
+            self._answer(event.sender, Refuse(request.claim, ErrorCode.NOT_PERMITTED, text))
+        elif isinstance(request, Fence):
+            self._house.leases.tell(PeerAsks(event.sender, _unclaim(request, forbidden)))
+        elif isinstance(request, Settle):
+            fences = tuple(_unclaim(fence, forbidden) for fence in request.fences)
+            self._house.leases.tell(PeerAsks(event.sender, Settle(fences)))
+
+    def _greeted(self, event: PeerAsked, request: Hello) -> None:
+        settings = self._house.settings
+        if request.version != VERSION:
+            self._house.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
+            text = f"{settings.daemon} speaks version {VERSION} of the protocol, {request.daemon} {request.version}"
+            self._answer(event.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
+            return
+        patterns = self._rights(event.key)
+        if patterns == _ALL:
+            self._welcome(event, self._metadata, tuple(self._pools.values()))
+            return
+        pools = tuple(pool for pool in self._pools.values() if _covers(patterns, pool.worker))
+        numbers = (STAMPS, *(pool.id for pool in pools))
+        metadata = self._parts.get(numbers)
+        if metadata is not None:
+            self._welcome(event, metadata, pools)
+            return
+        if numbers not in self._waiting:
+            self._waiting[numbers] = {}
+            self._transport.describe(numbers)
+        self._waiting[numbers][event.sender] = event
+
+    def described(self, event: Described) -> None:
+        """Metadata of some of the pools: for whoever waits for it, unless what it may read has changed meanwhile."""
+        self._parts[event.pools] = event.metadata
+        for asked in self._waiting.pop(event.pools, {}).values():
+            self.asked(asked)
+
+    def _welcome(self, event: PeerAsked, metadata: bytes, pools: tuple[Pool, ...]) -> None:
+        self._told.update((event.key, pool.worker) for pool in pools)
+        settings = self._house.settings
+        welcome = Welcome(
+            settings.daemon,
+            settings.incarnation,
+            self._transport.agent,
+            metadata,
+            tuple(
+                PoolInfo(pool.worker, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
+                for pool in pools
+            ),
+            host=settings.host,
+            stamps=self._stamps,
+        )
+        self._answer(event.sender, welcome)
+
+    def _answer(self, sender: bytes, message: Message) -> None:
+        self._port.answer(sender, codec.encode(message))
+
+
+def _covers(patterns: tuple[str, ...], pool: str) -> bool:
+    return patterns == _ALL or any(fnmatchcase(pool, pattern) for pattern in patterns)
+
+
+def _pools_in(request: Message) -> Iterator[str]:
+    """The pools that an ask names."""
+    fences = request.fences if isinstance(request, Settle) else (request,) if isinstance(request, Fence) else ()
+    if isinstance(request, Claim):
+        yield request.pool
+    for fence in fences:
+        if fence.unclaimed is not None:
+            yield fence.unclaimed.pool
+
+
+def _unclaim(fence: Fence, forbidden: set[str]) -> Fence:
+    """Without the claim, where that is of such a pool: it does not hold."""
+    if fence.unclaimed is None or fence.unclaimed.pool not in forbidden:
+        return fence
+    return msgspec.structs.replace(fence, unclaimed=None)

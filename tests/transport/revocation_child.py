@@ -1,0 +1,105 @@
+"""What a reader gets from a pool before and after its owner has withdrawn it, over NIXL, as one JSON object.
+
+Run as `python -m tests.transport.revocation_child`; the reader is a process too (`... reader`), which goes on with the
+metadata and the address that it has, as one that means no good would.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from kvd.memory.memfd import MemfdProvider
+from kvd.transport.interface import Deregistered, Described, Registered
+from kvd.transport.nixl import NixlTransport, open_agent
+
+SIZE = 1 << 20
+PATTERN = 7
+
+
+def read() -> None:
+    """Answers lines `{"metadata": hex, "base": address}` with what was read there."""
+    agent: Any = open_agent("reader")
+    memory = np.zeros(SIZE, np.uint8)
+    agent.register_memory(np.array([[memory.ctypes.data, SIZE, 0]], dtype=np.uint64), mem_type="DRAM")
+    for line in sys.stdin:
+        order = json.loads(line)
+        memory[:] = 255
+        try:
+            found = _attempt(agent, memory, order)
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no base of their own
+            found = type(error).__name__
+        print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def _attempt(agent: Any, memory: Any, order: dict[str, Any]) -> str:
+    name = agent.add_remote_agent(bytes.fromhex(order["metadata"]))
+    local, remote = (
+        agent.prep_xfer_dlist(of, np.array([[base, SIZE, 0]], dtype=np.uint64), mem_type="DRAM")
+        for of, base in (("NIXL_INIT_AGENT", memory.ctypes.data), (name.decode(), order["base"]))
+    )
+    handle = agent.make_prepped_xfer("READ", local, np.zeros(1, np.int32), remote, np.zeros(1, np.int32))
+    state, started = agent.transfer(handle), time.monotonic()
+    while state == "PROC" and time.monotonic() - started < 10:
+        state = agent.check_xfer_state(handle)
+    return f"{state}: {sorted({int(byte) for byte in memory})}"
+
+
+async def own() -> dict[str, str]:
+    transport = NixlTransport("owner", asyncio.get_running_loop())
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    transport.start(events.put_nowait)
+    transport.expect_readers(True)
+    provider = MemfdProvider()
+    pools = {number: provider.allocate(f"pool-{number}", SIZE) for number in (1, 2)}
+    for number, pool in pools.items():
+        mmap.mmap(pool.descriptor, 2 * SIZE)[:SIZE] = bytes([PATTERN]) * SIZE
+        transport.register(number, pool.base, SIZE)
+        assert isinstance(await events.get(), Registered)
+    transport.describe((1,))
+    described = await events.get()
+    assert isinstance(described, Described)
+    reader = subprocess.Popen(  # noqa: ASYNC220 - it is waited for on a thread
+        [sys.executable, "-m", "tests.transport.revocation_child", "reader"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+    async def reads(metadata: bytes, base: int) -> str:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        reader.stdin.write(json.dumps({"metadata": metadata.hex(), "base": base}).encode() + b"\n")
+        reader.stdin.flush()
+        return str(json.loads(await asyncio.to_thread(reader.stdout.readline)))
+
+    old, base = described.metadata, pools[1].base
+    found = {"given": await reads(old, base), "withheld": await reads(old, pools[2].base)}
+    transport.deregister(1)
+    assert isinstance(await events.get(), Deregistered)
+    found["deregistered"] = await reads(old, base)
+    pools[1].move()
+    found["moved"] = await reads(old, base)
+    transport.register(1, pools[1].base, SIZE)
+    registered = await events.get()
+    found["registered anew"] = await reads(old, base)
+    found["given anew"] = await reads(registered.metadata, pools[1].base)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    reader.wait()
+    transport.stop()
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["reader"]:
+        read()
+    sys.stdout.write(json.dumps(asyncio.run(own())))
+    sys.stdout.flush()
+    os._exit(0)

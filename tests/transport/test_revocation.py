@@ -1,0 +1,49 @@
+"""What metadata and keys are worth on the transports that there are without an RDMA device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
+
+BYTES, ZEROS = "DONE: [7]", "DONE: [0]"
+
+
+@pytest.fixture(scope="module", params=["same_host", "tcp"])
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
+    if request.param == "tcp":
+        environment["UCX_TLS"] = "tcp"
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.transport.revocation_child"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return dict(json.loads(run.stdout))
+
+
+def test_a_pool_that_was_given_is_read(found: dict[str, str]) -> None:
+    assert found["given"] == BYTES
+
+
+def test_nixl_reads_no_pool_that_was_not_in_the_metadata(found: dict[str, str]) -> None:
+    assert found["withheld"] == "nixlNotFoundError"
+
+
+def test_to_end_the_registration_stops_nobody_where_no_device_checks_keys(found: dict[str, str]) -> None:
+    assert found["deregistered"] == BYTES  # docs/threat-model.md says so: revocation moves the pool, too
+
+
+def test_a_pool_that_has_moved_is_not_read_with_old_keys_any_more(found: dict[str, str]) -> None:
+    assert found["moved"] == found["registered anew"] == ZEROS
+
+
+def test_who_gets_the_new_metadata_reads_it(found: dict[str, str]) -> None:
+    assert found["given anew"] == BYTES
