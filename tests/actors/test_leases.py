@@ -238,7 +238,7 @@ def test_what_has_ended_is_forgotten_after_a_while(stage):
     leases = stage.house.leases
     assert not leases._leases
     assert not leases._fenced
-    assert not len(leases._graves)
+    assert not len(leases._tombstones)
 
 
 def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
