@@ -1,6 +1,8 @@
 """vLLM servers and kvd daemons as processes: what each is started with, and how one sees that it is up."""
 
+import contextlib
 import json
+import random
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,10 @@ LONGEST = 2048
 
 BLOCKS = 256
 """Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
+
+
+_FIRST_EPHEMERAL_PORT = 32_768
+"""Of Linux, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,12 @@ async def scrape(service: "Server | Daemon") -> Metrics:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody has, and that stays free while its owner is down.
+
+    The kernel gives none of these to those who ask it for any port, as vLLM does dozens of times.
+    """
+    while True:
+        port = random.randrange(10_000, _FIRST_EPHEMERAL_PORT)  # noqa: S311  # no secret
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
