@@ -450,6 +450,8 @@ class LeasesActor(Actor):
     def tombstone_expired(self, message: _TombstoneExpired) -> None:
         """Whoever has not asked by now will not."""
         self._unearth(message.key)
+        while self._buried and self._buried[0] not in self._graves:
+            self._buried.popleft()
 
     def _unearth(self, key: OfferKey | ClaimKey) -> None:
         self._graves.unset(key)

@@ -51,12 +51,12 @@ class Background(Protocol):
         """Calls `done` on the loop with what `work` returned or raised."""
 
 
-class _Made(Struct, frozen=True, gc=False):
+class _Made(Struct, frozen=True):
     worker: str
     result: Memory | KvdError
 
 
-class _Moved(Struct, frozen=True, gc=False):
+class _Moved(Struct, frozen=True):
     worker: str
     result: Memory | KvdError
 
