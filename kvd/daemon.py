@@ -46,6 +46,9 @@ _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
+_NICE = 5
+"""Of transport threads beside the first: they use cores that are to spare, and give way where none is."""
+
 _FLUSH_SECONDS = 1.0
 """How long the last messages may take to pass through the actors."""
 _ACKNOWLEDGE_SECONDS = 0.5
@@ -88,8 +91,9 @@ class Daemon:
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
-        self._transport = StripedTransport([NixlTransport(agent, loop) for agent in agents])
+        helpers = [f"{identity}.{number}" for number in range(1, config.transport_threads)]
+        stripes = [NixlTransport(identity, loop), *(NixlTransport(name, loop, niceness=_NICE) for name in helpers)]
+        self._transport = StripedTransport(stripes)
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,

@@ -17,7 +17,7 @@ from kvd.state.transfer import State
 CLAIM_AFTER = 0.02
 """Seconds after which a read that began without a claim sends one: most have ended by then, on the same host."""
 
-SETTLE_AFTER = 0.005
+SETTLE_AFTER = 0.02
 """Seconds after which a producer hears of reads that its leases' stamps have proven: many at once."""
 
 

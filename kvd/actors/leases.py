@@ -4,7 +4,7 @@ A lease follows `kvd.state.lease`. Claims are kept by (sender, number), so that 
 same both times; what has ended is remembered for a while, so that a late ask gets its reason instead of a wait.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from kvd.actors.messages import (
     Stop,
 )
 from kvd.actors.spans import ClaimSpan
+from kvd.actors.tombstones import Tombstones
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
@@ -92,8 +93,8 @@ class _LastCall(Struct, frozen=True, gc=False):
     pass
 
 
-class _TombstoneExpired(Struct, frozen=True, gc=False):
-    key: OfferKey | ClaimKey
+class _Sweep(Struct, frozen=True, gc=False):
+    """Some tombstones are old."""
 
 
 class LeasesActor(Actor):
@@ -136,8 +137,9 @@ class LeasesActor(Actor):
         self._offers_due: Expiry[OfferKey] = Expiry(house.loop, lambda key: self.tell(_OfferExpired(key)))
         self._claims_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_ClaimExpired(key)))
         self._waits_due: Expiry[ClaimKey] = Expiry(house.loop, lambda key: self.tell(_WaitOver(key)))
-        self._buried: deque[OfferKey | ClaimKey] = deque()
-        self._graves: Expiry[OfferKey | ClaimKey] = Expiry(house.loop, lambda key: self.tell(_TombstoneExpired(key)))
+        self._tombstones: Tombstones[OfferKey | ClaimKey] = Tombstones(
+            house.loop, house.settings.tombstone, limits.MAX_TOMBSTONES, self._forget, lambda: self.tell(_Sweep())
+        )
 
     # --- offers -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +164,6 @@ class LeasesActor(Actor):
             expires=self.loop.time() + offer.ttl,
             stamp=self._stamps.put(ticket.stamp(self._last_generation, content)),
         )
-        self._graves.unset(key)
         self._leases[key] = lease
         self._set_active(pool.id, +1)
         self._offers_due.set(key, lease.expires)
@@ -359,7 +360,7 @@ class LeasesActor(Actor):
         lease = self._held.get(key)
         if lease is not None and lease.generation == fence.generation:
             self._fenced[key] = fence.generation
-            self._bury(key)
+            self._tombstones.bury(key)
             self._drop_claim(key, finished=True)
         held = self._fenced.get(key) == fence.generation
         self._house.metrics.fences.labels("held" if held else "broken").inc()
@@ -375,7 +376,7 @@ class LeasesActor(Actor):
             error = self._hold(key, request, lease)
         if error is not None:
             self._broken[key] = error
-            self._bury(key)
+            self._tombstones.bury(key)
 
     @handles(_ClaimExpired)
     def claim_expired(self, message: _ClaimExpired) -> None:
@@ -406,7 +407,7 @@ class LeasesActor(Actor):
 
     def _break(self, key: ClaimKey, why: str) -> None:
         self._broken[key] = Unavailable(ErrorCode.LEASE_BROKEN, why)
-        self._bury(key)
+        self._tombstones.bury(key)
         self._say_broken(key)
 
     def _begin_span(self, key: ClaimKey, request: Claim) -> None:
@@ -435,26 +436,17 @@ class LeasesActor(Actor):
             lease.reason = reason
             self._set_active(lease.pool.id, -1)
             self._offers_due.unset(lease.key)
-            self._bury(lease.key)
+            self._tombstones.bury(lease.key)
             self._house.metrics.offers.labels(reason).inc()
             self._house.completion.tell(Notify(lease.key[0], Released(lease.key[1], reason)))
             self._check_quiet(lease.pool.id)
 
-    def _bury(self, key: OfferKey | ClaimKey) -> None:
-        self._graves.set(key, self.loop.time() + self._house.settings.tombstone)
-        self._buried.append(key)
-        while len(self._buried) > limits.MAX_TOMBSTONES:
-            self._unearth(self._buried.popleft())
-
-    @handles(_TombstoneExpired)
-    def tombstone_expired(self, message: _TombstoneExpired) -> None:
+    @handles(_Sweep)
+    def sweep(self, _message: _Sweep) -> None:
         """Whoever has not asked by now will not."""
-        self._unearth(message.key)
-        while self._buried and self._buried[0] not in self._graves:
-            self._buried.popleft()
+        self._tombstones.sweep()
 
-    def _unearth(self, key: OfferKey | ClaimKey) -> None:
-        self._graves.unset(key)
+    def _forget(self, key: OfferKey | ClaimKey) -> None:
         if isinstance(key, ClaimKey):
             self._fenced.pop(key, None)
             self._broken.pop(key, None)

@@ -125,7 +125,7 @@ _LEFT = {
         "_offers_due",
         "_claims_due",
         "_waits_due",
-        "_graves",
+        "_tombstones",
     ),
     "scheduler": (
         "_views",

@@ -11,11 +11,13 @@ NIXL must forget the old connection between the two.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +40,7 @@ from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.prepared import PreparedRead
-from kvd.transport.queue import U64, Slice, SliceQueue
+from kvd.transport.queue import Slice, SliceQueue, Slices
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -51,23 +53,14 @@ CHECKS_PER_POST = 32
 FLUSH_BYTES = 64 * limits.KIB
 """Events wait while smaller slices than this are posted, 10 to 20 us each: a burst of them wakes the loop once."""
 
+SMALL_BYTES = 64 * limits.KIB
+SMALL_DESCRIPTORS = 16
+"""Reads up to this are made at once where the peer is on the same host: 20 to 100 us, as long as waking a thread up."""
+
 _DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
 """What C++ exceptions become that a peer's malformed metadata may cause inside of NIXL."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """The descriptors of one word, of the form of `kvd.plan.Descriptors`."""
-
-    src: U64
-    dst: U64
-    length: U64
-
-
-_STAMP = cast(
-    "Descriptors", _Word(np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.array([limits.STAMP_BYTES], np.uint64))
-)
 
 _abandoned: list[object] = []
 """Agents stopped with slices posted: to destroy one would free what UCX still uses."""
@@ -84,6 +77,8 @@ class _Peer:
     leaving: bool = False
     lost: str = ""
     again: bytes | None = None
+    direct: bool = False
+    """The last read was copied while it was posted: the peer is on this host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,17 +97,17 @@ class _Read:
     stamp: int = 0
     """Address of the stamp to read last, 0 for none."""
     word: int | None = None
-    """Where the stamp lands: from now on nothing else of the read is open."""
+    """Where the stamp lands, which is the last that is posted."""
     seconds: float = 0.0
     """From the first post to the last byte of a descriptor."""
 
 
 @dataclass(slots=True, eq=False)
 class _Posted:
-    """A slice that NIXL has; with `failure` it only waits for its handle to be released."""
+    """A slice that NIXL has, or a stamp (`piece` None); with `failure` it only waits for its handle to be released."""
 
     read: _Read
-    piece: Slice
+    piece: Slice | None
     handle: Any
     failure: Exception | None = None
 
@@ -125,8 +120,12 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _look() -> None:
+    """A command that only wakes the thread."""
+
+
 class Engine:
-    """Commands in, events out. Every method but `commands.put` belongs to the thread that calls `run`."""
+    """Commands in, events out. Every method but `commands.put` and `read_at_once` belongs to the thread in `run`."""
 
     def __init__(self, agent: Any, failures: tuple[type[Exception], ...], lanes: Lanes) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -145,6 +144,8 @@ class Engine:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._posted: deque[_Posted] = deque()
+        self._turn = threading.Lock()
+        """Held by whoever touches anything of the above."""
         self._stop_seconds: float | None = None
 
     def run(self, emit: Callable[[Event], None], flush: Callable[[], None]) -> None:
@@ -153,18 +154,20 @@ class Engine:
         busy = False
         looked = 0.0
         while self._stop_seconds is None:
-            heard = self._listen(0.0 if busy else self._pace.seconds(time.monotonic(), bool(self._posted)))
-            posted = self._post_next()
-            ended = self._check_posted(CHECKS_PER_POST if posted else len(self._posted))
-            if not posted:
-                flush()
-            now = time.monotonic()
-            if not posted or now - looked >= (PROMPT if self._pace.readers_expected else RECENT):
-                self._nixl.get_new_notifs()  # the network's progress, for whoever reads from us; no notification comes
-                looked = now
-            busy = heard or posted or ended
-            if busy:
-                self._pace.touch(now)
+            command = self._next_command(0.0 if busy else self._pace.seconds(time.monotonic(), bool(self._posted)))
+            with self._turn:
+                self._obey(command)
+                posted = self._post_next()
+                ended = self._check_posted(CHECKS_PER_POST if posted else len(self._posted))
+                if not posted:
+                    flush()
+                now = time.monotonic()
+                if not posted or now - looked >= (PROMPT if self._pace.readers_expected else RECENT):
+                    self._nixl.get_new_notifs()  # the network's progress, for who reads from us; no notification comes
+                    looked = now
+                busy = command is not None or posted or ended
+                if busy:
+                    self._pace.touch(now)
         self._shut_down(self._stop_seconds)
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -216,16 +219,35 @@ class Engine:
             peer.leaving, peer.again = True, None
             self._forget_if_quiet(peer)
 
-    def read(
+    def read_at_once(
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
-    ) -> None:
-        """As `Transport.read`."""
+    ) -> bool:
+        """On the caller's thread, where the read is small, copied in its post, and nothing is before it; else False."""
+        if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES:
+            return False
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            peer = self._peers.get(agent)
+            if peer is None or not peer.direct or self._slices or not self.commands.empty():
+                return False
+            self.read(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
+            self._post_next()
+            if self._posted:
+                self.commands.put(_look)
+            return True
+        finally:
+            self._turn.release()
+
+    def read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """As `Transport.read`, of what it gets of `slices`."""
+        read = slices.read
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(read, f"agent {agent!r} is not known: add it before reading from it"))
-        elif self._slices.add(read, agent, descriptors):
+        elif self._slices.add(agent, slices):
             prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
             self._reads[read] = _Read(read, peer, prepared, stamp=stamp)
             peer.reads.add(read)
@@ -253,16 +275,20 @@ class Engine:
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def _listen(self, seconds: float) -> bool:
-        """Runs the commands that are there, waiting for the first; False where none came."""
+    def _next_command(self, seconds: float) -> Command | None:
+        """Waits for a command; None where none came."""
         try:
-            command = self.commands.get(timeout=seconds) if seconds else self.commands.get_nowait()
+            return self.commands.get(timeout=seconds) if seconds else self.commands.get_nowait()
         except queue.Empty:
-            return False
+            return None
+
+    def _obey(self, command: Command | None) -> None:
+        """Runs a command and those that came after it."""
+        if command is None:
+            return
         command()
         for _ in range(self.commands.qsize()):
             self.commands.get_nowait()()
-        return True
 
     def _post_next(self) -> bool:
         """Posts one slice; False where none may be posted."""
@@ -273,17 +299,21 @@ class Engine:
             self._flush()
         read = self._reads[piece.read]
         read.started = read.started or time.perf_counter()
+        self._post(read, piece, partial(read.prepared.transfer_of, piece))
+        return True
+
+    def _post(self, read: _Read, piece: Slice | None, prepare: Callable[[], Any]) -> None:
+        """Posts what `prepare` makes a handle of: a slice, or the read's stamp."""
         read.posted += 1
         try:
-            handle = read.prepared.transfer_of(piece)
+            handle = prepare()
         except self._failures as error:
             self._slice_ended(read, piece, error)
-            return True
+            return
         posted = _Posted(read, piece, handle)
         if not self._has_ended(posted, self._nixl.transfer):
             read.waited = True
             self._posted.append(posted)
-        return True
 
     def _check_posted(self, most: int) -> bool:
         """Asks NIXL for the state of `most` slices, the oldest first; whether one ended."""
@@ -318,9 +348,11 @@ class Engine:
         self._slice_ended(posted.read, posted.piece, posted.failure)
         return True
 
-    def _slice_ended(self, read: _Read, piece: Slice, failure: Exception | None) -> None:
+    def _slice_ended(self, read: _Read, piece: Slice | None, failure: Exception | None) -> None:
         read.posted -= 1
-        self._slices.ended(read.peer.agent, piece)
+        if piece is not None:
+            self._slices.ended(read.peer.agent, piece)
+            read.prepared.slice_ended(piece)
         if failure is not None and type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
             self._emit(PeerFailed(read.peer.agent, _text(failure)))
             self._lose(read.peer, _text(failure))
@@ -328,7 +360,6 @@ class Engine:
             self._fail(read, _text(failure))
         else:
             self._end_if_quiet(read)
-        read.prepared.slice_ended(piece)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -341,27 +372,28 @@ class Engine:
     def _end_if_quiet(self, read: _Read) -> None:
         if read.posted or self._slices.waiting(read.key) or read.key not in self._reads:
             return
-        read.prepared.release()
         if read.word is None:
             read.seconds = time.perf_counter() - read.started
-            if not read.failure and read.stamp and self._read_stamp(read):
+            read.prepared.release()
+            if not read.failure and read.stamp and self._post_stamp(read):
                 return
         del self._reads[read.key]
         stamp = self._landing.give_back(read.word) if read.word is not None else 0
         if read.failure:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
+            read.peer.direct = not read.waited
             self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
         read.peer.reads.remove(read.key)
         self._forget_if_quiet(read.peer)
 
-    def _read_stamp(self, read: _Read) -> bool:
-        """All bytes are in place: one more slice, of the stamp. False where that cannot be."""
+    def _post_stamp(self, read: _Read) -> bool:
+        """All bytes are in place: posts the stamp, past the queue since it is a word. False where there is no room."""
         read.word = self._landing.take()
         if read.word is None:
             return False
-        read.prepared = PreparedRead(self._nixl, read.peer.agent, self._landing.address(read.word), read.stamp)
-        return self._slices.add(read.key, read.peer.agent, _STAMP)
+        self._post(read, None, partial(self._landing.transfer_of, read.word, read.peer.agent, read.stamp))
+        return True
 
     def _load(self, agent: str, metadata: bytes) -> None:
         """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
@@ -385,6 +417,7 @@ class Engine:
         """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
         try:
             if metadata != peer.metadata:
+                self._landing.forget(peer.agent)
                 self._nixl.add_remote_agent(metadata)
         except self._metadata_failures as error:
             peer.again = metadata
@@ -409,6 +442,7 @@ class Engine:
             self._load(peer.agent, peer.again)
 
     def _remove(self, agent: str) -> None:
+        self._landing.forget(agent)
         try:
             self._nixl.remove_remote_agent(agent)
         except self._failures as error:
@@ -418,6 +452,7 @@ class Engine:
     def _shut_down(self, seconds: float) -> None:
         for key in list(self._reads):
             self._slices.drop(key)
+        peers, self._peers = self._peers, {}
         deadline = time.monotonic() + seconds
         while self._posted and time.monotonic() < deadline:
             self._nixl.get_new_notifs()
@@ -428,7 +463,7 @@ class Engine:
             return
         for read in self._reads.values():
             read.prepared.release()
-        for agent in self._peers:
+        for agent in peers:
             self._remove(agent)
         for registration in self._pools.values():
             self._nixl.deregister_memory(registration)

@@ -24,7 +24,7 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
-from kvd.transport.queue import U64, Slice, SliceQueue
+from kvd.transport.queue import U64, Slice, SliceQueue, Slices
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -98,7 +98,11 @@ class FakeTransport:
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
     ) -> None:
         """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
-        self._soon(partial(self._read, read, agent, local_base, remote_base, descriptors, stamp=stamp))
+        self.read_share(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
+
+    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """As `read`, of what it gets of `slices`."""
+        self._soon(partial(self._read, agent, local_base, remote_base, slices, stamp=stamp))
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -177,18 +181,16 @@ class FakeTransport:
             self._peers[agent].leaving, self._peers[agent].again = True, None
             self._forget_if_quiet(agent)
 
-    def _read(
-        self, key: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int
-    ) -> None:
+    def _read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int) -> None:
+        key = slices.read
         if key in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {key} was asked for twice")
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
-        elif self._slices.add(key, agent, descriptors):
+        elif self._slices.add(agent, slices):
             fault = self._fabric.fault_of_read(self._agent)
-            size = int(descriptors.length.sum())
-            self._reads[key] = FakeRead(key, agent, local_base, remote_base, size, fault, stamp)
+            self._reads[key] = FakeRead(key, agent, local_base, remote_base, slices.bytes, fault, stamp)
             peer.reads.add(key)
             self._pump()
         else:

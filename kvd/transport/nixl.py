@@ -25,6 +25,7 @@ from kvd.transport.interface import Deregistered, Event, Registered, TransportDi
 from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.outbox import Outbox
+from kvd.transport.queue import Slices
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -74,12 +75,13 @@ class NixlTransport:
 
     """
 
-    def __init__(self, agent: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, agent: str, loop: asyncio.AbstractEventLoop, *, niceness: int = 0) -> None:
         handle = open_agent(agent)
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
         self._loop = loop
+        self._niceness = niceness
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
             raise InternalError(
@@ -137,8 +139,16 @@ class NixlTransport:
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
     ) -> None:
         """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
-        command = partial(self._engine.read, read, agent, local_base, remote_base, descriptors, stamp=stamp)
-        self._engine.commands.put(command)
+        if self._outbox is not None and self._engine.read_at_once(
+            read, agent, local_base, remote_base, descriptors, stamp=stamp
+        ):
+            self._outbox.deliver_soon()
+        else:
+            self.read_share(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
+
+    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """As `read`, of what it gets of `slices`."""
+        self._engine.commands.put(partial(self._engine.read, agent, local_base, remote_base, slices, stamp=stamp))
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -161,6 +171,7 @@ class NixlTransport:
         self._thread.join()
 
     def _run(self, outbox: Outbox) -> None:
+        os.nice(self._niceness)  # Linux counts it for each thread
         try:
             self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:

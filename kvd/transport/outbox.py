@@ -33,6 +33,12 @@ class Outbox:
             self._woken = True
             self._loop.call_soon_threadsafe(self._deliver)
 
+    def deliver_soon(self) -> None:
+        """On the loop: as `flush`, without a wake-up, for what was put on the loop itself."""
+        if self._events and not self._woken and not self._closed:
+            self._woken = True
+            self._loop.call_soon(self._deliver)
+
     def close(self) -> None:
         """On the loop: what was not delivered is dropped."""
         self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,25 @@ import numpy as np
 from kvd.transport.queue import U64, Chunk, Slice
 
 
+@dataclass(slots=True, eq=False)
+class _Lists:
+    """Both sides of a chunk, and how many of its slices are posted."""
+
+    local: Any
+    remote: Any
+    posted: int = 0
+
+    def release(self) -> None:
+        self.local.release()
+        self.remote.release()
+
+
 class PreparedRead:
     """The lists of both sides of a read, each as long as one of its chunks needs them.
 
-    A chunk is prepared when its first slice is posted and released when its last one has ended: preparing 4096
-    descriptors takes 0.3 ms, which is as long as other reads wait for it, and a read of millions holds few at a time.
+    A chunk is prepared when a slice of it is posted for the first time: preparing 4096 descriptors takes 0.3 ms, which
+    is as long as other reads wait for it. Slices come in order, so a chunk is done with when a later one has begun and
+    the last of its slices has ended; a read of millions of descriptors holds few at a time.
     """
 
     def __init__(self, nixl: Any, agent: str, local_base: int, remote_base: int) -> None:
@@ -21,37 +36,46 @@ class PreparedRead:
         self._agent = agent
         self._local_base = local_base
         self._remote_base = remote_base
-        self._sides: dict[Chunk, tuple[Any, Any]] = {}
+        self._lists: dict[Chunk, _Lists] = {}
+        self._latest: Chunk | None = None
 
     def transfer_of(self, piece: Slice) -> Any:
         """A NIXL transfer handle of one slice, for the caller to release; raises NIXL's errors."""
-        local, remote = self._sides.get(piece.chunk) or self._prepare(piece.chunk)
+        lists = self._lists.get(piece.chunk) or self._prepare(piece.chunk)
         indices = np.arange(piece.start, piece.stop, dtype=np.int32)
-        return self._nixl.make_prepped_xfer("READ", local, indices, remote, indices)
+        lists.posted += 1
+        return self._nixl.make_prepped_xfer("READ", lists.local, indices, lists.remote, indices)
 
     def slice_ended(self, piece: Slice) -> None:
-        """Releases the lists of the slice's chunk with its last slice."""
-        piece.chunk.slices_left -= 1
-        if not piece.chunk.slices_left:
-            for side in self._sides.pop(piece.chunk, ()):
-                side.release()
+        """A slice that `transfer_of` was asked for is terminal."""
+        lists = self._lists.get(piece.chunk)
+        if lists is not None:
+            lists.posted -= 1
+            self._release_if_done(piece.chunk)
 
     def release(self) -> None:
         """Releases what is left: nothing more is posted."""
-        for sides in self._sides.values():
-            for side in sides:
-                side.release()
-        self._sides.clear()
+        for lists in self._lists.values():
+            lists.release()
+        self._lists.clear()
 
-    def _prepare(self, chunk: Chunk) -> tuple[Any, Any]:
+    def _prepare(self, chunk: Chunk) -> _Lists:
         local = self._side("NIXL_INIT_AGENT", chunk.dst, self._local_base, chunk.length)
         try:
             remote = self._side(self._agent, chunk.src, self._remote_base, chunk.length)
         except Exception:
             local.release()
             raise
-        self._sides[chunk] = (local, remote)
-        return local, remote
+        before, self._latest = self._latest, chunk
+        if before is not None:
+            self._release_if_done(before)
+        lists = self._lists[chunk] = _Lists(local, remote)
+        return lists
+
+    def _release_if_done(self, chunk: Chunk) -> None:
+        lists = self._lists.get(chunk)
+        if lists is not None and not lists.posted and chunk is not self._latest:
+            self._lists.pop(chunk).release()
 
     def _side(self, agent: str, offset: U64, base: int, length: U64) -> Any:
         rows = np.zeros((len(length), 3), dtype=np.uint64)  # address, bytes, device

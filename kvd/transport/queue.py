@@ -6,13 +6,14 @@
 - Bytes posted and not yet ended are bounded by `limits.MAX_BYTES_IN_FLIGHT` for each peer. The bound is a peer's and
   not the agent's: slices of a peer that hangs never end, and must not take the room of all the others.
 
-Pure: no threads, no clock, no memory but the arrays of the descriptors. Reads are cut as they are posted, a chunk of
-descriptors at a time, so that a read of millions of descriptors delays nobody.
+No clock, no memory but the arrays of the descriptors. Reads are cut as they are posted, a chunk of descriptors at a
+time, so that a read of millions of descriptors delays nobody.
 """
 
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,12 +34,11 @@ CHUNK_DESCRIPTORS = 8 * limits.SLICE_DESCRIPTORS
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Some descriptors of a read, none longer than a slice. `slices_left` counts those that have not ended."""
+    """Some descriptors of a read, none longer than a slice."""
 
     src: U64
     dst: U64
     length: U64
-    slices_left: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +57,33 @@ def cut(read: int, descriptors: Descriptors) -> Iterator[Slice]:
     size, count = int(descriptors.length.sum()), len(descriptors.length)
     if size <= limits.SLICE_BYTES and count <= limits.SLICE_DESCRIPTORS and descriptors.length.all():
         if count:  # the usual small read, at a fifth of the cost
-            yield Slice(read, Chunk(descriptors.src, descriptors.dst, descriptors.length, 1), 0, count, size)
+            yield Slice(read, Chunk(descriptors.src, descriptors.dst, descriptors.length), 0, count, size)
         return
     for first in range(0, count, CHUNK_DESCRIPTORS):
         part = slice(first, first + CHUNK_DESCRIPTORS)
         chunk = _split(descriptors.src[part], descriptors.dst[part], descriptors.length[part])
-        bounds = _bounds(chunk.length)
-        chunk.slices_left = len(bounds)
-        for start, stop, size in bounds:
+        for start, stop, size in _bounds(chunk.length):
             yield Slice(read, chunk, start, stop, size)
+
+
+class Slices:
+    """The slices of one read in order. Each is taken once, by whichever of the threads that share them has room."""
+
+    def __init__(self, read: int, descriptors: Descriptors) -> None:
+        self.read = read
+        self._descriptors = descriptors
+        self._slices = cut(read, descriptors)
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole read."""
+        return self._descriptors.bytes
+
+    def take(self) -> Slice | None:
+        """The next slice, None where all are taken."""
+        with self._lock:
+            return next(self._slices, None)
 
 
 def _split(src: U64, dst: U64, length: U64) -> Chunk:
@@ -80,18 +98,16 @@ def _split(src: U64, dst: U64, length: U64) -> Chunk:
     return Chunk(src[owner] + offset, dst[owner] + offset, np.minimum(length[owner] - offset, step))
 
 
-def _bounds(length: U64) -> list[tuple[int, int, int]]:
+def _bounds(length: U64) -> Iterator[tuple[int, int, int]]:
     """(start, stop, bytes) of each slice: as many descriptors as the two limits allow."""
     ends = np.cumsum(length)
-    bounds = []
     start, before = 0, 0
     while start < len(length):
         fitting = int(np.searchsorted(ends, np.uint64(before + limits.SLICE_BYTES), side="right"))
         stop = min(fitting, start + limits.SLICE_DESCRIPTORS)
         end = int(ends[stop - 1])
-        bounds.append((start, stop, end - before))
+        yield start, stop, end - before
         start, before = stop, end
-    return bounds
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +117,7 @@ class _Read:
     key: int
     age: int
     agent: str
-    slices: Iterator[Slice]
+    slices: Slices
     head: Slice
     posted: int = 0
 
@@ -153,16 +169,15 @@ class SliceQueue:
         self._ages = 0
         self._picks = 0
 
-    def add(self, read: int, agent: str, descriptors: Descriptors) -> bool:
-        """Queues a read from `agent`; False where it has no bytes and so no slices."""
-        slices = cut(read, descriptors)
-        head = next(slices, None)
+    def add(self, agent: str, slices: Slices) -> bool:
+        """Queues a read from `agent`; False where there is no slice to take."""
+        head = slices.take()
         if head is None:
             return False
         self._ages += 1
-        waiting = _Read(read, self._ages, agent, slices, head)
+        waiting = _Read(slices.read, self._ages, agent, slices, head)
         lane = self._lanes.setdefault(agent, _Lane())
-        self._reads[read] = lane.by_age[waiting.age] = waiting
+        self._reads[slices.read] = lane.by_age[waiting.age] = waiting
         lane.push(waiting)
         return True
 
@@ -208,7 +223,7 @@ class SliceQueue:
         piece, lane = read.head, self._lanes[read.agent]
         lane.in_flight += piece.bytes
         read.posted += piece.bytes
-        following = next(read.slices, None)
+        following = read.slices.take()
         if following is None:
             del self._reads[read.key], lane.by_age[read.age]
         else:

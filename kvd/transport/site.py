@@ -84,6 +84,16 @@ class Table:
     dst: npt.NDArray[np.uint64]
     length: npt.NDArray[np.uint64]
 
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.length)
+
+    @property
+    def bytes(self) -> int:
+        """Of all rows."""
+        return int(self.length.sum())
+
 
 def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
     """Descriptors from rows of (source offset, destination offset, bytes)."""

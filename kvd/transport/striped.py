@@ -6,7 +6,8 @@ nobody reads from them.
 
 Everything here runs on the daemon's loop. A command goes to every stripe, and is answered when all of them have; a
 read goes to as many stripes as it is worth and ends when its last part has, so the rules of `kvd.transport.interface`
-hold as they hold for each stripe.
+hold as they hold for each stripe. A stripe that copies while it posts takes the next slice of a read when it is free;
+over a network slices are posted ahead of their bytes, so there the read is cut into even stripes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from kvd.transport.interface import (
     Transport,
     TransportDied,
 )
+from kvd.transport.queue import Slices
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -44,10 +46,18 @@ _GRAIN = 4 * limits.KIB
 """Stripes begin at multiples of this from the first byte: whole pages where the blocks are."""
 
 
+class Stripe(Transport, Protocol):
+    """A transport that can share a read with others."""
+
+    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """As `read`, of what it gets of `slices`; where it gets none, `Landed` says 0.0 seconds."""
+
+
 @dataclass(slots=True)
 class _Read:
     """A read and the stripes that have a part of it. `ended` of them have said so."""
 
+    agent: str
     parts: tuple[tuple[int, int], ...]
     """(stripe, bytes)."""
     ended: int = 0
@@ -93,7 +103,7 @@ def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors
 class StripedTransport:
     """`kvd.transport.interface.Transport` over `stripes`, one or more transports of different agents, none started."""
 
-    def __init__(self, stripes: Sequence[Transport]) -> None:
+    def __init__(self, stripes: Sequence[Stripe]) -> None:
         self._stripes = tuple(stripes)
         self._front = self._stripes[0]
         self._on_event: Callable[[Event], None]
@@ -101,6 +111,8 @@ class StripedTransport:
         self._registering: dict[int, _Registration] = {}
         self._deregistering: dict[int, set[int]] = {}
         self._peers: dict[str, _Peer] = {}
+        self._direct: set[str] = set()
+        """Peers whose last read was copied while it was posted."""
         self._reads: dict[int, _Read] = {}
         self._load = [0] * len(self._stripes)
         """Bytes of open reads, a stripe each."""
@@ -147,6 +159,7 @@ class StripedTransport:
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._peers.pop(agent, None)
+        self._direct.discard(agent)
         for stripe in self._stripes:
             stripe.remove_peer(agent)
 
@@ -159,19 +172,30 @@ class StripedTransport:
         """
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
-        size = int(descriptors.length.sum())
+        size = descriptors.bytes
         if agent not in self._peers:
             parts = [(0, descriptors)]  # it fails there, in its turn
-        elif size <= limits.SLICE_BYTES:
+        elif size <= limits.SLICE_BYTES or len(self._stripes) == 1:
             parts = [(self._load.index(min(self._load)), descriptors)]
+        elif agent in self._direct:
+            self._share(agent, local_base, remote_base, Slices(read, descriptors), stamp)
+            return
         else:
             parts = list(enumerate(cut_in_stripes(descriptors, len(self._stripes))))
-        shares = tuple((stripe, int(part.length.sum()) if len(parts) > 1 else size) for stripe, part in parts)
-        self._reads[read] = _Read(shares)
-        for stripe, share in shares:
-            self._load[stripe] += share
+        self._begin(read, agent, [(stripe, part.bytes) for stripe, part in parts])
         for stripe, part in parts:
             self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
+
+    def _share(self, agent: str, local_base: int, remote_base: int, slices: Slices, stamp: int) -> None:
+        share = slices.bytes // len(self._stripes)
+        self._begin(slices.read, agent, [(stripe, share) for stripe in range(len(self._stripes))])
+        for stripe in self._stripes:
+            stripe.read_share(agent, local_base, remote_base, slices, stamp=stamp)
+
+    def _begin(self, read: int, agent: str, parts: list[tuple[int, int]]) -> None:
+        self._reads[read] = _Read(agent, tuple(parts))
+        for stripe, share in parts:
+            self._load[stripe] += share
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -256,6 +280,7 @@ class StripedTransport:
         """The first stripe that loses a peer loses it for all: the others forget it, too."""
         if self._peers.pop(event.agent, None) is None:
             return
+        self._direct.discard(event.agent)
         for number, other in enumerate(self._stripes):
             if number != stripe:
                 other.remove_peer(event.agent)
@@ -269,11 +294,19 @@ class StripedTransport:
             if read.failure is None:
                 read.failure = event
                 self.abort(event.read)  # the other parts are of no use
-        else:
+        elif event.seconds:  # else the other stripes have taken all of it
             read.seconds = max(read.seconds, event.seconds)
             read.in_post = read.in_post and event.in_post
             read.stamps.add(event.stamp)
         if read.ended == len(read.parts):
-            del self._reads[event.read]
-            stamp = read.stamps.pop() if len(read.stamps) == 1 else 0
-            self._on_event(read.failure or Landed(event.read, read.seconds, read.in_post, stamp))
+            self._ended(event.read, read)
+
+    def _ended(self, number: int, read: _Read) -> None:
+        del self._reads[number]
+        if read.failure is not None:
+            self._on_event(read.failure)
+            return
+        if read.agent in self._peers:
+            (self._direct.add if read.in_post else self._direct.discard)(read.agent)
+        stamp = read.stamps.pop() if len(read.stamps) == 1 else 0
+        self._on_event(Landed(number, read.seconds, read.in_post, stamp))

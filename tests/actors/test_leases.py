@@ -238,7 +238,7 @@ def test_what_has_ended_is_forgotten_after_a_while(stage):
     leases = stage.house.leases
     assert not leases._leases
     assert not leases._fenced
-    assert not len(leases._graves)
+    assert not len(leases._tombstones)
 
 
 def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
@@ -332,17 +332,3 @@ def test_a_read_that_was_not_claimed_is_not_proven_where_the_ticket_names_other_
     [broken] = stage.asked_by_peer(unclaimed(rank.generation, blocks=(0, 2)))
     assert broken.code == ErrorCode.BAD_TICKET
     assert released(stage) == []
-
-
-def test_of_what_is_forgotten_nothing_is_left(stage):
-    for number in range(5):
-        stage.offer(f"o{number}", call=number)
-        stage.asked_by_peer(claim(number, f"o{number}"))
-        stage.asked_by_peer(Release(number, finished=True))
-        stage.run(1.0)
-    assert len(stage.house.leases._buried) == 5
-    stage.run(6.5)
-    assert 0 < len(stage.house.leases._buried) < 5
-    stage.run(10.0)
-    assert not stage.house.leases._buried
-    assert not stage.house.leases._leases

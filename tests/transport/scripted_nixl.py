@@ -1,6 +1,7 @@
 """A NIXL agent that does what a test says: which slices are done, when, and what fails."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 
@@ -46,6 +47,9 @@ class ScriptedNixl:
         self.calls: list[str] = []
         self.refuse: Exception | None = None
         self.immediately: str | Exception = "PROC"
+        self.prepared: list[tuple[str, int]] = []
+        """Agent and length of each list."""
+        self.on_transfer: Callable[[], object] = lambda: None
 
     def get_new_notifs(self) -> None:
         if self.script:
@@ -83,12 +87,14 @@ class ScriptedNixl:
         return f"metadata of {regions}".encode()
 
     def prep_xfer_dlist(self, agent: str, rows: Any, mem_type: str) -> Handle:
+        self.prepared.append((agent, len(rows)))
         return Handle(self)
 
     def make_prepped_xfer(self, *arguments: Any) -> Handle:
         return Handle(self)
 
     def transfer(self, handle: Handle) -> str:
+        self.on_transfer()
         self.transfers.append(handle)
         handle.state = self.immediately
         return self.check_xfer_state(handle)

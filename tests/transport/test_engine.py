@@ -10,6 +10,7 @@ from kvd.transport.engine import Engine
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
 from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
+from kvd.transport.queue import CHUNK_DESCRIPTORS, Slices
 
 from .descriptors import Descriptors, descriptors
 from .scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
@@ -35,6 +36,9 @@ class Run:
     def tell(self, command: str, *arguments: object) -> None:
         self.engine.commands.put(partial(getattr(self.engine, command), *arguments))
 
+    def read(self, read: int, what: Descriptors, stamp: int = 0) -> None:
+        self.engine.commands.put(partial(self.engine.read, "p", 0, 0, Slices(read, what), stamp=stamp))
+
     def go(self, *steps: Callable[[], object], seconds: float = 0.0) -> list[Event]:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
@@ -53,7 +57,7 @@ def set_all(handles: list[Handle], state: str | Exception) -> None:
 
 def test_a_read_lands_when_all_its_slices_are_done() -> None:
     run = Run()
-    run.tell("read", 1, "p", 0, 0, slices(3))
+    run.read(1, slices(3))
     transfers = run.nixl.transfers
     seen: list[int] = []
     run.go(
@@ -68,7 +72,7 @@ def test_a_read_lands_when_all_its_slices_are_done() -> None:
 
 def test_an_aborted_read_stays_open_while_a_posted_slice_may_still_write() -> None:
     run = Run()
-    run.tell("read", 1, "p", 0, 0, slices(64))
+    run.read(1, slices(64))
     seen: list[int] = []
     run.go(
         lambda: run.tell("abort", 1),
@@ -84,7 +88,7 @@ def test_an_aborted_read_stays_open_while_a_posted_slice_may_still_write() -> No
 
 def test_a_failed_slice_counts_as_posted_until_its_handle_can_be_released() -> None:
     run = Run()
-    run.tell("read", 1, "p", 0, 0, slices(1))
+    run.read(1, slices(1))
     seen: list[int] = []
 
     def fail_and_hold() -> None:
@@ -103,7 +107,7 @@ def test_a_failed_slice_counts_as_posted_until_its_handle_can_be_released() -> N
 def test_a_post_that_raises_fails_the_read_with_the_name_of_the_exception() -> None:
     run = Run()
     run.nixl.immediately = nixlBackendError("no route")
-    run.tell("read", 1, "p", 0, 0, slices(3))
+    run.read(1, slices(3))
     run.go()
     assert run.ends(1) == [ReadFailed(1, "nixlBackendError: no route")]
     assert not [event for event in run.events if isinstance(event, PeerFailed)]
@@ -112,7 +116,7 @@ def test_a_post_that_raises_fails_the_read_with_the_name_of_the_exception() -> N
 def test_a_disconnect_fails_the_peer_once_and_each_of_its_reads_once() -> None:
     run = Run()
     for read in range(5):
-        run.tell("read", read, "p", 0, 0, slices(2))
+        run.read(read, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, nixlRemoteDisconnectError("gone")))
     assert len([event for event in run.events if isinstance(event, PeerFailed)]) == 1
     for read in range(5):
@@ -125,7 +129,7 @@ def test_a_disconnect_fails_the_peer_once_and_each_of_its_reads_once() -> None:
 
 def test_a_disconnect_ends_no_read_that_has_a_slice_in_flight() -> None:
     run = Run()
-    run.tell("read", 1, "p", 0, 0, slices(2))
+    run.read(1, slices(2))
     seen: list[int] = []
     run.go(
         lambda: set_all(run.nixl.transfers[:1], nixlRemoteDisconnectError("gone")),
@@ -138,7 +142,7 @@ def test_a_disconnect_ends_no_read_that_has_a_slice_in_flight() -> None:
 
 def test_a_lost_peer_is_added_again_only_when_its_reads_have_ended() -> None:
     run = Run()
-    run.tell("read", 1, "p", 0, 0, slices(2))
+    run.read(1, slices(2))
     added: list[int] = []
     run.go(
         lambda: set_all(run.nixl.transfers[:1], nixlRemoteDisconnectError("gone")),
@@ -181,7 +185,7 @@ def test_a_stop_with_a_slice_that_hangs_leaves_the_agent_alone() -> None:
     run = Run()
     before = len(engine_module._abandoned)
     run.tell("register", 1, 0, 4096)
-    run.tell("read", 1, "p", 0, 0, slices(1))
+    run.read(1, slices(1))
     run.go(seconds=0.01)
     assert "deregister" not in run.nixl.calls
     assert engine_module._abandoned[before:] == [run.nixl]
@@ -191,7 +195,7 @@ def test_a_stop_with_a_slice_that_hangs_leaves_the_agent_alone() -> None:
 def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> None:
     run = Run()
     run.tell("register", 1, 0, 4096)
-    run.tell("read", 1, "p", 0, 0, slices(20))
+    run.read(1, slices(20))
     run.nixl.script.extend([lambda: None] * 310)
     run.nixl.script.append(lambda: set_all(run.nixl.transfers, "DONE"))
     run.engine.commands.put(partial(run.engine.stop, 10.0))
@@ -206,3 +210,90 @@ def test_a_defect_escapes_the_loop() -> None:
     run.tell("deregister", 99)
     with pytest.raises(KeyError):
         run.go()
+
+
+SMALL = descriptors([(0, 0, 16 * limits.KIB)])
+
+
+def met(run: Run) -> None:
+    """The peer was read from before, and is on this host; the thread sleeps."""
+    run.nixl.immediately = "DONE"
+    run.read(1, slices(1))
+    turn(run)
+    run.events.clear()
+
+
+def turn(run: Run) -> None:
+    run.engine._emit, run.engine._flush = run.events.append, lambda: None
+    run.engine._obey(run.engine.commands.get_nowait())
+    run.engine._post_next()
+
+
+def read_at_once(run: Run, what: Descriptors = SMALL) -> bool:
+    return run.engine.read_at_once(2, "p", 0, 0, what)
+
+
+def test_a_small_read_of_a_peer_on_this_host_is_made_on_the_callers_thread() -> None:
+    run = Run()
+    met(run)
+    assert read_at_once(run)
+    (landed,) = run.events
+    assert isinstance(landed, Landed)
+    assert (landed.read, landed.in_post) == (2, True)
+
+
+def test_a_small_read_waits_for_the_thread_where_the_peer_is_not_known_to_be_on_this_host() -> None:
+    run = Run()
+    run.read(1, slices(1))
+    turn(run)
+    set_all(run.nixl.transfers, "DONE")
+    run.engine._check_posted(1)
+    assert len(run.ends(1)) == 1
+    assert not read_at_once(run)
+
+
+@pytest.mark.parametrize("what", [descriptors([(0, 0, 65 * limits.KIB)]), descriptors((i, i, 1) for i in range(17))])
+def test_a_read_that_is_not_small_waits_for_the_thread(what: Descriptors) -> None:
+    run = Run()
+    met(run)
+    assert not read_at_once(run, what)
+
+
+def test_a_small_read_waits_for_the_thread_where_that_is_at_work_or_has_been_told_something() -> None:
+    run = Run()
+    met(run)
+    with run.engine._turn:
+        assert not read_at_once(run)
+    run.tell("remove_peer", "p")
+    assert not read_at_once(run)
+
+
+def test_a_small_read_that_is_not_copied_while_it_is_posted_is_looked_after_by_the_thread() -> None:
+    run = Run()
+    met(run)
+    run.nixl.immediately = "PROC"
+    assert read_at_once(run)
+    assert not run.events
+    assert not run.engine.commands.empty()
+
+
+def test_stamps_of_one_page_are_read_by_one_prepared_list_and_nothing_is_left_of_it() -> None:
+    run = Run()
+    run.nixl.immediately = "DONE"
+    for read in range(1, 4):
+        run.read(read, slices(1), stamp=4096 + 8 * read)
+    run.go()
+    assert [event.read for event in run.events if isinstance(event, Landed)] == [1, 2, 3]
+    assert run.nixl.prepared.count(("p", 512)) == 1
+    assert not run.nixl.live
+
+
+def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
+    run = Run()
+    run.nixl.immediately = "DONE"
+    most: list[int] = []
+    run.nixl.on_transfer = lambda: most.append(len(run.nixl.live))
+    run.read(1, descriptors((2 * i, 2 * i, 1) for i in range(5 * CHUNK_DESCRIPTORS)))
+    run.go()
+    assert max(most) == 3, "one chunk's two lists and the handle of a slice"
+    assert not run.nixl.live

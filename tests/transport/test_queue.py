@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.transport.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, cut
+from kvd.transport.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, Slices, cut
 
 from .descriptors import Descriptors, descriptors
 
@@ -62,7 +62,6 @@ def test_a_read_of_many_descriptors_is_cut_a_chunk_at_a_time() -> None:
         CHUNK_DESCRIPTORS,
         5,
     ]
-    assert found[0].chunk.slices_left == CHUNK_DESCRIPTORS // limits.SLICE_DESCRIPTORS
 
 
 def test_a_slice_is_as_large_as_the_limits_allow() -> None:
@@ -74,29 +73,29 @@ def test_a_slice_is_as_large_as_the_limits_allow() -> None:
 
 def test_a_read_without_bytes_has_no_slices() -> None:
     queue = SliceQueue()
-    assert not queue.add(1, "p", descriptors([]))
-    assert not queue.add(2, "p", descriptors([(0, 0, 0)]))
+    assert not queue.add("p", Slices(1, descriptors([])))
+    assert not queue.add("p", Slices(2, descriptors([(0, 0, 0)])))
     assert not queue
     assert queue.pick() is None
 
 
 def test_a_short_read_overtakes_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add(1, "p", blocks(64, limits.MIB))
+    queue.add("p", Slices(1, blocks(64, limits.MIB)))
     for _ in range(2):
         first = take(queue)
         assert first.read == 1
-    queue.add(2, "p", blocks(1, 16))
+    queue.add("p", Slices(2, blocks(1, 16)))
     second = take(queue)
     assert second.read == 2
 
 
 def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add(0, "p", blocks(40, limits.SLICE_BYTES))
+    queue.add("p", Slices(0, blocks(40, limits.SLICE_BYTES)))
     picked = []
     for short in range(1, 101):
-        queue.add(short, "p", blocks(1, 16))
+        queue.add("p", Slices(short, blocks(1, 16)))
         piece = take(queue)
         queue.ended("p", piece)
         picked.append(piece.read)
@@ -105,8 +104,8 @@ def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
 
 def test_the_oldest_turn_spans_the_peers() -> None:
     queue = SliceQueue()
-    queue.add(0, "p", blocks(400, limits.SLICE_BYTES))
-    queue.add(1, "q", blocks(400, limits.SLICE_BYTES))
+    queue.add("p", Slices(0, blocks(400, limits.SLICE_BYTES)))
+    queue.add("q", Slices(1, blocks(400, limits.SLICE_BYTES)))
     picked = []
     for _ in range(40):
         piece = take(queue)
@@ -117,19 +116,19 @@ def test_the_oldest_turn_spans_the_peers() -> None:
 
 def test_bytes_in_flight_are_bounded_for_each_peer_and_a_stuck_peer_takes_no_room_of_another() -> None:
     queue = SliceQueue()
-    queue.add(1, "stuck", blocks(1024, limits.MIB))
+    queue.add("stuck", Slices(1, blocks(1024, limits.MIB)))
     posted = 0
     while (piece := queue.pick()) is not None:
         posted += piece.bytes
     assert posted == queue.bytes_in_flight("stuck") == limits.MAX_BYTES_IN_FLIGHT
-    queue.add(2, "well", blocks(1, 16))
+    queue.add("well", Slices(2, blocks(1, 16)))
     piece = take(queue)
     assert piece.read == 2
 
 
 def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> None:
     queue = SliceQueue()
-    queue.add(1, "p", blocks(64, limits.MIB))
+    queue.add("p", Slices(1, blocks(64, limits.MIB)))
     piece = take(queue)
     queue.drop(1)
     assert not queue.waiting(1)
@@ -141,11 +140,11 @@ def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> N
 
 def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> None:
     queue = SliceQueue()
-    queue.add(0, "p", blocks(64, limits.MIB))
+    queue.add("p", Slices(0, blocks(64, limits.MIB)))
     while (piece := queue.pick()) is not None:
         last = piece
     for read in range(1, 1000):
-        queue.add(read, "p", blocks(1, limits.MIB))
+        queue.add("p", Slices(read, blocks(1, limits.MIB)))
         queue.drop(read)
     lane = queue._lanes["p"]
     assert len(lane.by_posted) < 100
@@ -176,7 +175,7 @@ class Model:
 
     def add(self, agent: str, lengths: list[int]) -> None:
         size = sum(lengths)
-        assert self.queue.add(len(self.agent), agent, packed(lengths)) == (size > 0)
+        assert self.queue.add(agent, Slices(len(self.agent), packed(lengths))) == (size > 0)
         self.agent.append(agent)
         self.wanted.append(size)
         self.posted.append(0)

@@ -171,6 +171,22 @@ def test_the_stamp_of_a_read_is_what_all_its_parts_found(two: Two, first: int, s
     assert ended.stamp == whole
 
 
+def test_slices_of_a_peer_on_this_host_go_to_whichever_stripe_is_free(two: Two) -> None:
+    two.read(1)
+    two.both(Landed(1, 1.0, in_post=True))
+    two.read(2)
+    shared = [told[-1] for command, *told in (stripe.told[-1] for stripe in two.stripes) if command == "read_share"]
+    assert len(shared) == 2
+    assert shared[0] is shared[1]
+    two.stripes[0].say(Landed(2, 1.0, in_post=True, stamp=7))
+    two.stripes[1].say(Landed(2, 0.0))
+    assert two.events[-1] == Landed(2, 1.0, in_post=True, stamp=7)
+    two.read(3)
+    two.both(Landed(3, 1.0))
+    two.read(4)
+    assert two.stripes[0].commands()[-1] == "read"
+
+
 def test_a_part_that_fails_aborts_the_others_and_the_read_ends_with_the_last_of_them(two: Two) -> None:
     two.read(1)
     two.stripes[0].say(ReadFailed(1, "broken"))

@@ -9,8 +9,14 @@ from kvd.engines.vllm_lab.client import Completion
 from kvd.engines.vllm_lab.http import HttpError
 from kvd.engines.vllm_lab.pair import Pair
 
-REQUEST_SECONDS = 90.0
-"""Every request has an outcome by then, whatever died."""
+PULL_SECONDS = 60.0
+"""`pull_timeout` of the decode side: its default. The longest that a request waits for blocks, whatever died."""
+
+REQUEST_SECONDS = PULL_SECONDS + 30.0
+"""Every request has an outcome by then: it is computed in the rest, on a machine that has other work."""
+
+RECOVERY_SECONDS = 2 * REQUEST_SECONDS
+"""By then requests get their tokens after a restart: the first may have been sent too early, and take all its time."""
 
 _salts = itertools.count()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from load import REQUEST_SECONDS, Load, one
+from load import PULL_SECONDS, RECOVERY_SECONDS, REQUEST_SECONDS, Load, one
 from same_tokens import assert_same
 from waiting import until
 
@@ -17,8 +17,10 @@ from kvd.engines.vllm_lab.catalog import make_prompt
 from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
 from kvd.engines.vllm_lab.http import HttpError
 from kvd.engines.vllm_lab.pair import KvdPair
-from kvd.engines.vllm_lab.servers import scrape
+from kvd.engines.vllm_lab.servers import Daemon, scrape
 from kvd.engines.vllm_lab.service import Service, start_all, stop_all
+from kvd.errors import KvdError
+from kvd.net.inquiry import Inquiry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,7 +36,7 @@ OVERWRITING = 4
 """Prompts of 1,000 tokens that together need more blocks than there are."""
 
 OFFER_TTL = 12.0
-"""Long enough for a busy machine, short enough to be waited for."""
+"""Long enough for a busy machine, short enough to be waited for well within a pull's time."""
 
 MOMENT_SECONDS = 0.002
 """How long a suspended daemon runs at a time; where the machine is busy it can be tens of milliseconds."""
@@ -43,8 +45,9 @@ MOMENTS = 3
 """Of a read that takes a second, with the transport below."""
 
 SLOW_READS = {"UCX_TLS": "tcp"}
-SLOW_HEARTBEATS = ("--heartbeat", "10", "--claim-ttl", "3")
-"""A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read."""
+SLOW_HEARTBEATS = ("--heartbeat", str(PULL_SECONDS / 3), "--claim-ttl", "3")
+"""A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read. A
+peer is lost after three heartbeats, and not before the pull's own deadline."""
 
 _numbers = itertools.count()
 
@@ -89,7 +92,12 @@ class Faulty:
         async def succeeds() -> bool:
             return await one(self.pair, *self.expected[0]) is None
 
-        await until(succeeds, seconds=30)
+        try:
+            await until(succeeds, seconds=RECOVERY_SECONDS)
+        except TimeoutError as error:
+            for daemon in self.pair.daemons.values():
+                error.add_note(await asyncio.to_thread(_status, daemon))
+            raise
         for prompt, expected in self.expected:
             assert await one(self.pair, prompt, expected) is None
 
@@ -104,7 +112,7 @@ async def faulty(
         MODEL,
         policy=request.param,
         blocks=BLOCKS,
-        extra={"offer_ttl": OFFER_TTL},
+        extra={"offer_ttl": OFFER_TTL, "pull_timeout": PULL_SECONDS},
     )
     try:
         await start_all(pair.services)
@@ -166,7 +174,7 @@ async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_to
     broken = await _broken(faulty)
     request = await _request_stopped_while_it_pulls(faulty, prompt)
     try:
-        await until(lambda: _nothing_held(faulty), seconds=3 * OFFER_TTL)
+        await until(lambda: _nothing_held(faulty), seconds=PULL_SECONDS)
         for number in range(OVERWRITING):
             other = make_prompt(1000, seed=500 + number)
             await complete(faulty.pair.prefill.url, make_body(MODEL, other, 1))
@@ -215,6 +223,15 @@ async def _nothing_held(faulty: Faulty) -> bool:
 async def _broken(faulty: Faulty) -> float:
     """Pulls whose claim did not hold to the end."""
     return (await scrape(faulty.pair.daemons["decode"])).total("kvd_pull_failures_total", code="lease_broken")
+
+
+def _status(daemon: Daemon) -> str:
+    """What a daemon says of itself, for whoever reads why a test failed."""
+    try:
+        with Inquiry(str(daemon.socket)) as inquiry:
+            return f"{daemon.name}: {inquiry.status(timeout=10.0).decode()}"
+    except KvdError as error:
+        return f"{daemon.name}: {error}"
 
 
 async def _done(faulty: Faulty) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from load import REQUEST_SECONDS
 from same_tokens import assert_same
 from waiting import until
 
@@ -149,4 +150,4 @@ async def test_nothing_failed_and_nothing_is_held_after_the_last_request(served:
     async def released() -> bool:
         return (await scrape(served.pair.daemons["prefill"])).total("kvd_leases_active") == 0
 
-    await until(released, seconds=10)
+    await until(released, seconds=REQUEST_SECONDS)
