@@ -242,9 +242,12 @@ class GatewayActor(Actor):
 
     @handles(AttachRefused)
     def attach_refused(self, message: AttachRefused) -> None:
-        """An attach or detach cannot be served."""
+        """An attach or detach cannot be served; a worker that had its pool attaches again, and is told why then."""
         connection = self._connections.get(message.connection)
-        if connection is not None:
+        session = self._by_worker.get(connection.worker) if connection is not None else None
+        if session is not None and session.connection == message.connection:
+            self._hang_up(session)
+        elif connection is not None:
             connection.worker = ""
             self._refuse_session(message.connection, message.error)
 

@@ -1,4 +1,8 @@
-"""What actors tell each other, by receiver. Time spans are in seconds; `worker` is the name a worker attached under."""
+"""What actors tell each other, by receiver. Time spans are in seconds; `worker` is the name a worker attached under.
+
+Messages are not tracked by the garbage collector, but for those that carry an error: its traceback holds the frame that
+delivers messages, and that frame the message.
+"""
 
 from collections.abc import Mapping
 
@@ -92,7 +96,7 @@ class PoolReturned(Struct, frozen=True, gc=False):
     connection: int
 
 
-class AttachRefused(Struct, frozen=True, gc=False):
+class AttachRefused(Struct, frozen=True):
     """The attach or detach on `connection` is refused."""
 
     connection: int
@@ -106,7 +110,7 @@ class Answer(Struct, frozen=True, gc=False):
     message: Message
 
 
-class Refusal(Struct, frozen=True, gc=False):
+class Refusal(Struct, frozen=True):
     """The request `call` of a worker is refused and nothing changed."""
 
     worker: str

@@ -51,12 +51,12 @@ class Background(Protocol):
         """Calls `done` on the loop with what `work` returned or raised."""
 
 
-class _Made(Struct, frozen=True, gc=False):
+class _Made(Struct, frozen=True):
     worker: str
     result: Memory | KvdError
 
 
-class _Moved(Struct, frozen=True, gc=False):
+class _Moved(Struct, frozen=True):
     worker: str
     result: Memory | KvdError
 
@@ -173,10 +173,14 @@ class PoolsActor(Actor):
         """The transport will not have the memory."""
         record = self._by_id(event.pool)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
-        if record.renewing:
-            raise InternalError(ErrorCode.INTERNAL, f"{text}; it had them registered before, and a worker has them")
         self._drop(record)
-        self._house.gateway.tell(AttachRefused(record.request.connection, Unavailable(ErrorCode.TRANSPORT, text)))
+        if record.renewing:
+            _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
+        if record.detaching is not None:
+            self._house.gateway.tell(PoolReturned(record.detaching))
+        for request in (record.request, record.successor):
+            if request is not None:
+                self._house.gateway.tell(AttachRefused(request.connection, Unavailable(ErrorCode.TRANSPORT, text)))
 
     def _lend(self, record: Record) -> None:
         memory = record.memory

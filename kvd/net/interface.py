@@ -28,7 +28,7 @@ class SessionFrame(Struct, frozen=True, gc=False):
     descriptors: tuple[int, ...]
 
 
-class SessionClosed(Struct, frozen=True, gc=False):
+class SessionClosed(Struct, frozen=True):
     """The process at the other end closed the session or is gone.
 
     Where `error` is set we hung up on it (and told it why): what it sent was no frame.

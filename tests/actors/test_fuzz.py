@@ -105,6 +105,9 @@ class Fuzzed:
     def settle(self):
         """Whatever came of it was an error or an answer; time goes on, so that what waits can end."""
         self.lone.run(2.0)
+        for each in self.lone.told.pop(self.session, []):
+            if isinstance(each, worker.Notifications):  # else the daemon keeps what it is bound to keep
+                self.lone.say(self.session, encode(worker.Acknowledge(each.first + len(each.items) - 1)))
         self.lone.told.clear()
         self.lone.say(self.session, b"\xc1")
         (answer,) = [each for each in self.lone.heard(self.session) if isinstance(each, Error)]

@@ -8,7 +8,8 @@ from kvd.errors import ErrorCode, Unavailable
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Hello, Refuse, Settle, Settled
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Detach, Detached, Failed, Offer, Offered, Pull, Released
+from kvd.protocol.worker import Attached, Detach, Detached, Failed, Offer, Offered, Pull, Released
+from kvd.transport.interface import RegisterFailed
 
 DIGEST = ticket.digest(4, (Span(0, 0, ids(0, 1)),))
 ALICE, BOB = "aa" * 32, "bb" * 32
@@ -190,6 +191,18 @@ def test_a_pool_that_cannot_be_mapped_elsewhere_is_registered_anew_where_it_is(f
     firm.change(alice=("*",))
     after = pools_in(firm.hello(ALICE))["two"]
     assert (after.base, after.epoch != before.epoch) == (before.base, True)
+
+
+def test_a_worker_whose_pool_cannot_be_registered_anew_is_hung_up_on_and_attaches_again(interrupted):
+    stage = interrupted.stage
+    transport = stage.fittings.transport
+    register = transport.register
+    transport.register = lambda pool, base, size: transport.on_event(RegisterFailed(pool, "no room"))
+    interrupted.finish()
+    assert stage.hung_up == [2]
+    assert "two" not in stage.house.pools._records
+    transport.register = register
+    assert isinstance(stage.attach("two", 4, bytes([2]) * 16), Attached)
 
 
 def attempt(work, done):

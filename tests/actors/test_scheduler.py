@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 from stage import PEER_STAMPS, Stage, ids, make_ticket, welcome_of
 
@@ -457,3 +459,17 @@ def test_a_read_that_the_peers_transport_served_is_claimed(stage):
     read_once(stage, in_post=False)
     stage.pull("q", ticket=known_ticket())
     assert len(stage.asks(Claim)) == 2
+
+
+def test_a_pull_that_is_refused_leaves_nothing_in_memory():
+    stage = Stage()
+    stage.attach()
+    stage.pull("p")
+    stage.pull("p")
+    gc.collect()
+    before = sum(isinstance(each, BaseException) for each in gc.get_objects())
+    for _ in range(50):
+        [refused] = stage.pull("p")
+        assert refused.code == ErrorCode.DUPLICATE_REQUEST
+    gc.collect()
+    assert sum(isinstance(each, BaseException) for each in gc.get_objects()) == before
