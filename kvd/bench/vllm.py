@@ -1,7 +1,8 @@
 """Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
 
-All four servers are up at once and take turns, so that whatever else the machine does meets both alike. Those that wait
-for their turn are suspended: with NixlConnector a thread of the prefill side computes without a pause.
+NixlConnector runs twice: as it comes, with four threads of NIXL that compute without a pause, and without them, which
+is better where cores are few. All six servers are up at once and take turns, so that whatever else the machine does
+meets all alike. Those that wait for their turn are suspended.
 """
 
 import asyncio
@@ -99,14 +100,18 @@ class Side:
 
 
 async def measure(models: Path, folder: Path, plan: Plan, advance: Callable[[], None]) -> list[Side]:
-    """Measures both connectors; `advance` is called after the start and after every round of one side.
+    """Measures all pairs; `advance` is called after the start and after every round of one side.
 
     Raises:
         HttpError: A server refused or broke off.
         ProcessEndedError: A server ended.
 
     """
-    pairs: list[Pair] = [KvdPair(folder / "kvd", models, MODEL), NixlPair(folder / "nixl", models, MODEL)]
+    pairs: list[Pair] = [
+        KvdPair(folder / "kvd", models, MODEL),
+        NixlPair(folder / "nixl", models, MODEL),
+        NixlPair(folder / "nixl-0", models, MODEL, threads=0),
+    ]
     services = [service for pair in pairs for service in pair.services]
     seeds = itertools.count()
     try:
@@ -137,7 +142,7 @@ def _resume(pair: Pair) -> None:
 async def _rounds(
     pairs: Sequence[Pair], plan: Plan, seeds: "itertools.count[int]", advance: Callable[[], None]
 ) -> list[Side]:
-    sides = [Side(pair.name) for pair in pairs]
+    sides = [Side(pair.title) for pair in pairs]
     deadline = time.monotonic() + plan.seconds
     turns = list(zip(pairs, sides, strict=True))
     for _ in range(plan.rounds):

@@ -3,11 +3,14 @@
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.table import Table
 
 from kvd.bench.vllm import Request, Side
+
+_Best = Callable[[Sequence[float]], float]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,50 +78,47 @@ def percentiles(gaps: Sequence[float]) -> dict[str, float]:
     }
 
 
-def table(kvd: Summary, nixl: Summary) -> Table:
-    """Both side by side; the last column is kvd's figure over NixlConnector's."""
+def table(kvd: Summary, *others: Summary) -> Table:
+    """All side by side; the last column is kvd's figure over the best of the others."""
     result = Table(title=f"vLLM, prefill on one server and decode on another; medians of {kvd.requests} requests")
-    for heading in ("", "kvd", "NixlConnector", "kvd / NixlConnector"):
+    for heading in ("", kvd.name, *(other.name for other in others), "kvd / best"):
         result.add_column(heading, justify="left" if not heading else "right")
 
-    def times(name: str, ours: float, theirs: float) -> None:
-        result.add_row(name, _ms(ours), _ms(theirs), _ratio(ours, theirs))
+    def row(name: str, figure: Callable[[Summary], float], form: Callable[[float], str], best: _Best = min) -> None:
+        theirs = [figure(other) for other in others]
+        cells = [form(value) for value in (figure(kvd), *theirs)]
+        result.add_row(name, *cells, _ratio(figure(kvd), best(theirs)))
 
-    times("time to first token", kvd.first_token, nixl.first_token)
-    times("handover: end of prefill to first token of decode", kvd.handover, nixl.handover)
-    times("in transfer: first post to last byte", kvd.transfer, nixl.transfer)
-    result.add_row("the same with claim and fence", _ms(kvd.pull), "-", _ratio(kvd.pull, nixl.transfer))
-    result.add_row(
-        "bytes", f"{kvd.nbytes / 1e6:.1f} MB", f"{nixl.nbytes / 1e6:.1f} MB", _ratio(kvd.nbytes, nixl.nbytes)
-    )
-    result.add_row(
-        "descriptors", f"{kvd.descriptors:.0f}", f"{nixl.descriptors:.0f}", _ratio(kvd.descriptors, nixl.descriptors)
-    )
-    rates = kvd.tokens_a_second, nixl.tokens_a_second
-    result.add_row("tokens a second, several requests at once", *(f"{rate:.0f}" for rate in rates), _ratio(*rates))
+    row("time to first token", lambda side: side.first_token, _ms)
+    row("handover: end of prefill to first token of decode", lambda side: side.handover, _ms)
+    row("in transfer: first post to last byte", lambda side: side.transfer, _ms)
+    row("the same with claim and fence, where there are such", lambda side: side.pull or side.transfer, _ms)
+    row("bytes", lambda side: side.nbytes, lambda nbytes: f"{nbytes / 1e6:.1f} MB")
+    row("descriptors", lambda side: side.descriptors, lambda count: f"{count:.0f}")
+    row("tokens a second, several at once", lambda side: side.tokens_a_second, lambda rate: f"{rate:.0f}", max)
     result.add_section()
-    for name in ("p50", "p99", "max"):
-        times(f"between tokens, nothing arriving, {name}", kvd.quiet[name], nixl.quiet[name])
-    for name in ("p50", "p99", "max"):
-        times(f"between tokens, blocks arriving, {name}", kvd.busy[name], nixl.busy[name])
+    for share in ("p50", "p99", "max"):
+        row(f"between tokens, nothing arriving, {share}", _gap("quiet", share), _ms)
+    for share in ("p50", "p99", "max"):
+        row(f"between tokens, blocks arriving, {share}", _gap("busy", share), _ms)
     result.add_section()
-    times("worst gap of a round, nothing arriving", kvd.worst_quiet, nixl.worst_quiet)
-    times("worst gap of a round, blocks arriving", kvd.worst_busy, nixl.worst_busy)
-    result.add_row(
-        "blocks arriving / nothing arriving",
-        _ratio(kvd.worst_busy, kvd.worst_quiet),
-        _ratio(nixl.worst_busy, nixl.worst_quiet),
-        "",
-    )
+    row("worst gap of a round, nothing arriving", lambda side: side.worst_quiet, _ms)
+    row("worst gap of a round, blocks arriving", lambda side: side.worst_busy, _ms)
+    ratios = [_ratio(side.worst_busy, side.worst_quiet) for side in (kvd, *others)]
+    result.add_row("blocks arriving / nothing arriving", *ratios, "")
     return result
 
 
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+def _gap(when: Literal["quiet", "busy"], share: str) -> Callable[[Summary], float]:
+    return lambda side: (side.quiet if when == "quiet" else side.busy)[share]
 
 
-def _ratio(ours: float | None, theirs: float) -> str:
-    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}"
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.2f}" if theirs else "-"
 
 
 def plot(sides: Sequence[Side], path: Path) -> None:
@@ -133,12 +133,16 @@ def plot(sides: Sequence[Side], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    boxes = {f"handover\n{side.name}": [request.handover for request in side.requests] for side in sides}
-    boxes |= {f"in transfer\n{side.name}": [request.transfers.seconds for request in side.requests] for side in sides}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    names = {side.name: side.name.replace(", ", ",\n") for side in sides}
+    boxes = {f"handover\n{names[side.name]}": [request.handover for request in side.requests] for side in sides}
+    boxes |= {
+        f"in transfer\n{names[side.name]}": [request.transfers.seconds for request in side.requests] for side in sides
+    }
     left.boxplot([[1e3 * seconds for seconds in box] for box in boxes.values()], tick_labels=list(boxes))
-    left.set(ylabel="ms", ylim=(0, None), title="one request alone")
-    for side, color in zip(sides, ("tab:orange", "tab:blue"), strict=True):
+    left.set(ylabel="ms", yscale="log", title="one request alone")
+    left.tick_params(axis="x", labelsize="x-small")
+    for side, color in zip(sides, ("tab:orange", "tab:blue", "tab:green"), strict=False):
         for gaps, style, what in ((side.quiet_gaps, ":", "nothing arriving"), (side.busy_gaps, "-", "blocks arriving")):
             ordered = sorted(1e3 * gap for gap in gaps)
             share = [1 - index / len(ordered) for index in range(len(ordered))]

@@ -25,9 +25,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "vllm",
         help="real vLLM servers with kvd and with NixlConnector, in one run",
-        description="Starts a prefill and a decode server with kvd, and two more with vLLM's NixlConnector: the same "
-        "model (16 layers, 8 KV heads of 128, 131,072 bytes a token) and prompts, one computing thread in each; and "
-        "measures them in turns.",
+        description="Starts a prefill and a decode server with kvd, two with vLLM's NixlConnector, and two with its "
+        "num_threads 0: the same model (16 layers, 8 KV heads of 128, 131,072 bytes a token) and prompts, one "
+        "computing thread in each; and measures them in turns.",
     )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="tokens of a prompt (default: 1000)")
     parser.add_argument("--rounds", type=int, default=10, help="how often each pair has its turn (default: 10)")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(plan: vllm.Plan, folder: Path) -> list[vllm.Side]:
     write_models(folder, vllm.MODEL)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting four servers", total=1 + 2 * plan.rounds)
+        task = progress.add_task("starting six servers", total=1 + 3 * plan.rounds)
 
         def advance() -> None:
             progress.update(task, advance=1, description="rounds")

@@ -173,15 +173,18 @@ class Connection:
         self.phase = Phase.DOWN
 
     def close(self) -> None:
-        """Closes everything, after at most the linger time of `kvd.net.options`."""
+        """Closes everything, after at most the linger time of `kvd.net.options`.
+
+        The session ends last: an offer that its end overtook would be one of a worker that is gone, and be dropped.
+        """
         if self._dealer is not None:
             self._dealer.close()
             self._dealer = None
+        self._context.term()
         self.drop()
         if self._daemon is not None:
             os.close(self._daemon)
             self._daemon = None
-        self._context.term()
 
     def _close_dealer(self) -> None:
         if self._dealer is not None:

@@ -33,9 +33,10 @@ def test_a_side_without_a_round_is_refused_with_the_way_out() -> None:
         summary(Side("kvd"))
 
 
-def test_the_table_sets_kvd_against_nixl_connector() -> None:
-    result = table(summary(side("kvd", 1.0)), summary(side("nixl", 2.0)))
-    assert list(result.columns[3].cells)[:2] == ["0.50", "0.50"]
+def test_the_table_sets_kvd_against_the_best_of_the_others() -> None:
+    result = table(*(summary(side(name, scale)) for name, scale in (("kvd", 1.0), ("four", 5.0), ("none", 2.0))))
+    assert [column.header for column in result.columns] == ["", "kvd", "four", "none", "kvd / best"]
+    assert list(result.columns[4].cells)[:2] == ["0.50", "0.50"]
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

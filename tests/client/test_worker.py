@@ -515,6 +515,16 @@ class TestGarbage:
         assert wait_for(worker, 1) == [Done("req-1")]
 
 
+def test_an_offer_of_the_last_moment_gets_out_before_the_session_ends(daemon: ScriptedDaemon) -> None:
+    tries, first = 20, 0
+    for number in range(tries):
+        with Worker.attach(daemon.path, name=f"prefill-{number}", spec=Spec(), timeout=WAIT) as worker:
+            worker.offer_nowait("offer-1", tokens=48, blocks=BLOCKS, ttl=30.0)
+        heard = [daemon.inbox.get(timeout=WAIT) for _ in range(2)]
+        first += isinstance(heard[0], wire.Offer)
+    assert first > tries / 2  # the daemon reads two sockets, and may now and then look at the session's end first
+
+
 DAEMON_PROCESS = """
 import sys
 from tests.client.conftest import ScriptedDaemon

@@ -67,13 +67,12 @@ def window_of(spec: Any) -> Window:
 
 
 def cache_facts(vllm_config: Any, cache_config: Any) -> CacheFacts:
-    """The facts of this worker's cache.
+    """The facts of this worker's cache, which `check_supported` has let pass.
 
     Raises:
-        BadRequest: `BAD_SPEC`, it is something that kvd does not move.
+        BadRequest: `BAD_SPEC`, a layer is something that kvd does not move.
 
     """
-    check_supported(vllm_config, cache_config)
     groups = cache_config.kv_cache_groups
     layers = vllm_config.compilation_config.static_forward_context
     kernels = prepare_kernel_block_sizes(cache_config, [_attention_groups(group, layers) for group in groups])

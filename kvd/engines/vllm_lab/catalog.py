@@ -41,7 +41,8 @@ def write_models(folder: Path, *names: str) -> None:
 
     """
     command = [sys.executable, "-m", "kvd.engines.vllm_lab.models", str(folder), *names]
-    subprocess.run(command, check=True, env=os.environ | OFFLINE, timeout=300)  # noqa: S603  # the command is ours
+    environment = os.environ | OFFLINE | {"TQDM_DISABLE": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=300)  # noqa: S603  # the command is ours
 
 
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

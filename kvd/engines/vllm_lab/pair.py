@@ -15,16 +15,28 @@ class Pair(ABC):
     """A prefill server and a decode server.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache.
+    of either KV cache; `ranks` the TP size of a side where it is not 1.
     """
 
     name: str
+    """Of its processes and their logs."""
+    title: str
+    """For people."""
 
-    def __init__(self, folder: Path, models: Path, model: str, *, policy: str = "fail", blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        ranks: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks), self._config(side))
+            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks, ranks.get(side, 1)), self._config(side))
             for side in ("prefill", "decode")
         )
 
@@ -53,9 +65,10 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With two daemons; `extra` are further settings of the connector."""
+    """With a daemon for each rank; `extra` are further settings of the connector."""
 
     name = "kvd"
+    title = "kvd"
 
     def __init__(
         self,
@@ -65,31 +78,48 @@ class KvdPair(Pair):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
+        ranks: Mapping[str, int] = MappingProxyType({}),
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
-        self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
-        super().__init__(folder, models, model, policy=policy, blocks=blocks)
+        self._folder = folder
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon-0", folder) for side in ("prefill", "decode")}
+        """Of rank 0, by side."""
+        self.others = [
+            Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
+        ]
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks)
 
     def connector(self, side: str) -> dict[str, Any]:
-        """Names the socket of the daemon of that side."""
+        """Names the sockets of the daemons of that side."""
         return {
             "kv_connector": "KvdConnector",
             "kv_connector_module_path": "kvd.engines.vllm",
-            "kv_connector_extra_config": {"socket": str(self.daemons[side].socket), **self._extra},
+            "kv_connector_extra_config": {
+                "socket": str(self._folder / f"kvd-{side}-daemon-{{rank}}.sock"),
+                **self._extra,
+            },
         }
 
     @property
     def services(self) -> list[Service]:
         """Daemons first: a server attaches when it starts."""
-        return [*self.daemons.values(), *super().services]
+        return [*self.daemons.values(), *self.others, *super().services]
 
 
 class NixlPair(Pair):
-    """With vLLM's connector, which runs in the engines; the decode side pulls."""
+    """With vLLM's connector, which runs in the engines; the decode side pulls. NIXL has `threads`, else four."""
 
     name = "nixl"
+    title = "NixlConnector"
+
+    def __init__(self, folder: Path, models: Path, model: str, *, threads: int | None = None) -> None:
+        self._extra: dict[str, int] = {}
+        if threads is not None:
+            self._extra = {"num_threads": threads}
+            self.name, self.title = f"nixl-{threads}", f"NixlConnector, num_threads {threads}"
+        super().__init__(folder, models, model)
 
     def connector(self, side: str) -> dict[str, Any]:  # noqa: ARG002
         """The same on both sides."""
-        return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+        return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": self._extra}

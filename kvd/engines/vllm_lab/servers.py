@@ -35,6 +35,8 @@ class Engine:
     model: str
     blocks: int = BLOCKS
     """Of the KV cache, a group."""
+    ranks: int = 1
+    """Its TP size."""
 
 
 class Server(Service):
@@ -70,6 +72,8 @@ class Server(Service):
         blocks = engine.blocks * GROUPS.get(engine.model, 1)
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += FLAGS.get(engine.model, ())
+        if engine.ranks > 1:
+            command += ["--tensor-parallel-size", str(engine.ranks)]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         return with_environment(variables, command)
