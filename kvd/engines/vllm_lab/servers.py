@@ -46,8 +46,8 @@ class Server(Service):
         super().__init__(name, folder)
         self.engine = engine
         self.transfer = transfer
-        self.port = _free_port()
-        self._side_channel = _free_port()
+        self.port = free_port()
+        self._side_channel = free_port()
 
     @property
     def url(self) -> str:
@@ -98,7 +98,7 @@ class Daemon(Service):
         self.flags: tuple[str, ...] = ()
         """More flags, from the next start on; and environment variables."""
         self.variables: dict[str, str] = {}
-        self._port = _free_port()
+        self._port = free_port()
 
     def command(self) -> Sequence[str]:
         """It runs `kvd serve`."""
@@ -128,7 +128,7 @@ class RouterProcess(Service):
 
     def __init__(self, folder: Path, prefill: Server, decode: Server) -> None:
         super().__init__("router", folder)
-        self._port = _free_port()
+        self._port = free_port()
         self._servers = (prefill, decode)
 
     @property
@@ -168,7 +168,7 @@ async def scrape(service: "Server | Daemon") -> Metrics:
     return Metrics((await get(service.url, "/metrics")).decode())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody has, and that stays free while its owner is down.
 
     The kernel gives none of these to those who ask it for any port, as vLLM does dozens of times.

@@ -30,6 +30,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd.engines.vllm import KvdConnector
+from kvd.engines.vllm_lab.servers import free_port
 from kvd.processes import Child, Processes
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
@@ -250,7 +251,7 @@ class Daemons:
     def start(self, *names: str) -> None:
         """Starts daemons (again); returns when all of them listen."""
         for name in names:
-            port = self._ports.setdefault(name, _free_port())
+            port = self._ports.setdefault(name, free_port())
             flags = {"name": name, "socket": self.socket(name), "listen": f"tcp://127.0.0.1:{port}", "claim-wait": "60"}
             arguments = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
             self._running[name] = self._processes.start(name, "kvd.cli.main", "serve", *arguments)
@@ -276,9 +277,3 @@ def _listens(path: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
