@@ -47,8 +47,7 @@ _ROUND_SECONDS = 1.0
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
 _NICE = 5
-"""Of transport threads beside the first: they use cores that are to spare, and give way where none is."""
-
+"""Of transport threads where there are several: they may be copying on every core, and the loop should not wait."""
 _FLUSH_SECONDS = 1.0
 """How long the last messages may take to pass through the actors."""
 _ACKNOWLEDGE_SECONDS = 0.5
@@ -91,9 +90,9 @@ class Daemon:
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        helpers = [f"{identity}.{number}" for number in range(1, config.transport_threads)]
-        stripes = [NixlTransport(identity, loop), *(NixlTransport(name, loop, niceness=_NICE) for name in helpers)]
-        self._transport = StripedTransport(stripes)
+        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
+        niceness = _NICE if len(agents) > 1 else 0
+        self._transport = StripedTransport([NixlTransport(agent, loop, niceness=niceness) for agent in agents])
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,
