@@ -15,9 +15,6 @@ from kvd.host import boot_id, rdma_devices
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import is_everywhere, is_loopback
 
-_CORES_TO_SPARE = 4
-"""With fewer, a second thread that copies makes the daemon's loop wait for a core (`kvd bench --load`)."""
-
 
 class Config(BaseSettings):
     """Everything that an operator can turn; times are in seconds."""
@@ -73,10 +70,10 @@ class Config(BaseSettings):
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     transport_threads: int = Field(
-        default_factory=lambda: 2 if (os.cpu_count() or 1) >= _CORES_TO_SPARE else 1,
+        default_factory=lambda: min(2, os.cpu_count() or 1),
         ge=1,
         le=16,
-        description="NIXL agents, a thread each, that share a long read: each copies on a core. 2 from four cores on.",
+        description="NIXL agents, a thread each, that share a long read: each copies on a core of its own.",
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
