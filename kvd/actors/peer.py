@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import structlog
 
+from kvd import limits
 from kvd.actors.house import House
 from kvd.actors.messages import PeerPool, PeerView
 from kvd.errors import BadRequest, ErrorCode
@@ -15,6 +16,8 @@ from kvd.state.peer import State
 from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
+
+_ADDRESSES = 1 << 64
 
 _decode_spec = lru_cache(maxsize=16)(CacheSpec.decode)
 """The ranks of an engine, and its replicas, describe their pools alike; reading a description takes a millisecond."""
@@ -48,10 +51,13 @@ class Peer:
         """It said who it is.
 
         Raises:
-            BadRequest: `BAD_SPEC`, it described its pools wrongly.
+            BadRequest: `BAD_SPEC`, it described its memory wrongly.
 
         """
         pools = {info.pool: _pool_of(info) for info in welcome.pools}
+        stamps_end = int.from_bytes(welcome.stamps, "little") + limits.MAX_STAMPS * limits.STAMP_BYTES
+        if stamps_end > _ADDRESSES:
+            raise BadRequest(ErrorCode.BAD_SPEC, f"its stamps end at {stamps_end:#x}, where no memory can be")
         self.welcome, self.pools = welcome, pools
 
     def reached_by(self, path: str, house: House) -> None:

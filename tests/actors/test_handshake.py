@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from stage import INCARNATION, Stage, ids, make_ticket, welcome_of
 
@@ -153,6 +154,14 @@ def test_a_spec_that_is_none_makes_a_peer_lost(stage):
     [failed] = stage.notified
     assert failed.code == ErrorCode.PEER_LOST
     assert "pools wrongly" in failed.text
+
+
+def test_stamps_where_no_memory_can_be_make_a_peer_lost(stage):
+    stage.pull()
+    stage.peer_says(msgspec.structs.replace(welcome_of(), stamps=b"\xff" * 8))
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "0x1000000000007ffff, where no memory can be" in failed.text
 
 
 def test_too_many_peers_are_refused(stage, monkeypatch):
