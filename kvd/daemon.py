@@ -35,7 +35,7 @@ from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
 from kvd.rejections import Rejections
-from kvd.transport.nixl import NixlTransport
+from kvd.transport.nixl import open_transports
 from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
@@ -92,7 +92,7 @@ class Daemon:
         identity = f"{config.name}#{self.incarnation}"
         agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
         niceness = _NICE if len(agents) > 1 else 0
-        self._transport = StripedTransport([NixlTransport(agent, loop, niceness=niceness) for agent in agents])
+        self._transport = StripedTransport(open_transports(agents, loop, niceness=niceness))
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,

@@ -127,7 +127,7 @@ def _look() -> None:
 class Engine:
     """Commands in, events out. Every method but `commands.put` and `read_at_once` belongs to the thread in `run`."""
 
-    def __init__(self, agent: Any, failures: tuple[type[Exception], ...], lanes: Lanes) -> None:
+    def __init__(self, agent: Any, failures: tuple[type[Exception], ...], lanes: Lanes | None) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._nixl = agent
         self._failures = failures
@@ -144,8 +144,8 @@ class Engine:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._posted: deque[_Posted] = deque()
-        self._turn = threading.Lock()
-        """Held by whoever touches anything of the above."""
+        self.turn = threading.Lock()
+        """Held by whoever touches NIXL, or anything of the above."""
         self._stop_seconds: float | None = None
 
     def run(self, emit: Callable[[Event], None], flush: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ class Engine:
         looked = 0.0
         while self._stop_seconds is None:
             command = self._next_command(0.0 if busy else self._pace.seconds(time.monotonic(), bool(self._posted)))
-            with self._turn:
+            with self.turn:
                 self._obey(command)
                 posted = self._post_next()
                 ended = self._check_posted(CHECKS_PER_POST if posted else len(self._posted))
@@ -225,7 +225,7 @@ class Engine:
         """On the caller's thread, where the read is small, copied in its post, and nothing is before it; else False."""
         if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES:
             return False
-        if not self._turn.acquire(blocking=False):
+        if not self.turn.acquire(blocking=False):
             return False
         try:
             peer = self._peers.get(agent)
@@ -237,7 +237,7 @@ class Engine:
                 self.commands.put(_look)
             return True
         finally:
-            self._turn.release()
+            self.turn.release()
 
     def read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
         """As `Transport.read`, of what it gets of `slices`."""
@@ -401,7 +401,7 @@ class Engine:
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
         incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
         """
-        before = self._lanes.endpoints()
+        before = self._lanes.endpoints() if self._lanes is not None else frozenset()
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)
@@ -409,9 +409,14 @@ class Engine:
             self._remove(agent)
             self._emit(PeerFailed(agent, _text(error)))
         else:
-            lanes = sorted({lane for made in self._lanes.endpoints() - before for lane in self._lanes.of(made)})
-            self._peers[agent] = _Peer(agent, metadata, " ".join(lanes))
+            self._peers[agent] = _Peer(agent, metadata, self._path_made_since(before))
             self._emit(PeerAdded(agent, self._peers[agent].path))
+
+    def _path_made_since(self, before: frozenset[int]) -> str:
+        """The lanes of endpoints that are new; empty where nobody says."""
+        if self._lanes is None:
+            return ""
+        return " ".join(sorted({lane for made in self._lanes.endpoints() - before for lane in self._lanes.of(made)}))
 
     def _merge(self, peer: _Peer, metadata: bytes) -> None:
         """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""

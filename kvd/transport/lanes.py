@@ -1,12 +1,17 @@
 """Which lanes UCX chose for a peer, asked of the UCX that NIXL has loaded.
 
 NIXL does not say. UCX lists its endpoints in its virtual file system (`ucs_vfs_*`, there for debuggers) under their
-addresses, and `ucp_ep_query` tells the transports of one. Both run on the transport's thread, the only one that makes
-or closes endpoints, so an endpoint that is listed is alive. Where a UCX has neither, nothing is known.
+addresses, and `ucp_ep_query` tells the transports of one. Both run on the thread of the agent that is asked about, the
+only one that makes or closes its endpoints, so an endpoint that is listed is alive. But a list walks through what all
+agents of the process have, so the others must rest meanwhile: UCX has crashed (signal 11) while another one connected.
+Where a UCX has neither function, nothing is known.
 """
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 _OK: Final = 0
@@ -41,23 +46,32 @@ class _Attributes(ctypes.Structure):
 
 
 class Lanes:
-    """The endpoints of the agent called `agent`, which must exist."""
+    """The endpoints of the agent called `agent`, which must exist. Who holds `others` makes the other agents rest."""
 
-    def __init__(self, agent: str) -> None:
+    def __init__(self, agent: str, others: Sequence[AbstractContextManager[object]] = ()) -> None:
         self._agent = agent
+        self._others = others
         self._ucs = _loaded("libucs", "ucs_vfs_path_list_dir")
         self._ucp = _loaded("libucp", "ucp_ep_query")
 
     def endpoints(self) -> frozenset[int]:
         """Addresses of the endpoints that are open now; empty where UCX does not say."""
         context = f"/ucp/context/{self._agent}"
-        for folder in ("/", "/ucp", "/ucp/context", context):
-            self._list(folder)  # UCX fills a folder in when the one above it is read
         found: set[int] = set()
-        for worker in self._list(f"{context}/worker"):
-            self._list(f"{context}/worker/{worker}")
-            found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
+        with self._alone():
+            for folder in ("/", "/ucp", "/ucp/context", context):
+                self._list(folder)  # UCX fills a folder in when the one above it is read
+            for worker in self._list(f"{context}/worker"):
+                self._list(f"{context}/worker/{worker}")
+                found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
         return frozenset(found)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for other in self._others:
+                stack.enter_context(other)
+            yield
 
     def of(self, endpoint: int) -> list[str]:
         """The lanes of an open endpoint, `transport/device` each: `["tcp/lo", "cma/memory"]`."""

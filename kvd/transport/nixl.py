@@ -15,7 +15,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,19 @@ def open_agent(name: str) -> Any:
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
+def open_transports(
+    agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, niceness: int = 0
+) -> list[NixlTransport]:
+    """The transports of one process, each with a thread of its own; the first tells by which path a peer is reached.
+
+    Raises:
+        ImportError: nixl is not installed (it comes with the extra `daemon`).
+
+    """
+    others = [NixlTransport(agent, loop, niceness=niceness, beside=None) for agent in agents[1:]]
+    return [NixlTransport(agents[0], loop, niceness=niceness, beside=others), *others]
+
+
 class NixlTransport:
     """`kvd.transport.interface.Transport` over NIXL. `agent` must be unique to this incarnation of the daemon.
 
@@ -75,7 +88,15 @@ class NixlTransport:
 
     """
 
-    def __init__(self, agent: str, loop: asyncio.AbstractEventLoop, *, niceness: int = 0) -> None:
+    def __init__(
+        self,
+        agent: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        niceness: int = 0,
+        beside: Sequence[NixlTransport] | None = (),
+    ) -> None:
+        """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks."""
         handle = open_agent(agent)
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
@@ -87,7 +108,8 @@ class NixlTransport:
             raise InternalError(
                 ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
             )
-        self._engine = Engine(handle, failures, Lanes(agent))
+        lanes = None if beside is None else Lanes(agent, [other._engine.turn for other in beside])
+        self._engine: Engine = Engine(handle, failures, lanes)
         self._thread: threading.Thread | None = None
         self._outbox: Outbox | None = None
 

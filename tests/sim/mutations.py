@@ -150,10 +150,10 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
 
-    def read(self, key, agent, *rest, stamp):
-        word = FakeRead(key, agent, 0, 0, 0, Fault(), stamp)
-        early[self._agent, key] = read_now(self._fabric, self._agent, word)
-        read_then(self, key, agent, *rest, stamp=stamp)
+    def read(self, agent, local_base, remote_base, slices, *, stamp):
+        word = FakeRead(slices.read, agent, 0, 0, 0, Fault(), stamp)
+        early[self._agent, slices.read] = read_now(self._fabric, self._agent, word)
+        read_then(self, agent, local_base, remote_base, slices, stamp=stamp)
 
     read_now = FakeFabric.stamp
     monkeypatch.setattr(FakeTransport, "_read", read)
@@ -299,7 +299,7 @@ def a_returned_pool_is_not_taken(monkeypatch):
 
 @mutation(Promise.SOUND)
 def tombstones_stay(monkeypatch):
-    handler(monkeypatch, leases.LeasesActor, leases._TombstoneExpired, lambda self, message: None)
+    handler(monkeypatch, leases.LeasesActor, leases._Sweep, lambda self, message: None)
 
 
 @mutation(Promise.SOUND)

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvd.transport.contract import CHECKS, Contract
 from kvd.transport.interface import Transport, TransportDied
-from kvd.transport.nixl import NixlTransport
+from kvd.transport.nixl import NixlTransport, open_transports
 from kvd.transport.site import PRODUCED, Bytes, pattern
 from kvd.transport.striped import StripedTransport
 
@@ -83,7 +83,7 @@ class NixlSite:
 
     def transport(self) -> Transport:
         loop = asyncio.get_running_loop()
-        stripes = [NixlTransport(next(self._names), loop) for _ in range(self._stripes)]
+        stripes = open_transports([next(self._names) for _ in range(self._stripes)], loop)
         return stripes[0] if len(stripes) == 1 else StripedTransport(stripes)
 
     def memory(self, size: int) -> tuple[int, Bytes]:

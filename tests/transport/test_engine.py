@@ -262,7 +262,7 @@ def test_a_read_that_is_not_small_waits_for_the_thread(what: Descriptors) -> Non
 def test_a_small_read_waits_for_the_thread_where_that_is_at_work_or_has_been_told_something() -> None:
     run = Run()
     met(run)
-    with run.engine._turn:
+    with run.engine.turn:
         assert not read_at_once(run)
     run.tell("remove_peer", "p")
     assert not read_at_once(run)
