@@ -3,8 +3,7 @@
 NIXL does not say. UCX lists its endpoints in its virtual file system (`ucs_vfs_*`, there for debuggers) under their
 addresses, and `ucp_ep_query` tells the transports of one. Both run on the thread of the agent that is asked about, the
 only one that makes or closes its endpoints, so an endpoint that is listed is alive. But a list walks through what all
-agents of the process have, so the others must rest meanwhile: UCX has crashed (signal 11) while another one connected.
-Where a UCX has neither function, nothing is known.
+agents of the process have, so the others must rest meanwhile. Where a UCX has neither function, nothing is known.
 """
 
 import contextlib
