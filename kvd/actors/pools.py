@@ -259,7 +259,7 @@ class PoolsActor(Actor):
         self._succeed(record)
         self._announce_down(record.pool)
         self._last_id += 1
-        record.pool = record.with_epoch(self._last_id, record.pool.base)
+        record.pool = record.with_epoch(self._last_id)
         for actor in (self._house.handshake, self._house.leases, self._house.scheduler):
             actor.tell(PoolUp(record.pool, self._transport.metadata))
         self._lend(record)
@@ -289,7 +289,7 @@ class PoolsActor(Actor):
                 reason=message.result.text,
             )
         self._last_id += 1
-        record.pool = record.with_epoch(self._last_id, record.pool.base)
+        record.pool = record.with_epoch(self._last_id)
         self._register(record, record.pool.spec, record.pool.raw_spec)
 
     def _renewed(self, record: Record) -> None:

@@ -15,7 +15,7 @@ from kvd import limits
 from kvd.actors.house import House
 from kvd.actors.messages import PeerAsks, Pool, RenewPool
 from kvd.errors import ErrorCode, KvdError
-from kvd.net.interface import PeerAsked, PeerPort
+from kvd.net.interface import EVERY_POOL, PeerAsked, PeerPort
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Hello, Ping, Pong, PoolInfo, Refuse, Release, Renew, Settle, Welcome
 from kvd.protocol.types import VERSION, Message
@@ -27,12 +27,10 @@ STAMPS: Final = 0
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
 
-_ALL: Final = ("*",)
-
 
 def everything(_key: str) -> tuple[str, ...]:
     """The rights of everybody where nobody proves a key."""
-    return _ALL
+    return EVERY_POOL
 
 
 class Reception:
@@ -95,7 +93,8 @@ class Reception:
     def _pass_on(self, event: PeerAsked, request: Claim | Fence | Settle | Renew | Release) -> None:
         """To the leases, without what concerns pools that this peer may not read."""
         patterns = self._rights(event.key)
-        forbidden = set() if patterns == _ALL else {pool for pool in _pools_in(request) if not _covers(patterns, pool)}
+        named = () if patterns == EVERY_POOL else _pools_in(request)
+        forbidden = {pool for pool in named if not _covers(patterns, pool)}
         if not forbidden:
             self._house.leases.tell(PeerAsks(event.sender, request))
             return
@@ -117,7 +116,7 @@ class Reception:
             self._answer(event.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
             return
         patterns = self._rights(event.key)
-        if patterns == _ALL:
+        if patterns == EVERY_POOL:
             self._welcome(event, self._metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if _covers(patterns, pool.worker))
@@ -159,7 +158,7 @@ class Reception:
 
 
 def _covers(patterns: tuple[str, ...], pool: str) -> bool:
-    return patterns == _ALL or any(fnmatchcase(pool, pattern) for pattern in patterns)
+    return patterns == EVERY_POOL or any(fnmatchcase(pool, pattern) for pattern in patterns)
 
 
 def _pools_in(request: Message) -> Iterator[str]:

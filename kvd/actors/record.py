@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvd.actors.messages import AttachPool, Pool
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.memory.interface import Memory
@@ -80,7 +82,6 @@ class Record:
             "uid": self.request.uid,
         }
 
-    def with_epoch(self, epoch: int, base: int) -> Pool:
+    def with_epoch(self, epoch: int) -> Pool:
         """The pool as it is called from another registration, or another worker, on."""
-        pool = self.pool
-        return Pool(pool.id, pool.worker, epoch, base, pool.size, pool.spec, pool.raw_spec)
+        return msgspec.structs.replace(self.pool, epoch=epoch)

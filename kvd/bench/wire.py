@@ -1,4 +1,4 @@
-"""TCP between two hosts of one machine: iperf3, raw NIXL and kvd, as UCX comes and as kvd sets it up.
+"""TCP between two hosts of one machine: iperf3, raw NIXL and kvd, as UCX comes and with larger messages.
 
 The hosts are network namespaces (`kvd.bench.hosts`), and UCX is told to use TCP, since it would see that they share a
 kernel. The part that reads runs as a process on the consumer's host: `python -m kvd.bench.wire`.

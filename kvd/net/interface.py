@@ -4,11 +4,14 @@ Actors see bytes and names of connections, never a socket; the simulator impleme
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec import Struct
 
 from kvd.errors import BadRequest
+
+EVERY_POOL: Final = ("*",)
+"""The patterns of the pools that a peer may read where its line in the allow-list names none."""
 
 
 class SessionOpened(Struct, frozen=True, gc=False):

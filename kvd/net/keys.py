@@ -19,13 +19,13 @@ from zmq.utils import z85
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
+from kvd.net.interface import EVERY_POOL
 
 KEY_BYTES: Final = 32
 MAX_KEY_FILE_BYTES: Final = 4096
 MAX_ALLOWED_BYTES: Final = 256 * limits.MAX_PEERS
 _HEX_KEY: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\*?")
-EVERY_POOL: Final = ("*",)
 
 
 class Allowed(NamedTuple):

@@ -1,7 +1,8 @@
 """The transport over NIXL: one agent (UCX backend) on one thread.
 
-NIXL posts block (a same-host read is copied inside of the post), and its agent is not locked, so every call of it is
-made on the thread; commands travel there on a queue, events travel back through an `Outbox`. Nothing else is shared.
+NIXL posts block (a same-host read is copied inside of the post), and its agent is not locked, so calls of it are made
+on the thread: commands travel there on a queue, events travel back through an `Outbox`. Only a small read may be made
+on the loop, while the thread has nothing to do and `Engine.turn` keeps it from beginning.
 `kvd.transport.engine` is what runs on the thread; this file is its door, and the only one that imports nixl.
 
 At the end of the process: `stop()` shuts NIXL down in order, but NIXL's own teardown has crashed (signal 11) in

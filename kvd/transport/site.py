@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd import limits
+from kvd.plan import Descriptors
 from kvd.transport.interface import (
     Event,
     Landed,
@@ -21,9 +21,6 @@ from kvd.transport.interface import (
     ReadFailed,
     Transport,
 )
-
-if TYPE_CHECKING:
-    from kvd.plan import Descriptors
 
 Bytes = npt.NDArray[np.uint8]
 E = TypeVar("E", bound=Event)
@@ -76,29 +73,10 @@ class Site(Protocol):
         """A producer of the caller's own, who kills it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """Descriptors, as `kvd.plan.Descriptors` has them."""
-
-    src: npt.NDArray[np.uint64]
-    dst: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.uint64]
-
-    @property
-    def count(self) -> int:
-        """Rows."""
-        return len(self.length)
-
-    @property
-    def bytes(self) -> int:
-        """Of all rows."""
-        return int(self.length.sum())
-
-
 def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
     """Descriptors from rows of (source offset, destination offset, bytes)."""
     columns = np.array(rows, dtype=np.uint64).reshape(-1, 3)
-    return cast("Descriptors", Table(columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()))
+    return Descriptors(columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy())
 
 
 def blocks(first: int, count: int, size: int, step: int = 1) -> Descriptors:

@@ -172,25 +172,22 @@ class StripedTransport:
         """
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
-        size = descriptors.bytes
-        if agent not in self._peers:
-            parts = [(0, descriptors)]  # it fails there, in its turn
-        elif size <= limits.SLICE_BYTES or len(self._stripes) == 1:
-            parts = [(self._load.index(min(self._load)), descriptors)]
+        size, count = descriptors.bytes, len(self._stripes)
+        if agent not in self._peers or size <= limits.SLICE_BYTES or count == 1:
+            # An agent that is not known fails on the first stripe, in its turn.
+            stripe = self._load.index(min(self._load)) if agent in self._peers else 0
+            self._begin(read, agent, [(stripe, size)])
+            self._stripes[stripe].read(read, agent, local_base, remote_base, descriptors, stamp=stamp)
         elif agent in self._direct:
-            self._share(agent, local_base, remote_base, Slices(read, descriptors), stamp)
-            return
+            slices = Slices(read, descriptors)
+            self._begin(read, agent, [(stripe, size // count) for stripe in range(count)])
+            for each in self._stripes:
+                each.read_share(agent, local_base, remote_base, slices, stamp=stamp)
         else:
-            parts = list(enumerate(cut_in_stripes(descriptors, len(self._stripes))))
-        self._begin(read, agent, [(stripe, part.bytes) for stripe, part in parts])
-        for stripe, part in parts:
-            self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
-
-    def _share(self, agent: str, local_base: int, remote_base: int, slices: Slices, stamp: int) -> None:
-        share = slices.bytes // len(self._stripes)
-        self._begin(slices.read, agent, [(stripe, share) for stripe in range(len(self._stripes))])
-        for stripe in self._stripes:
-            stripe.read_share(agent, local_base, remote_base, slices, stamp=stamp)
+            parts = list(cut_in_stripes(descriptors, count))
+            self._begin(read, agent, [(stripe, part.bytes) for stripe, part in enumerate(parts)])
+            for stripe, part in enumerate(parts):
+                self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
 
     def _begin(self, read: int, agent: str, parts: list[tuple[int, int]]) -> None:
         self._reads[read] = _Read(agent, tuple(parts))

@@ -32,10 +32,7 @@ def test_blocks_move_between_daemons_on_the_list_until_sighup_takes_one_off(flee
     assert decode.call("values", ids=[3]) == [7]
 
     ring.write("p")
-    send(producer.child, signal.SIGHUP)
-    for _ in until(10, "the producer has read its list again"):
-        if '"pool registered anew"' in producer.log.read_text():
-            break
+    _read_list_again(producer)
     late = prefill.call("offer", name="late", ids=[1])
     decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
     ended = decode.outcome("late", 20)
@@ -61,10 +58,7 @@ def test_a_daemon_reads_the_pools_that_its_line_names_and_no_others(fleet: Fleet
     assert "other" in ended["text"]
 
     ring.write("p", "d nothing")
-    send(producer.child, signal.SIGHUP)
-    for _ in until(10, "the pool has new keys"):
-        if '"pool registered anew"' in producer.log.read_text():
-            break
+    _read_list_again(producer)
     late = prefill.call("offer", name="late", ids=[1])
     decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
     assert decode.outcome("late", 20)["kind"] == "Failed"
@@ -111,3 +105,11 @@ def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_p
         for _ in until(20, "the daemons have met"):
             if has_met(consumer):
                 break
+
+
+def _read_list_again(producer) -> None:
+    """Has a daemon read its allow-list again, which takes a right from somebody: returns when a pool has new keys."""
+    send(producer.child, signal.SIGHUP)
+    for _ in until(10, "the pool has new keys"):
+        if '"pool registered anew"' in producer.log.read_text():
+            break

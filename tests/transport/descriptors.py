@@ -1,27 +1,10 @@
-"""A stand-in of the shape of `kvd.plan.Descriptors`."""
+"""Descriptors written as rows."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Descriptors:
-    """`length[i]` bytes from offset `src[i]` of one pool to offset `dst[i]` of another; uint64 `[N]` each."""
-
-    src: npt.NDArray[np.uint64]
-    dst: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.uint64]
-
-    @property
-    def bytes(self) -> int:
-        return int(self.length.sum())
-
-    @property
-    def count(self) -> int:
-        return len(self.length)
+from kvd.plan import Descriptors
 
 
 def descriptors(rows: Iterable[tuple[int, int, int]]) -> Descriptors:
