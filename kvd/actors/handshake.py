@@ -110,7 +110,7 @@ class HandshakeActor(Actor):
                 self._house.scheduler.tell(PeerDown(message.address, error.text))
                 return
         now = self.loop.time()
-        if peer.state is State.GREETING and peer.asked < peer.heard:
+        if peer.state is State.GREETING and not peer.wanted:
             peer.heard = now  # nobody has waited for it since it was lost: who does now gets three heartbeats
         peer.asked, peer.wanted = now, True
         self._turns.hurry(peer.link)

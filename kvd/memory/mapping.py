@@ -4,7 +4,9 @@ Python's `mmap` chooses the address itself, and a file's huge page can only be m
 offset in the file agree modulo 2 MiB.
 """
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 from typing import Final
@@ -16,10 +18,12 @@ HUGE_PAGE: Final = 2 * limits.MIB
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
+_MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _FAILED = ctypes.c_void_p(-1).value
+_ATTEMPTS = 100
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -44,16 +48,7 @@ class Mapping:
     """
 
     def __init__(self, descriptor: int, length: int) -> None:
-        room = _map(0, length + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        base = -(-room // HUGE_PAGE) * HUGE_PAGE
-        try:
-            _map(base, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-        except OSError:
-            _libc.munmap(room, length + HUGE_PAGE)
-            raise
-        _unmap(room, base)
-        _unmap(base + length, room + length + HUGE_PAGE)
-        self.base = base
+        self.base = _map_aligned(descriptor, length)
         self.length = length
 
     def populate(self) -> None:
@@ -115,6 +110,24 @@ class Mapping:
             raise _last_error("madvise")
 
 
+def _map_aligned(descriptor: int, length: int) -> int:
+    """Finds room and maps the file there, where other threads have not been quicker.
+
+    Never over a reservation: a mapping of a file that fails, as that of hugetlb pages which the system does not have,
+    has ended what was there before, and whoever then gives the reservation back takes what another thread, a `malloc`
+    for one, has mapped there since.
+    """
+    for _ in range(_ATTEMPTS):
+        room = _map(0, length + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        _unmap(room, room + length + HUGE_PAGE)
+        base = -(-room // HUGE_PAGE) * HUGE_PAGE
+        with contextlib.suppress(FileExistsError):
+            return _map(
+                base, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE, descriptor
+            )
+    raise OSError(errno.EEXIST, f"mmap: other threads took every one of {_ATTEMPTS} places for {length} bytes")
+
+
 def _map(address: int, length: int, protection: int, flags: int, descriptor: int) -> int:
     result: int = _libc.mmap(address or None, length, protection, flags, descriptor, 0)
     if result == _FAILED:
@@ -123,7 +136,7 @@ def _map(address: int, length: int, protection: int, flags: int, descriptor: int
 
 
 def _unmap(start: int, end: int) -> None:
-    if end > start and _libc.munmap(start, end - start) != 0:
+    if _libc.munmap(start, end - start) != 0:
         raise _last_error("munmap")
 
 

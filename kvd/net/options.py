@@ -31,9 +31,9 @@ RECEIVE_MESSAGES: Final = 1024
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 5000
 HANDSHAKE_MS: Final = 5000
-CONNECT_TIMEOUT_MS: Final = 3000
+CONNECT_TIMEOUT_MS: Final = 1000
 RECONNECT_MS: Final = 20
-RECONNECT_MAX_MS: Final = 1000
+RECONNECT_MAX_MS: Final = 500
 BACKLOG: Final = 1024
 
 TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = (
@@ -98,10 +98,15 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         zmq.CONNECT_TIMEOUT,
         CONNECT_TIMEOUT_MS,
         (Kind.PEER_DEALER,),
-        "a host that drops packets is tried anew, not awaited",
+        "a host that is away is tried anew every second, where the kernel would wait for two more, then four",
     ),
     (zmq.RECONNECT_IVL, RECONNECT_MS, _DEALERS, "a daemon that restarts is back within tens of milliseconds"),
-    (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS, _DEALERS, "doubling up to here: an absent peer costs a packet a second"),
+    (
+        zmq.RECONNECT_IVL_MAX,
+        RECONNECT_MAX_MS,
+        _DEALERS,
+        "doubling to here; an absent peer costs two packets a second",
+    ),
     (zmq.IPV6, 1, _PEERS, "addresses of both families work"),
 )
 

@@ -5,7 +5,7 @@ from stage import INCARNATION, Stage, ids, make_ticket, welcome_of
 from kvd import limits
 from kvd.actors.messages import ExpectPeers, NeedPeer, Report, Reported
 from kvd.errors import ErrorCode
-from kvd.protocol.peer import Claim, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
+from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Span
 from kvd.transport.interface import PeerAdded, PeerFailed
@@ -98,6 +98,20 @@ def test_a_pull_that_comes_while_its_peer_is_lost_waits_three_heartbeats_too(sta
     stage.run(6.6)
     assert [failed.request for failed in stage.notified] == ["early"]
     stage.pull("late", timeout=60.0)
+    stage.run(2.9)
+    assert len(stage.notified) == 1
+    stage.run(1.5)
+    assert [failed.request for failed in stage.notified] == ["early", "late"]
+
+
+def test_a_pull_that_comes_while_the_read_of_another_drains_waits_three_heartbeats_too(stage):
+    """The claim of a read that has not ended is renewed all the time, which does not mean that somebody waits."""
+    stage.pull("early", timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1))
+    stage.run(6.6)
+    assert [failed.request for failed in stage.notified] == ["early"]
+    stage.pull("late", blocks=(4, 5), timeout=60.0)
     stage.run(2.9)
     assert len(stage.notified) == 1
     stage.run(1.5)

@@ -43,7 +43,8 @@ class Stage:
                 break
 
     def arrived(self, consumer, name, value, seconds):
-        assert self.workers[consumer].outcome(name, seconds)["kind"] == "Done"
+        ended = self.workers[consumer].outcome(name, seconds)
+        assert ended["kind"] == "Done", f"{ended}, {self.workers[consumer].call('status')}"
         assert self.workers[consumer].call("values", ids=LONG) == [value] * len(LONG)
 
     def peer(self, consumer, producer):
