@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,25 @@ if TYPE_CHECKING:
 STOP_SECONDS = 5.0
 """How long `stop` waits for slices that are posted: at memory speed 64 MiB take 10 ms, over a bad network seconds."""
 
+TCP_SETTINGS = {
+    "UCX_TCP_TX_SEG_SIZE": "512k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
+    "UCX_TCP_RX_SEG_SIZE": "512k",  # and must fit here
+}
+
 ENVIRONMENT = {
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
     "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
     "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
     "UCX_DEBUG_SIGNO": "0",  # it takes SIGHUP to turn its debug log on; here SIGHUP reads the allow-list again
 }
-"""What NIXL and UCX read once, when they are loaded; a value that the operator set stays."""
+"""What NIXL and UCX read once, when they are loaded."""
+
+
+def choose_settings(environment: MutableMapping[str, str]) -> None:
+    """Adds our settings; values that the operator set stay, and where one of TCP's is set, these are left alone."""
+    chosen = ENVIRONMENT if TCP_SETTINGS.keys() & environment else ENVIRONMENT | TCP_SETTINGS
+    for variable, value in chosen.items():
+        environment.setdefault(variable, value)
 
 
 def open_agent(name: str) -> Any:
@@ -50,8 +62,7 @@ def open_agent(name: str) -> Any:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
+    choose_settings(os.environ)
     import nixl  # noqa: PLC0415 - workers and tests import this package without it
 
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

@@ -44,7 +44,7 @@ MOMENT_SECONDS = 0.002
 MOMENTS = 3
 """Of a read that takes a second, with the transport below."""
 
-SLOW_READS = {"UCX_TLS": "tcp"}
+SLOW_READS = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "8k"}
 SLOW_HEARTBEATS = ("--heartbeat", str(PULL_SECONDS / 3), "--claim-ttl", "3")
 """A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read. A
 peer is lost after three heartbeats, and not before the pull's own deadline."""
