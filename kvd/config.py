@@ -80,7 +80,9 @@ class Config(BaseSettings):
     claim_ttl: float = Field(
         5.0, gt=0, le=600, description="How long a silent consumer keeps its claims. Raise it if daemons are paused."
     )
-    claim_wait: float = Field(10.0, gt=0, le=600, description="How long a claim waits for an offer that is not there.")
+    claim_wait: float = Field(
+        10.0, gt=0, le=600, description="How long a claim that is not asked again waits for its offer."
+    )
     attach_wait: float = Field(
         10.0, gt=0, le=600, description="How long a successor waits for its predecessor's transfers to end."
     )

@@ -1,11 +1,38 @@
-"""Which destination blocks are in use by pulls: two pulls never write to the same memory."""
+"""The block ids of a pool: which a worker may name, and which are in use by pulls, two of which never share memory."""
 
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec
+from kvd.plan import check_ids
 from kvd.protocol.types import Span
+
+
+def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
+    """Promise 5: a worker can name only blocks of its own pool, each group of them once.
+
+    Raises:
+        BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is none of this pool's, or twice.
+
+    """
+    total = sum(len(span.ids) for span in spans) // 4
+    if total > limits.MAX_BLOCKS_PER_REQUEST:
+        text = f"{total} blocks in one request; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+        raise BadRequest(ErrorCode.TOO_LARGE, text)
+    seen: set[int] = set()
+    for span in spans:
+        if span.group >= len(spec.groups) or span.group in seen:
+            text = f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
+            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+        seen.add(span.group)
+        if len(span.ids) % 4:
+            text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
+            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+        check_ids(spec.groups[span.group], np.frombuffer(span.ids, dtype="<u4"))
 
 
 class BusyBlocks:

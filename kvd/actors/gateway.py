@@ -6,12 +6,10 @@ Every frame of a worker is decoded and checked here, so that no other actor sees
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
 from kvd.actors.admission import Admission, Allowance
+from kvd.actors.blocks import check_spans
 from kvd.actors.house import House
 from kvd.actors.messages import (
     Acknowledged,
@@ -29,7 +27,6 @@ from kvd.actors.messages import (
     PoolRenewed,
     PoolReturned,
     Refusal,
-    Report,
     Reported,
     SessionDown,
     SessionUp,
@@ -39,12 +36,12 @@ from kvd.actors.messages import (
     WorkerGone,
 )
 from kvd.actors.policy import Policy
+from kvd.actors.statuses import Statuses
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame, WorkerPort
-from kvd.plan import check_ids
 from kvd.protocol import codec, ticket
-from kvd.protocol.types import VERSION, Span
+from kvd.protocol.types import VERSION
 from kvd.protocol.worker import (
     Acknowledge,
     Attach,
@@ -58,11 +55,8 @@ from kvd.protocol.worker import (
     Pull,
     Refused,
     Request,
-    Status,
     StatusRequest,
 )
-
-_SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 
 
 @dataclass(slots=True)
@@ -89,13 +83,6 @@ class _Session:
     backlogged: bool = False
 
 
-@dataclass(slots=True)
-class _PendingStatus:
-    answer: Callable[[Status], None]
-    call: int
-    sections: dict[str, object]
-
-
 class GatewayActor(Actor):
     """See the module's text. A failure concerns one message of one worker: it is reported, and the others go on."""
 
@@ -117,13 +104,11 @@ class GatewayActor(Actor):
         self._port = port
         self._peer_address = peer_address
         self._draw_session = draw_session
-        self._describe = describe
         self._admission = Admission(policy, house.loop)
         self._connections: dict[int, _Connection] = {}
         self._by_worker: dict[str, _Session] = {}
         self._by_id: dict[bytes, _Session] = {}
-        self._statuses: dict[int, _PendingStatus] = {}
-        self._last_token = 0
+        self._statuses = Statuses(house, lambda: {**describe(), "workers": sorted(self._by_worker)})
         self._closing: Unavailable | None = None
 
     # --- sessions ---------------------------------------------------------------------------------------------------
@@ -156,7 +141,7 @@ class GatewayActor(Actor):
             else:
                 number = event.connection
                 connection.allowance.take_status()
-                self._ask_all(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
+                self._statuses.ask(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
             self._refuse_session(event.connection, error)
@@ -301,7 +286,7 @@ class GatewayActor(Actor):
                 self._pull(request, session)
             case Offer():
                 self._check_open(session)
-                self._check_spans(request.spans, session.pool.spec)
+                check_spans(request.spans, session.pool.spec)
                 self._house.leases.tell(OfferBlocks(session.pool, request))
             case Acknowledge():
                 self._house.completion.tell(Acknowledged(session.pool.worker, request.sequence))
@@ -310,21 +295,14 @@ class GatewayActor(Actor):
             case StatusRequest():
                 session.allowance.take_status()
                 worker = session.pool.worker
-                self._ask_all(request.call, lambda status: self.answer(Answer(worker, status)))
-
-    def _ask_all(self, call: int, answer: Callable[[Status], None]) -> None:
-        """Collects a status: every other actor reports its section."""
-        self._last_token += 1
-        self._statuses[self._last_token] = _PendingStatus(answer, call, {})
-        for section in _SECTIONS:
-            getattr(self._house, section).tell(Report(self._last_token))
+                self._statuses.ask(request.call, lambda status: self.answer(Answer(worker, status)))
 
     def _pull(self, request: Pull, session: _Session) -> None:
         self._check_open(session)
         if not limits.MIN_PULL_TIMEOUT <= request.timeout <= limits.MAX_PULL_TIMEOUT:
             text = f"timeout is {request.timeout} s; it may be {limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
-        self._check_spans(request.spans, session.pool.spec)
+        check_spans(request.spans, session.pool.spec)
         self._house.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
 
     def _check_open(self, session: _Session) -> None:
@@ -334,25 +312,6 @@ class GatewayActor(Actor):
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         session.allowance.take_request()
-
-    def _check_spans(self, spans: tuple[Span, ...], spec: CacheSpec) -> None:
-        """Promise 5: a worker can name only blocks of its own pool, and each of them once."""
-        total = sum(len(span.ids) for span in spans) // 4
-        if total > limits.MAX_BLOCKS_PER_REQUEST:
-            text = f"{total} blocks in one request; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
-            raise BadRequest(ErrorCode.TOO_LARGE, text)
-        seen: set[int] = set()
-        for span in spans:
-            if span.group >= len(spec.groups) or span.group in seen:
-                text = (
-                    f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
-                )
-                raise BadRequest(ErrorCode.BAD_BLOCKS, text)
-            seen.add(span.group)
-            if len(span.ids) % 4:
-                text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
-                raise BadRequest(ErrorCode.BAD_BLOCKS, text)
-            check_ids(spec.groups[span.group], np.frombuffer(span.ids, dtype="<u4"))
 
     def _refuse(self, session: bytes, call: int, error: KvdError) -> None:
         self._house.metrics.refused.labels("worker", error.code).inc()
@@ -395,15 +354,8 @@ class GatewayActor(Actor):
 
     @handles(Reported)
     def reported(self, message: Reported) -> None:
-        """One section of a status; the last one completes it."""
-        pending = self._statuses.get(message.token)
-        if pending is None:
-            return
-        pending.sections[message.section] = message.content
-        if len(pending.sections) == len(_SECTIONS):
-            del self._statuses[message.token]
-            document = {**self._describe(), "workers": sorted(self._by_worker), **pending.sections}
-            pending.answer(Status(pending.call, msgspec.json.encode(document)))
+        """One section of a status."""
+        self._statuses.reported(message)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from kvd import limits
 from kvd.actors.messages import PeerView, Pool
-from kvd.actors.routes import Source
+from kvd.actors.routes import Source, plan_read
 from kvd.actors.spans import PullSpan, TransferSpan
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
-from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.ticket import Ticket, TicketRank, digest, stamp
 from kvd.protocol.types import Message, Spans
 from kvd.state import transfer as machine
 from kvd.state.transfer import State
@@ -49,6 +50,35 @@ class Transfer:
     def rank(self) -> TicketRank:
         """The producer rank, as the ticket names it."""
         return self.pull.ticket.ranks[self.source.rank]
+
+    @property
+    def claims_late(self) -> bool:
+        """Whether it may read before it claims: the ticket names the lease, and its memory is of this host."""
+        rank = self.rank
+        return self.direct and bool(rank.generation) and rank.epoch == self.source.pool.epoch
+
+    def plan(self) -> None:
+        """Works the descriptors out, the first time.
+
+        Raises:
+            KvdError: the blocks cannot be planned (`kvd.actors.routes.plan_read`).
+
+        """
+        if self.planned:
+            return
+        self.planned = True
+        pull = self.pull
+        self.descriptors = plan_read(self.source, pull.ticket, pull.spans, len(pull.pool.spec.groups))
+        self.bytes = self.descriptors.bytes if self.descriptors else 0
+
+    def expect_stamp(self) -> int:
+        """Where the lease's stamp is to be read, 0 where a message must prove that it was held."""
+        ticket, rank = self.pull.ticket, self.rank
+        stamps = self.pull.views[rank.address].stamps
+        if not self.direct or not stamps or not rank.stamp:
+            return 0
+        self.stamp = stamp(self.generation, digest(ticket.tokens, ticket.spans(rank)))
+        return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
 
 @dataclass(slots=True)

@@ -5,14 +5,11 @@ is done when every transfer contributed; it fails with the first that fails, at 
 Its blocks are given back when no transfer of it can write any more, which may be later than its outcome.
 """
 
-from collections import Counter
-
 from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, handles
-from kvd.actors.asks import Asks, Overdue, RenewAll, SettleAll
-from kvd.actors.blocks import BusyBlocks
+from kvd.actors.asks import Overdue, RenewAll, SettleAll
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
@@ -25,8 +22,6 @@ from kvd.actors.messages import (
     PeerDown,
     PeerIdle,
     PeerUp,
-    PeerView,
-    Pool,
     PoolDown,
     PoolUp,
     Quiesce,
@@ -37,14 +32,13 @@ from kvd.actors.messages import (
     StartPull,
     Stop,
 )
-from kvd.actors.pulls import Pull, PullKey, Transfer
-from kvd.actors.routes import RouteKey, Source, make_route, plan_read, route_key
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
-from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
-from kvd.protocol.ticket import digest, stamp
+from kvd.actors.producers import Producers
+from kvd.actors.pulls import Pull, PullKey
+from kvd.actors.targets import Targets
+from kvd.actors.transfers import Prepare, Transfers
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
-from kvd.state import transfer as machine
-from kvd.state.transfer import Effect, Event, State
+from kvd.state.transfer import State
 from kvd.transport.interface import Landed, ReadFailed, Transport
 
 _PROVEN = frozenset({State.HELD, State.SETTLING})
@@ -57,10 +51,6 @@ class _Deadline(Struct, frozen=True, gc=False):
     key: PullKey
 
 
-class _Prepare(Struct, frozen=True, gc=False):
-    number: int
-
-
 class SchedulerActor(Actor):
     """See the module's text. A failure stops the daemon: its pulls fail at once, and none is ever wrongly done."""
 
@@ -69,23 +59,13 @@ class SchedulerActor(Actor):
     def __init__(self, house: House, transport: Transport) -> None:
         super().__init__(house.post)
         self._house = house
-        self._transport = transport
-        self._pools: dict[str, Pool] = {}
-        self._busy: dict[int, BusyBlocks] = {}
-        self._views: dict[str, PeerView] = {}
-        self._direct: set[str] = set()
-        """Peers whose memory the last read reached without their transport: those of the same host."""
-        self._routes: dict[RouteKey, tuple[Source, ...]] = {}
+        self._targets = Targets()
+        self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
-        self._open: Counter[int] = Counter()
-        """Pulls by the id of the pool they write to."""
-        self._transfers: dict[int, Transfer] = {}
-        self._last_number = 0
+        self._transfers = Transfers(house, transport, self._producers, self, tell=self.tell, tell_later=self.tell_later)
         self._quarantined = 0
-        self._quiescing: set[int] = set()
         self._draining = False
         self._deadlines: Expiry[PullKey] = Expiry(house.loop, lambda key: self.tell(_Deadline(key)))
-        self._asks = Asks(house, self.tell, self.tell_later)
 
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
@@ -95,329 +75,136 @@ class SchedulerActor(Actor):
         pull, pool = message.pull, message.pool
         key = (pool.worker, pull.request)
         try:
-            self._check(key, pool)
-            self._busy[pool.id].take(pull.spans)
+            self._check(key)
+            self._targets.take(pool, pull.spans)
         except KvdError as error:
             self._house.gateway.tell(Refusal(pool.worker, pull.call, error))
             return
         now = self.loop.time()
-        awaited = {rank.address for rank in message.ticket.ranks}
+        awaited = self._producers.unknown(message.ticket)
         record = Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
-        self._open[pool.id] += 1
         self._house.metrics.pulls_active.inc()
         self._deadlines.set(key, now + pull.timeout)
-        for rank in message.ticket.ranks:
-            view = self._views.get(rank.address)
-            if view is not None and rank.incarnation <= view.incarnation:
-                record.awaited.discard(rank.address)
         if record.awaited:
             self._need(record)
         else:
             self._route(record)
 
-    def _need(self, pull: Pull) -> None:
-        for address in sorted(pull.awaited):
-            self._house.handshake.tell(NeedPeer(address, stale=address in self._views))
-
-    def _check(self, key: PullKey, pool: Pool) -> None:
+    def _check(self, key: PullKey) -> None:
         if self._draining:
             raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; pull elsewhere")
-        if self._pools.get(pool.worker) is not pool or pool.id in self._quiescing:
-            raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
         if key in self._pulls:
             text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
             raise BadRequest(ErrorCode.DUPLICATE_REQUEST, text)
-        if self._open[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
-            text = f"{self._open[pool.id]} pulls of this worker are open, the bound; wait until some have ended"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+
+    def _need(self, pull: Pull) -> None:
+        for address in sorted(pull.awaited):
+            self._house.handshake.tell(NeedPeer(address, stale=address in self._producers))
 
     def _route(self, pull: Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
         if pull.looks < _LOOKS:
-            # A pool may be younger than what its daemon told us when we met.
-            pull.awaited = {
-                rank.address for rank in pull.ticket.ranks if rank.pool not in self._views[rank.address].pools
-            }
+            pull.awaited = self._producers.without_pool(pull.ticket)
             pull.looks += 1
         if pull.awaited:
             self._need(pull)
             return
-        pull.views = {rank.address: self._views[rank.address] for rank in pull.ticket.ranks}
+        pull.views = self._producers.views(pull.ticket)
         try:
-            sources = self._sources(pull)
+            sources = self._producers.sources(pull)
         except KvdError as error:
             self._end(pull, error)
             return
-        for source in sources:
-            self._last_number += 1
-            address = pull.ticket.ranks[source.rank].address
-            transfer = Transfer(self._last_number, pull, source, address, address in self._direct)
-            if pull.span is not None:
-                transfer.span = pull.span.transfer(transfer.rank.daemon, transfer.rank.pool)
-            pull.transfers.append(transfer)
-            self._transfers[transfer.number] = transfer
-        for transfer in pull.transfers:
-            event = self._way_to(transfer)
+        for transfer in [self._transfers.open(pull, source) for source in sources]:
             if pull.outcome:
-                return  # its blocks cannot be planned
-            self._step(transfer, event)
+                return  # the blocks of the one before cannot be planned
+            self._transfers.begin(transfer)
         if not pull.transfers:
-            self._contributed(pull)
-
-    def _way_to(self, transfer: Transfer) -> Event:
-        """A grant is not waited for where the ticket names the lease and its memory is of this host."""
-        rank = transfer.rank
-        if not transfer.direct or not rank.generation or rank.epoch != transfer.source.pool.epoch:
-            return Event.CONNECTED
-        self._plan(transfer)
-        transfer.generation = rank.generation
-        return Event.KNOWN
-
-    def _sources(self, pull: Pull) -> tuple[Source, ...]:
-        key = route_key(pull.pool, pull.ticket.ranks, pull.views)
-        if key not in self._routes:
-            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
-        return self._routes[key]
+            self.transfer_contributed(pull)
 
     @handles(PeerUp)
     def peer_up(self, message: PeerUp) -> None:
         """Pulls that waited for this peer go on; grants of a pool that was not known yet can be used."""
         address = message.view.address
-        self._views[address] = message.view
+        self._producers.learn(message.view)
         for pull in [pull for pull in self._pulls.values() if address in pull.awaited]:
             pull.awaited.discard(address)
             if not pull.awaited:
                 self._route(pull)
-        for transfer in list(self._transfers.values()):
-            if transfer.address == address and transfer.early_grant is not None:
-                self._granted(transfer, transfer.early_grant)
+        self._transfers.learned(address)
 
     @handles(PeerDown)
     def peer_down(self, message: PeerDown) -> None:
         """What was asked of this peer is lost. Pulls that have asked nothing yet wait on where it will be back."""
-        self._forget(message.address)
+        self._producers.forget(message.address)
         error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
         for pull in [pull for pull in self._pulls.values() if not pull.transfers and pull.asks(message.address)]:
             if message.restarted:
                 pull.awaited.add(message.address)
             else:
                 self._end(pull, error)
-        for transfer in list(self._transfers.values()):
-            if transfer.address == message.address:
-                self._step(transfer, Event.REFUSED, error)
+        self._transfers.lose(message.address, error)
 
     @handles(PeerIdle)
     def peer_idle(self, message: PeerIdle) -> None:
         """A pull may still be waiting for other peers before it asks this one."""
-        asked = any(transfer.address == message.address for transfer in self._transfers.values())
-        if not asked and not any(pull.asks(message.address) for pull in self._pulls.values()):
-            self._forget(message.address)
-            self._house.handshake.tell(ForgetPeer(message.address))
+        address = message.address
+        if not self._transfers.reads_from(address) and not any(pull.asks(address) for pull in self._pulls.values()):
+            self._producers.forget(address)
+            self._house.handshake.tell(ForgetPeer(address))
 
-    def _forget(self, address: str) -> None:
-        self._views.pop(address, None)
-        self._direct.discard(address)
-        self._routes = {
-            key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
-        }
-
-    # --- what the producer says -------------------------------------------------------------------------------------
+    # --- its transfers run ------------------------------------------------------------------------------------------
 
     @handles(PeerAnswers)
     def peer_answers(self, message: PeerAnswers) -> None:
-        """An answer to a claim or a fence; answers to what has ended are dropped."""
-        reply = message.reply
-        if isinstance(reply, Settled):
-            self._settled(message.address, reply.claims)
-            return
-        transfer = self._transfers.get(reply.claim)
-        if transfer is None or transfer.address != message.address:
-            return
-        match reply:
-            case Grant():
-                self._granted(transfer, reply)
-            case Held():
-                if transfer.state in (State.FENCING, State.SETTLING):
-                    self._step(transfer, Event.PROVEN)
-            case Refuse() | Broken():
-                self._step(transfer, Event.REFUSED, error_from_code(reply.code, reply.text))
-
-    def _settled(self, address: str, claims: tuple[int, ...]) -> None:
-        for number in claims:
-            transfer = self._transfers.get(number)
-            if transfer is not None and transfer.address == address and transfer.state is State.SETTLING:
-                self._step(transfer, Event.PROVEN)
-
-    def _granted(self, transfer: Transfer, grant: Grant) -> None:
-        if transfer.state is State.READING and not transfer.granted:
-            self._asks.answered(transfer)
-            transfer.granted = True
-        if transfer.state is not State.CLAIMING:
-            return
-        if grant.epoch != transfer.source.pool.epoch and not self._replan(transfer, grant):
-            # The pool is another one than the peer told us about: ask, and use the grant when we know it.
-            transfer.early_grant = grant
-            self._house.handshake.tell(NeedPeer(transfer.address, stale=True))
-            return
-        transfer.early_grant = None
-        transfer.granted = True
-        transfer.generation = grant.generation
-        self._plan(transfer)
-        if not transfer.pull.outcome:
-            self._step(transfer, Event.GRANTED)
-
-    def _replan(self, transfer: Transfer, grant: Grant) -> bool:
-        """Plans for the pool that the grant speaks of; False where the peer has not told us about it yet."""
-        pull = transfer.pull
-        rank = transfer.rank
-        view = self._views.get(rank.address)
-        if view is None or rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
-            return False
-        transfer.planned = False
-        pull.views[rank.address] = view
-        try:
-            sources = {source.rank: source for source in self._sources(pull)}
-        except KvdError as error:
-            self._end(pull, error)
-        else:
-            transfer.source = sources.get(transfer.source.rank, transfer.source)
-        return True
-
-    @handles(_Prepare)
-    def prepare(self, message: _Prepare) -> None:
-        """Plans while the claim is on its way."""
-        transfer = self._transfers.get(message.number)
-        if transfer is not None and transfer.state is State.CLAIMING:
-            self._plan(transfer)
-
-    def _plan(self, transfer: Transfer) -> None:
-        if transfer.planned or transfer.pull.outcome:
-            return
-        transfer.planned = True
-        pull = transfer.pull
-        try:
-            groups = len(pull.pool.spec.groups)
-            transfer.descriptors = plan_read(transfer.source, pull.ticket, pull.spans, groups)
-            transfer.bytes = transfer.descriptors.bytes if transfer.descriptors else 0
-        except KvdError as error:
-            self._end(pull, error)
-
-    @handles(Overdue)
-    def overdue(self, message: Overdue) -> None:
-        """The answer is late: it, or the ask, may have been lost with a connection. Or nothing was asked yet."""
-        transfer = self._transfers.get(message.number)
-        if transfer is None:
-            return
-        if transfer.ask is not None:
-            self._asks.ask(transfer, transfer.ask)
-        elif transfer.state is State.READING and not transfer.claimed:
-            self._step(transfer, Event.LASTS)
-
-    @handles(RenewAll)
-    def renew(self, _message: RenewAll) -> None:
-        """Renews what is claimed."""
-        self._asks.renew(self._transfers.values())
-
-    @handles(SettleAll)
-    def settle(self, _message: SettleAll) -> None:
-        """Tells producers of reads that were proven without them."""
-        self._asks.settle()
-
-    # --- what the transport says ------------------------------------------------------------------------------------
+        """A producer answers a claim or a fence."""
+        self._transfers.answered(message)
 
     @handles(Landed)
     def landed(self, event: Landed) -> None:
         """Every byte of a read is in place."""
-        transfer = self._transfers[event.read]
-        metrics = self._house.metrics
-        metrics.read_seconds.observe(event.seconds)
-        (self._direct.add if event.in_post else self._direct.discard)(transfer.address)
-        if transfer.descriptors is not None:
-            metrics.read_bytes.inc(transfer.bytes)
-            metrics.read_descriptors.inc(transfer.descriptors.count)
-        # A stamp proves only what was copied while the producer's process lived: memory that a network card reads
-        # lives longer than the process that would have wiped the stamp.
-        stamped = event.in_post and transfer.stamp and event.stamp == transfer.stamp
-        self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
+        self._transfers.landed(event)
 
     @handles(ReadFailed)
     def read_failed(self, event: ReadFailed) -> None:
         """A read is over without all its bytes."""
-        self._house.metrics.reads_failed.inc()
-        transfer = self._transfers[event.read]
-        self._step(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+        self._transfers.read_failed(event)
 
-    # --- the machine's effects --------------------------------------------------------------------------------------
+    @handles(Prepare)
+    def prepare(self, message: Prepare) -> None:
+        """Plans while the claim is on its way."""
+        self._transfers.prepare(message)
 
-    def _step(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
-        step = machine.TABLE.step(transfer.state, event)
-        if step.state is not transfer.state:
-            self._asks.answered(transfer)
-            if transfer.span is not None:
-                transfer.span.enter(step.state)
-        transfer.state = step.state
-        for effect in step.effects:
-            self._carry_out(effect, transfer, error)
-        if transfer.state in machine.TABLE.final:
-            self._transfers.pop(transfer.number, None)
-            self._check_idle()
+    @handles(Overdue)
+    def overdue(self, message: Overdue) -> None:
+        """An answer is late, or a read lasts."""
+        self._transfers.overdue(message)
 
-    def _carry_out(self, effect: Effect, transfer: Transfer, error: KvdError | None) -> None:
-        match effect:
-            case Effect.CLAIM:
-                self._asks.claim(transfer)
-                self.tell(_Prepare(transfer.number))
-            case Effect.READ:
-                self._read(transfer)
-            case Effect.FENCE:
-                transfer.writing = False
-                self._asks.fence(transfer)
-            case Effect.SETTLE:
-                self._asks.settle_soon(transfer)
-            case Effect.ABORT:
-                self._transport.abort(transfer.number)
-            case Effect.LET_GO:
-                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-                self._asks.let_go(transfer, finished=transfer.pull.outcome == "cancelled")
-            case Effect.FREE:
-                transfer.writing = False
-                self._check_free(transfer.pull)
-            case Effect.FAIL:
-                assert error is not None  # noqa: S101 - every event that fails a transfer says why
-                self._end(transfer.pull, error)
-            case Effect.CONTRIBUTE:
-                self._contributed(transfer.pull)
+    @handles(RenewAll)
+    def renew(self, _message: RenewAll) -> None:
+        """Renews what is claimed."""
+        self._transfers.renew()
 
-    def _read(self, transfer: Transfer) -> None:
-        if transfer.descriptors is None:
-            self._step(transfer, Event.LANDED)
-            return
-        transfer.writing = True
-        source, base = transfer.source, transfer.pull.pool.base
-        word = self._word(transfer)
-        if not transfer.claimed:
-            self._asks.claim_if_it_lasts(transfer)
-        self._transport.read(transfer.number, source.agent, base, source.pool.base, transfer.descriptors, stamp=word)
-
-    def _word(self, transfer: Transfer) -> int:
-        """Where the lease's stamp is to be read, 0 where a message must prove that it was held."""
-        ticket, rank = transfer.pull.ticket, transfer.rank
-        stamps = transfer.pull.views[rank.address].stamps
-        if not transfer.direct or not stamps or not rank.stamp:
-            return 0
-        transfer.stamp = stamp(transfer.generation, digest(ticket.tokens, ticket.spans(rank)))
-        return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
+    @handles(SettleAll)
+    def settle(self, _message: SettleAll) -> None:
+        """Tells producers of reads that were proven without them."""
+        self._transfers.settle()
 
     # --- a pull ends ------------------------------------------------------------------------------------------------
 
-    def _contributed(self, pull: Pull) -> None:
+    def transfer_contributed(self, pull: Pull) -> None:
+        """One of its transfers has brought its bytes, and they are proven: the pull is done with the last of them."""
         if not pull.outcome and all(transfer.state in _PROVEN for transfer in pull.transfers):
             self._conclude(pull, "done")
             self._house.completion.tell(Notify(pull.key[0], Done(pull.key[1])))
-            self._check_free(pull)
+            self.transfer_freed(pull)
+
+    def transfer_failed(self, pull: Pull, error: KvdError) -> None:
+        """One of its transfers cannot be done: nor can the pull."""
+        self._end(pull, error)
 
     def _end(self, pull: Pull, error: KvdError, *, cancelled: bool = False) -> None:
         """The pull fails, or is cancelled; what runs for it is stopped, and its blocks are free when that has ended."""
@@ -425,7 +212,7 @@ class SchedulerActor(Actor):
             return
         self._conclude(pull, "cancelled" if cancelled else "failed", error)
         for transfer in pull.transfers:
-            self._step(transfer, Event.STOP)
+            self._transfers.stop(transfer)
         worker, request = pull.key
         pull.quarantined = any(transfer.writing for transfer in pull.transfers)
         if cancelled:
@@ -436,7 +223,7 @@ class SchedulerActor(Actor):
             self._house.completion.tell(Notify(worker, Failed(request, error.code, text, pull.quarantined)))
         if pull.quarantined:
             self._count_quarantined(+1)
-        self._check_free(pull)
+        self.transfer_freed(pull)
 
     def _conclude(self, pull: Pull, outcome: str, error: KvdError | None = None) -> None:
         pull.outcome = outcome
@@ -446,16 +233,13 @@ class SchedulerActor(Actor):
         self._house.metrics.pulls.labels(outcome).inc()
         self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)
 
-    def _check_free(self, pull: Pull) -> None:
-        """Gives the blocks of an ended pull back once nothing can write to them."""
+    def transfer_freed(self, pull: Pull) -> None:
+        """Gives the blocks of an ended pull back once none of its transfers can write to them."""
         if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
             return
         del self._pulls[pull.key]
-        self._open[pull.pool.id] -= 1
-        if not self._open[pull.pool.id]:
-            del self._open[pull.pool.id]
         self._house.metrics.pulls_active.dec()
-        self._busy[pull.pool.id].give_back(pull.spans)
+        self._targets.give_back(pull.pool, pull.spans)
         if pull.quarantined:
             self._count_quarantined(-1)
             self._house.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
@@ -494,34 +278,35 @@ class SchedulerActor(Actor):
     @handles(PoolUp)
     def pool_up(self, message: PoolUp) -> None:
         """Pulls into this pool are welcome."""
-        self._pools[message.pool.worker] = message.pool
-        self._busy[message.pool.id] = BusyBlocks(message.pool.spec)
+        self._targets.up(message.pool)
 
     @handles(PoolDown)
     def pool_down(self, message: PoolDown) -> None:
         """The pool is gone; it was quiet."""
-        pool = message.pool
-        del self._pools[pool.worker], self._busy[pool.id]
-        self._quiescing.discard(pool.id)
-        self._routes = {key: sources for key, sources in self._routes.items() if key[0] != pool.epoch}
+        self._targets.down(message.pool)
+        self._producers.forget_pool(message.pool.epoch)
 
     @handles(Quiesce)
     def quiesce(self, message: Quiesce) -> None:
         """Cancels the pulls into a pool, and says when the last write has ended."""
-        self._quiescing.add(message.pool)
+        self._targets.close(message.pool)
         gone = Unavailable(ErrorCode.POOL_BUSY if message.force else ErrorCode.CANCELLED, message.why)
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
             self._end(pull, gone, cancelled=not message.force)
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: int) -> None:
-        if pool in self._quiescing and all(pull.pool.id != pool for pull in self._pulls.values()):
+        if self._targets.is_quiet(pool):
             self._house.pools.tell(Quiet(pool, self.name))
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
         """Takes nothing new; says when the last pull has ended."""
         self._draining = True
+        self._check_idle()
+
+    def transfer_ended(self) -> None:
+        """A drain waits for the last."""
         self._check_idle()
 
     def _check_idle(self) -> None:
@@ -537,13 +322,12 @@ class SchedulerActor(Actor):
     @handles(Report)
     def report(self, message: Report) -> None:
         """Pulls by state, and what is in quarantine."""
-        states = [transfer.state for transfer in self._transfers.values()]
         content = {
             "pulls": len(self._pulls),
             "connecting": sum(1 for pull in self._pulls.values() if pull.awaited and not pull.outcome),
-            "transfers": {state: states.count(state) for state in State if state in states},
+            "transfers": self._transfers.states(),
             "quarantined": self._quarantined,
-            "busy_blocks": {pool.worker: self._busy[pool.id].count for pool in self._pools.values()},
-            "routes": len(self._routes),
+            "busy_blocks": self._targets.busy_blocks(),
+            "routes": self._producers.routes,
         }
         self._house.gateway.tell(Reported(message.token, self.name, content))

@@ -101,13 +101,13 @@ def _check_descriptors(world: World, daemon: Daemon, workers: list[Worker]) -> N
 def _check_blocks(world: World, daemon: Daemon) -> None:
     scheduler = daemon.house.scheduler
     assert isinstance(scheduler, SchedulerActor)  # noqa: S101 - the house has the actors that furnish made
-    for busy in scheduler._busy.values():
-        if busy.count:
-            world.violate(Promise.QUARANTINE, f"{daemon.name}: {busy.count} blocks are busy though no pull is open")
+    for worker, busy in scheduler._targets.busy_blocks().items():
+        if busy:
+            world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
     leases = daemon.house.leases
     assert isinstance(leases, LeasesActor)  # noqa: S101 - as above
-    if leases._active:
-        world.violate(Promise.SOUND, f"{daemon.name}: {leases._active} leases stand")
+    if standing := leases._offers.report()["active"]:
+        world.violate(Promise.SOUND, f"{daemon.name}: {standing} leases stand")
 
 
 _LEFT = {
@@ -115,26 +115,28 @@ _LEFT = {
     "pools": ("_patience",),
     "handshake": ("_peers", "_by_link"),
     "leases": (
-        "_leases",
-        "_held",
-        "_waiting",
-        "_waiting_for",
-        "_fenced",
-        "_broken",
-        "_quiescing",
-        "_offers_due",
-        "_claims_due",
-        "_waits_due",
+        "_offers._leases",
+        "_offers._standing",
+        "_offers._quiescing",
+        "_offers._due",
+        "_claims._held",
+        "_claims._due",
+        "_claims._waiting",
+        "_claims._waiting._by_offer",
+        "_claims._waiting._due",
+        "_claims._fenced",
+        "_claims._broken",
         "_tombstones",
     ),
     "scheduler": (
-        "_views",
+        "_producers._views",
+        "_targets._open",
+        "_targets._closing",
         "_pulls",
-        "_transfers",
+        "_transfers._open",
         "_quarantined",
-        "_quiescing",
         "_deadlines",
-        "_asks._due",
+        "_transfers._asks._due",
     ),
 }
 """What an actor keeps for requests and peers: empty in a world at rest."""

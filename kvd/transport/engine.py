@@ -1,11 +1,7 @@
-"""What runs on the NIXL transport's thread: peers, registrations, reads and the slices that are posted.
+"""What runs on the NIXL transport's thread: registrations, reads and the slices that are posted.
 
 A slice is *posted* from the moment NIXL takes it until NIXL says that it is done, or has failed and its handle could be
 released; NIXL has no cancel, and until then it may write. A read ends when nothing of it is posted and nothing waits.
-
-When a peer dies NIXL raises the same error for each of its slices, once it has closed the connection, and knows the
-peer no more. Its reads are failed as their slices end; a peer that is added again meanwhile waits for that, because
-NIXL must forget the old connection between the two.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +25,14 @@ from kvd.transport.interface import (
     Described,
     Event,
     Landed,
-    PeerAdded,
-    PeerFailed,
     ReadFailed,
     Registered,
     RegisterFailed,
 )
 from kvd.transport.landing import Landing
 from kvd.transport.lanes import Lanes
-from kvd.transport.metadata import agent_of
 from kvd.transport.pace import PROMPT, RECENT, Pace
+from kvd.transport.peers import Peer, Peers, text_of
 from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue, Slices
 
@@ -58,27 +52,8 @@ SMALL_DESCRIPTORS = 16
 """Reads up to this are made at once where the peer is on the same host: 20 to 100 us, as long as waking a thread up."""
 
 _DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
-_GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
-"""What C++ exceptions become that a peer's malformed metadata may cause inside of NIXL."""
-
-
 _abandoned: list[object] = []
 """Agents stopped with slices posted: to destroy one would free what UCX still uses."""
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """`lost` is why the peer is of no use any more; `again` is metadata to load when its reads have ended."""
-
-    agent: str
-    metadata: bytes
-    path: str = ""
-    reads: set[int] = field(default_factory=set)
-    leaving: bool = False
-    lost: str = ""
-    again: bytes | None = None
-    direct: bool = False
-    """The last read was copied while it was posted: the peer is on this host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +61,7 @@ class _Read:
     """`posted` counts slices that NIXL has; `failure` is why the read will not land."""
 
     key: int
-    peer: _Peer
+    peer: Peer
     prepared: PreparedRead
     posted: int = 0
     started: float = 0.0
@@ -116,10 +91,6 @@ class NixlStateError(Exception):
     """NIXL returned the state of a slice as an error instead of raising one."""
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _look() -> None:
     """A command that only wakes the thread."""
 
@@ -131,9 +102,8 @@ class Engine:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._nixl = agent
         self._failures = failures
-        self._lanes = lanes
         self._landing = Landing(agent)
-        self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
+        self._peers = Peers(agent, failures, lanes, self._landing, emit=self._say, fail_read=self._fail_read)
         self._emit: Callable[[Event], None]
         self._flush: Callable[[], None]
         self._pace = Pace()
@@ -141,7 +111,6 @@ class Engine:
         self._pools: dict[int, Any] = {}
         self._regions: dict[int, tuple[int, int, int]] = {}
         """(address, bytes, device), by pool."""
-        self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._posted: deque[_Posted] = deque()
         self.turn = threading.Lock()
@@ -178,7 +147,7 @@ class Engine:
         try:
             self._pools[pool] = self._nixl.register_memory(np.array([region], dtype=np.uint64), mem_type="DRAM")
         except self._failures as error:
-            self._emit(RegisterFailed(pool, f"{_text(error)} for {size} bytes at {base:#x}"))
+            self._emit(RegisterFailed(pool, f"{text_of(error)} for {size} bytes at {base:#x}"))
         else:
             self._regions[pool] = region
             self._emit(Registered(pool, self._nixl.get_agent_metadata()))
@@ -198,26 +167,11 @@ class Engine:
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """As `Transport.add_peer`."""
-        named = agent_of(metadata)
-        known = self._peers.get(agent)
-        if named != agent:
-            self._emit(PeerFailed(agent, f"its metadata is about {named!r}" if named else "its metadata is not NIXL's"))
-            if known:
-                self._lose(known, "its metadata was replaced by some of no use")
-        elif known is None:
-            self._load(agent, metadata)
-        elif known.lost:
-            known.again = metadata
-        else:
-            known.leaving = False
-            self._merge(known, metadata)
+        self._peers.add(agent, metadata)
 
     def remove_peer(self, agent: str) -> None:
         """As `Transport.remove_peer`."""
-        peer = self._peers.get(agent)
-        if peer:
-            peer.leaving, peer.again = True, None
-            self._forget_if_quiet(peer)
+        self._peers.remove(agent)
 
     def read_at_once(
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
@@ -228,7 +182,7 @@ class Engine:
         if not self.turn.acquire(blocking=False):
             return False
         try:
-            peer = self._peers.get(agent)
+            peer = self._peers.find(agent)
             if peer is None or not peer.direct or self._slices or not self.commands.empty():
                 return False
             self.read(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
@@ -244,8 +198,8 @@ class Engine:
         read = slices.read
         if read in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
-        peer = self._peers.get(agent)
-        if peer is None or peer.lost or peer.leaving:
+        peer = self._peers.find(agent)
+        if peer is None:
             self._emit(ReadFailed(read, f"agent {agent!r} is not known: add it before reading from it"))
         elif self._slices.add(agent, slices):
             prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
@@ -354,14 +308,19 @@ class Engine:
             self._slices.ended(read.peer.agent, piece)
             read.prepared.slice_ended(piece)
         if failure is not None and type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
-            self._emit(PeerFailed(read.peer.agent, _text(failure)))
-            self._lose(read.peer, _text(failure))
+            self._peers.lost(read.peer, text_of(failure))
         elif failure is not None:
-            self._fail(read, _text(failure))
+            self._fail(read, text_of(failure))
         else:
             self._end_if_quiet(read)
 
     # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _say(self, event: Event) -> None:
+        self._emit(event)
+
+    def _fail_read(self, read: int, reason: str) -> None:
+        self._fail(self._reads[read], reason)
 
     def _fail(self, read: _Read, reason: str) -> None:
         """The read will not land: drops what is not posted."""
@@ -384,8 +343,7 @@ class Engine:
         else:
             read.peer.direct = not read.waited
             self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
-        read.peer.reads.remove(read.key)
-        self._forget_if_quiet(read.peer)
+        self._peers.read_ended(read.peer, read.key)
 
     def _post_stamp(self, read: _Read) -> bool:
         """All bytes are in place: posts the stamp, past the queue since it is a word. False where there is no room."""
@@ -395,69 +353,10 @@ class Engine:
         self._post(read, None, partial(self._landing.transfer_of, read.word, read.peer.agent, read.stamp))
         return True
 
-    def _load(self, agent: str, metadata: bytes) -> None:
-        """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
-
-        NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
-        incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
-        """
-        before = self._lanes.endpoints() if self._lanes is not None else frozenset()
-        try:
-            self._nixl.add_remote_agent(metadata)
-            self._nixl.make_connection(agent)
-        except self._metadata_failures as error:
-            self._remove(agent)
-            self._emit(PeerFailed(agent, _text(error)))
-        else:
-            self._peers[agent] = _Peer(agent, metadata, self._path_made_since(before))
-            self._emit(PeerAdded(agent, self._peers[agent].path))
-
-    def _path_made_since(self, before: frozenset[int]) -> str:
-        """The lanes of endpoints that are new; empty where nobody says."""
-        if self._lanes is None:
-            return ""
-        return " ".join(sorted({lane for made in self._lanes.endpoints() - before for lane in self._lanes.of(made)}))
-
-    def _merge(self, peer: _Peer, metadata: bytes) -> None:
-        """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
-        try:
-            if metadata != peer.metadata:
-                self._landing.forget(peer.agent)
-                self._nixl.add_remote_agent(metadata)
-        except self._metadata_failures as error:
-            peer.again = metadata
-            self._lose(peer, f"its metadata was replaced: {_text(error)}")
-        else:
-            peer.metadata = metadata
-            self._emit(PeerAdded(peer.agent, peer.path))
-
-    def _lose(self, peer: _Peer, reason: str) -> None:
-        """The peer is of no use any more: fails its reads, and forgets it when they have ended."""
-        peer.lost = reason
-        for read in list(peer.reads):
-            self._fail(self._reads[read], f"lost agent {peer.agent!r}: {reason}")
-        self._forget_if_quiet(peer)
-
-    def _forget_if_quiet(self, peer: _Peer) -> None:
-        if peer.reads or not (peer.lost or peer.leaving) or self._peers.get(peer.agent) is not peer:
-            return
-        del self._peers[peer.agent]
-        self._remove(peer.agent)
-        if peer.again is not None:
-            self._load(peer.agent, peer.again)
-
-    def _remove(self, agent: str) -> None:
-        self._landing.forget(agent)
-        try:
-            self._nixl.remove_remote_agent(agent)
-        except self._failures as error:
-            if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
-                raise
-
     def _shut_down(self, seconds: float) -> None:
         for key in list(self._reads):
             self._slices.drop(key)
-        peers, self._peers = self._peers, {}
+        agents = self._peers.disown()
         deadline = time.monotonic() + seconds
         while self._posted and time.monotonic() < deadline:
             self._nixl.get_new_notifs()
@@ -468,9 +367,9 @@ class Engine:
             return
         for read in self._reads.values():
             read.prepared.release()
-        for agent in peers:
-            self._remove(agent)
+        for agent in agents:
+            self._peers.disconnect(agent)
         for registration in self._pools.values():
             self._nixl.deregister_memory(registration)
         self._landing.close()
-        del self._nixl, self._landing
+        del self._nixl, self._landing, self._peers

@@ -145,7 +145,7 @@ def test_an_idle_peer_is_forgotten(stage):
         stage.run(1.0)
     assert ("disconnect", 1) in stage.commands
     assert not stage.house.handshake._peers
-    assert not stage.house.scheduler._views
+    assert not stage.house.scheduler._producers._views
 
 
 def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):

@@ -76,8 +76,8 @@ def test_a_fence_with_a_claim_that_is_held_already_counts_it_once(stage):
     [rank] = ticket.decode(offered.ticket).ranks
     stage.asked_by_peer(claim())
     assert stage.asked_by_peer(Fence(1, rank.generation, claim())) == [Held(1)]
-    assert stage.house.leases._held == {}
-    assert stage.house.leases._served == 0
+    assert stage.house.leases._claims._held == {}
+    assert stage.house.leases._claims._served == 0
 
 
 def test_an_offer_that_stands_cannot_be_made_again(stage):
@@ -236,8 +236,8 @@ def test_what_has_ended_is_forgotten_after_a_while(stage):
     stage.asked_by_peer(Fence(1, grant.generation))
     stage.run(11.0)
     leases = stage.house.leases
-    assert not leases._leases
-    assert not leases._fenced
+    assert not leases._offers._leases
+    assert not leases._claims._fenced
     assert not len(leases._tombstones)
 
 

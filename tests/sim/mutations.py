@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.actors import asks, gateway, leases, pools, scheduler
+from kvd.actors import asks, blocks, gateway, leases, offers, pools, pulls, scheduler
 from kvd.actors.blocks import BusyBlocks
+from kvd.actors.claims import Claims
 from kvd.actors.completion import CompletionActor, _Log
 from kvd.actors.expiry import Expiry
 from kvd.actors.messages import Notify, SessionUp
 from kvd.actors.pools import PoolsActor, Stage
+from kvd.actors.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
@@ -84,7 +86,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
 
 @mutation(Promise.FENCED, first=37)
 def the_fence_always_holds(monkeypatch):
-    original = leases.LeasesActor._fence
+    original = Claims._fence
 
     def fence(self, key, generation):
         if key in self._held:
@@ -92,7 +94,7 @@ def the_fence_always_holds(monkeypatch):
         else:
             self._reply(key.sender, Held(key.claim))
 
-    monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
+    monkeypatch.setattr(Claims, "_fence", fence)
 
 
 @mutation(Promise.FENCED, first=129)
@@ -120,15 +122,15 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
-    def claim_expired(self, message):
-        lease = self._held.get(message.key)
+    def expired(self, key):
+        lease = self._held.get(key)
         if lease is not None:
-            lease.claims.pop(message.key)
-            self._step(lease, lease_machine.Event.UNCLAIMED, "")
-            if self.loop.time() >= lease.expires:
-                self._step(lease, lease_machine.Event.EXPIRE, "expired")
+            lease.claims.pop(key)
+            self._offers.step(lease, lease_machine.Event.UNCLAIMED)
+            if self._house.loop.time() >= lease.expires:
+                self._offers.step(lease, lease_machine.Event.EXPIRE, "expired")
             else:
-                lease.claims[message.key] = None
+                lease.claims[key] = None
 
     def fence(self, key, generation):
         if key in self._held:
@@ -136,8 +138,8 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
         else:
             self._say_broken(key)
 
-    handler(monkeypatch, leases.LeasesActor, leases._ClaimExpired, claim_expired)
-    monkeypatch.setattr(leases.LeasesActor, "_fence", fence)
+    monkeypatch.setattr(Claims, "expired", expired)
+    monkeypatch.setattr(Claims, "_fence", fence)
 
 
 @mutation(Promise.FENCED)
@@ -162,7 +164,7 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
 
 @mutation(Promise.BAD_INPUT)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
-    for module in (scheduler, leases.ticket):
+    for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda generation, content: generation)
 
 
@@ -171,13 +173,13 @@ def a_stamp_says_nothing_of_the_blocks(monkeypatch):
 
 @mutation(Promise.QUARANTINE)
 def blocks_are_free_before_the_read_has_ended(monkeypatch):
-    original = scheduler.SchedulerActor._read
+    original = Transfers._read
 
     def read(self, transfer):
         original(self, transfer)
         transfer.writing = False
 
-    monkeypatch.setattr(scheduler.SchedulerActor, "_read", read)
+    monkeypatch.setattr(Transfers, "_read", read)
 
 
 @mutation(Promise.QUARANTINE)
@@ -230,7 +232,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 
 @mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
-    monkeypatch.setattr(gateway, "check_ids", lambda group, ids: None)
+    monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
     monkeypatch.setattr(BusyBlocks, "give_back", lambda self, spans: None)
 
@@ -240,13 +242,13 @@ def block_ids_are_not_checked(monkeypatch):
 
 @mutation(Promise.BAD_INPUT, first=102)
 def the_digest_of_a_ticket_is_not_checked(monkeypatch):
-    original = leases.LeasesActor._claim_lease
+    original = Claims._claim_lease
 
     def claim_lease(self, key, request, lease):
         lease.digest = request.digest
         original(self, key, request, lease)
 
-    monkeypatch.setattr(leases.LeasesActor, "_claim_lease", claim_lease)
+    monkeypatch.setattr(Claims, "_claim_lease", claim_lease)
 
 
 @mutation(Promise.BAD_INPUT)
