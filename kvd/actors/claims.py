@@ -81,7 +81,7 @@ class Claims:
         elif key in self._broken:
             self._refuse(key, self._broken[key])
         elif key in self._waiting:
-            self._waiting.put(key, request)
+            self._waiting.asked_again(key)
         elif key not in self._fenced:
             self._begin_span(key, request)
             self._claim_anew(key, request)

@@ -25,9 +25,13 @@ class WaitingClaims:
         return key in self._claims
 
     def put(self, key: ClaimKey, claim: Claim) -> None:
-        """One more; or the same, asked again."""
+        """One more."""
         self._claims[key] = claim
         self._by_offer.setdefault((claim.pool, claim.offer), {})[key] = None
+        self.asked_again(key)
+
+    def asked_again(self, key: ClaimKey) -> None:
+        """It waits as long as if it had come now."""
         self._due.set(key, self._loop.time() + self._seconds)
 
     def take(self, key: ClaimKey) -> Claim | None:

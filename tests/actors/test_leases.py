@@ -195,6 +195,16 @@ def test_a_claim_that_is_asked_for_again_waits_on(stage):
     assert isinstance(stage.answers[-1][1], Grant)
 
 
+def test_a_claim_under_the_number_of_one_that_waits_changes_nothing(stage):
+    stage.asked_by_peer(claim())
+    stage.asked_by_peer(claim(offer="other"))
+    stage.offer("other")
+    assert stage.answers == []
+    stage.offer()
+    assert isinstance(stage.answers[-1][1], Grant)
+    assert not stage.house.leases._claims._waiting._by_offer
+
+
 def test_a_claim_does_not_wait_for_ever(stage):
     stage.asked_by_peer(claim())
     stage.run(2.1)
