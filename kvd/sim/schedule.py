@@ -92,8 +92,7 @@ class Schedule:
         for worker in self.workers:
             if worker.process.paused:
                 worker.resume()
-            if not worker.alive:
-                worker.start()
+            worker.start_again()
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -183,12 +182,7 @@ class Schedule:
     def _kill(self, worker: Worker) -> None:
         if worker.alive:
             worker.crash()
-
-            def restart() -> None:
-                if not worker.alive:
-                    worker.start()
-
-            self.world.loop.call_later(0.005 + self.world.rng.random() * 0.5, restart)
+            self.world.loop.call_later(0.005 + self.world.rng.random() * 0.5, worker.start_again)
 
     def _pause_worker(self) -> None:
         worker = self._worker()

@@ -67,6 +67,11 @@ class Worker(Ledger):
         self.world.note(self.name, "starts", self.runs)
         self._connect()
 
+    def start_again(self) -> None:
+        """As `start`, unless a process runs already: the end of the world's faults starts all that are down."""
+        if not self.alive:
+            self.start()
+
     def crash(self) -> None:
         """SIGKILL."""
         if self.process.dead:
@@ -165,7 +170,7 @@ class Worker(Ledger):
 
     def _on_detached(self) -> None:
         self.crash()
-        self.world.loop.call_later(0.01, self.start)
+        self.world.loop.call_later(0.01, self.start_again)
 
     # --- polling ----------------------------------------------------------------------------------------------------
 
