@@ -9,6 +9,7 @@ from functools import partial
 from kvd.sim.engines import Router, Sequence
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
+from kvd.sim.loop import Process
 from kvd.sim.mischief import Mischief
 from kvd.sim.workers import Worker
 from kvd.sim.world import World
@@ -160,7 +161,14 @@ class Schedule:
         if daemon.alive and not daemon.process.paused:
             grace = self.world.rng.random() * 0.5
             daemon.drain(grace)
-            self.world.loop.call_later(grace + 0.1, self._restart_later, daemon)
+            self.world.loop.call_later(grace + 0.1, self._restart_when_gone, daemon, daemon.process)
+
+    def _restart_when_gone(self, daemon: Daemon, process: Process) -> None:
+        """One that is stopped by SIGSTOP while it drains goes later than its grace is over."""
+        if process.dead:
+            self._restart_later(daemon)
+        else:
+            self.world.loop.call_later(0.1, self._restart_when_gone, daemon, process)
 
     def _pause_daemon(self) -> None:
         self._pause(self._daemon())
