@@ -10,13 +10,13 @@ import numpy as np
 
 from kvd.bench.pair import Pair, Pool
 from kvd.errors import ErrorCode, InternalError
-from kvd.limits import GIB, KIB, MAX_TOMBSTONES
+from kvd.limits import GIB, KIB
 
 _BLOCK = 256 * KIB
 _SMALL = 16 * KIB
 _OFFERS_AT_ONCE = 1000
-_WARM_STREAMS = 3 * MAX_TOMBSTONES // _OFFERS_AT_ONCE
-"""Every pull leaves two tombstones: by now they have been at their bound for four times as long as it took."""
+_STEADY_STREAMS, _MOST_STREAMS = 16, 150
+_STEADY_BYTES = 128 * KIB
 _WAIT = 60.0
 
 
@@ -43,6 +43,8 @@ class Rate:
 
     seconds: float
     pulls: int
+    warm_up: int
+    """Pulls before that: until the memory was steady, or a bound was reached."""
     poll_seconds: float
     """What one `poll()` of the client takes that finds nothing."""
     memory: tuple[int, int]
@@ -94,9 +96,7 @@ def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], No
     """Pulls one 16 KiB block after the other, `window` at a time, for so long."""
     pool = pair.pool("small", 2 * window, _SMALL)
     poll_seconds = min(_timed(pool.worker.poll) for _ in range(1000))
-    for _ in range(_WARM_STREAMS):  # what is allocated once is there, and ended pulls are remembered up to the bound
-        _stream(pool, window, _OFFERS_AT_ONCE)
-        progress()
+    warm_up = _warm_up(pair, pool, window, progress)
     before = _resources(pair)
     pulls, spent = 0, 0.0
     while spent < seconds:
@@ -104,7 +104,19 @@ def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], No
         spent, pulls = spent + taken, pulls + number
         progress()
     after = _resources(pair)
-    return Rate(spent, pulls, poll_seconds, (before[0], after[0]), (before[1], after[1]))
+    return Rate(spent, pulls, warm_up, poll_seconds, (before[0], after[0]), (before[1], after[1]))
+
+
+def _warm_up(pair: Pair, pool: Pool, window: int, progress: Callable[[], None]) -> int:
+    """Pulls until what is remembered has come to its bounds: the memory has been steady for a while, or never is."""
+    found: list[int] = []
+    for _ in range(_MOST_STREAMS):
+        _stream(pool, window, _OFFERS_AT_ONCE)
+        progress()
+        found.append(_resources(pair)[0])
+        if len(found) > _STEADY_STREAMS and found[-1] - found[-_STEADY_STREAMS] < _STEADY_BYTES:
+            break
+    return len(found) * _OFFERS_AT_ONCE
 
 
 def _stream(pool: Pool, window: int, number: int) -> tuple[float, int]:
