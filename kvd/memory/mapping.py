@@ -96,8 +96,8 @@ class Mapping:
         would be a SIGSEGV of this process.
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _map(self.base, self.length, mmap.PROT_READ, flags, -1)
-        self.length = 0
+        length, self.length = self.length, 0  # where it fails the place may be another thread's: nothing to unmap
+        _map(self.base, length, mmap.PROT_READ, flags, -1)
 
     def close(self) -> None:
         """Unmaps; a second call does nothing."""

@@ -110,6 +110,11 @@ class Daemon:
         )
         furnish(self.house, fittings)
 
+    def start_again(self) -> None:
+        """As `start`, unless a run is up."""
+        if not self.alive:
+            self.start()
+
     def _map(self, file: object) -> int:
         base = self._fabric.map_file(file)  # type: ignore[arg-type]
         self._mapped.append(base)

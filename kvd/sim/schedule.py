@@ -88,8 +88,7 @@ class Schedule:
         for daemon in self.daemons:
             if daemon.process.paused:
                 daemon.resume()
-            if not daemon.alive:
-                daemon.start()
+            daemon.start_again()
         for worker in self.workers:
             if worker.process.paused:
                 worker.resume()
@@ -150,11 +149,7 @@ class Schedule:
             self._restart_later(daemon)
 
     def _restart_later(self, daemon: Daemon) -> None:
-        def restart() -> None:
-            if not daemon.alive:
-                daemon.start()
-
-        self.world.loop.call_later(0.02 + self.world.rng.random(), restart)
+        self.world.loop.call_later(0.02 + self.world.rng.random(), daemon.start_again)
 
     def _drain_daemon(self) -> None:
         daemon = self._daemon()

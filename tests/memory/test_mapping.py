@@ -79,3 +79,18 @@ def test_places_that_are_taken_again_and_again_are_an_error_in_the_end(monkeypat
     with pytest.raises(FileExistsError, match="every one of 100 places for 2097152 bytes"):
         Mapping(descriptor, HUGE_PAGE)
     neighbour.check_and_leave()
+
+
+def test_a_pool_that_cannot_be_blanked_leaves_alone_what_others_map_there_meanwhile(monkeypatch, descriptor):
+    pool = Mapping(descriptor, HUGE_PAGE)
+
+    def fail(address, length, protection, flags, _descriptor):
+        _map(address, length, protection, flags, -1)  # another thread's, where the pool has just been
+        raise OSError(errno.ENOMEM, "no memory for a mapping")
+
+    monkeypatch.setattr(mapping, "_map", fail)
+    with pytest.raises(OSError, match="no memory for a mapping"):
+        pool.blank()
+    pool.close()
+    assert is_mapped(pool.base)
+    mapping._unmap(pool.base, pool.base + HUGE_PAGE)
