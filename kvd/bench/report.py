@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from kvd.bench.load import Interference, Rate
-from kvd.bench.stalls import LONG, Stalls
 from kvd.bench.transfers import Case, Measured
 from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
@@ -63,8 +62,8 @@ def transfers_table(results: Sequence[Measured]) -> Table:
     return table
 
 
-def interference_table(result: Interference, machine: Stalls) -> Table:
-    """How quick the daemon stays, and how quick the machine lets anybody be."""
+def interference_table(result: Interference) -> Table:
+    """How quick the daemon stays."""
     table = Table("what", "value", title="while a pull of 1 GiB runs")
     table.add_row("pull of 1 GiB", f"{result.big_pull * 1e3:.0f} ms")
     table.add_row(f"status round trip, p50 of {result.statuses}", f"{result.status_p50 * 1e3:.2f} ms")
@@ -72,9 +71,6 @@ def interference_table(result: Interference, machine: Stalls) -> Table:
     table.add_row("pull of one 256 KiB block, alone", f"{result.small_alone * 1e6:.0f} us")
     table.add_row("the same, sent into the middle", f"{result.small_beside * 1e6:.0f} us")
     table.add_row("times its time alone", f"{result.slowdown:.1f}")
-    table.add_section()
-    table.add_row("all cores busy, without kvd: longest gap", f"{machine.longest * 1e3:.1f} ms")
-    table.add_row(f"share of the time in gaps over {LONG * 1e3:.0f} ms", f"{machine.share:.2%}")
     return table
 
 

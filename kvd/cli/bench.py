@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from kvd.bench import load, report, stalls, transfers, wire
+from kvd.bench import load, report, transfers, wire
 from kvd.bench.pair import Pair
 from kvd.bench.prepare import Preparation
 from kvd.cli import bench_plan, bench_scale, bench_vllm
@@ -127,9 +127,8 @@ def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
 def _load(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     with _progress("pulls of 1 GiB", args.rounds) as advance:
         result = load.interference(pair, args.rounds, advance)
-    machine = stalls.measure()
-    Console().print(report.interference_table(result, machine))
-    return {"load": asdict(result), "machine": asdict(machine)}
+    Console().print(report.interference_table(result))
+    return {"load": asdict(result)}
 
 
 def _rate(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
