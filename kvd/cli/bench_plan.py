@@ -63,6 +63,14 @@ def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:
     return timings
 
 
+def scattered_request(order: str, blocks: int) -> tuple[CacheSpec, Planner, Span]:
+    """A layout of 80 layers in that order, its planner to itself, and a request of so many blocks in random places."""
+    spec = _spec(order, 2 * blocks)
+    random = np.random.default_rng(0)
+    source, destination = (random.permutation(2 * blocks)[:blocks].astype(np.uint32) for _ in range(2))
+    return spec, Planner(spec, spec, route([spec], spec).shares[0]), Span(0, source, 0, destination)
+
+
 def print_timings(timings: Iterable[PlanTiming]) -> None:
     """The timings as a table, in milliseconds."""
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -77,17 +85,13 @@ def print_timings(timings: Iterable[PlanTiming]) -> None:
 
 
 def _measure(case: str, order: str, blocks: int, nixl_prepare: NixlPrepare | None) -> PlanTiming:
-    spec = _spec(order, 2 * blocks)
-    planner = Planner(spec, spec, route([spec], spec).shares[0])
-    random = np.random.default_rng(0)
-    source, destination = (random.permutation(2 * blocks)[:blocks].astype(np.uint32) for _ in range(2))
-    spans = [Span(0, source, 0, destination)]
-    descriptors = planner.plan(spans)
+    spec, planner, span = scattered_request(order, blocks)
+    descriptors = planner.plan([span])
     return PlanTiming(
         case=case,
         descriptors=descriptors.count,
-        plan=_best(lambda: planner.plan(spans), _REPEATS),
-        plain=_best(lambda: _enumerate(spec, source.tolist(), destination.tolist()), 2),
+        plan=_best(lambda: planner.plan([span]), _REPEATS),
+        plain=_best(lambda: _enumerate(spec, span.source_ids.tolist(), span.destination_ids.tolist()), 2),
         nixl=None if nixl_prepare is None else _best(lambda: nixl_prepare(descriptors, spec.pool_bytes), 2),
     )
 
