@@ -6,6 +6,7 @@ released; NIXL has no cancel, and until then it may write. A read ends when noth
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -137,6 +138,10 @@ class Engine:
                 busy = command is not None or posted or ended
                 if busy:
                     self._pace.touch(now)
+            if posted:
+                # A post copies for up to a millisecond, and what wakes up meanwhile (our loop, a worker, an engine) may
+                # have to wait for the kernel's next tick, up to 4 ms later.
+                os.sched_yield()
         self._shut_down(self._stop_seconds)
 
     # --- commands ---------------------------------------------------------------------------------------------------

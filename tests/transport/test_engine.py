@@ -70,6 +70,17 @@ def test_a_read_lands_when_all_its_slices_are_done() -> None:
     assert not run.nixl.live
 
 
+def test_after_each_slice_the_core_is_offered_to_others_while_nobody_waits_for_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run()
+    offered: list[bool] = []
+    monkeypatch.setattr(engine_module.os, "sched_yield", lambda: offered.append(run.engine.turn.locked()))
+    run.read(1, slices(3))
+    run.go(lambda: set_all(run.nixl.transfers, "DONE"))
+    assert offered == [False] * 3
+
+
 def test_an_aborted_read_stays_open_while_a_posted_slice_may_still_write() -> None:
     run = Run()
     run.read(1, slices(64))
