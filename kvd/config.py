@@ -70,7 +70,7 @@ class Config(BaseSettings):
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     transport_threads: int = Field(
-        default_factory=lambda: min(2, os.cpu_count() or 1),
+        default_factory=lambda: min(2, len(os.sched_getaffinity(0))),
         ge=1,
         le=16,
         description="NIXL agents, a thread each, that share a long read: each copies on a core of its own.",

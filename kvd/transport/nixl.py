@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,17 @@ def open_agent(name: str) -> Any:
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
+def deal_cores(cores: Collection[int], count: int) -> list[frozenset[int]]:
+    """As many sets of these cores, without a common one where there are enough.
+
+    Threads that may run anywhere share one core for whole reads while another idles: each sleeps too shortly, between
+    two slices, for the kernel to move it. Numbers are dealt in turn, so that both threads of a core (numbers half of
+    all apart, as the kernel numbers them where it can choose) fall into one set, and each set has cores of all nodes.
+    """
+    ordered = sorted(cores)
+    return [frozenset(ordered[first % len(ordered) :: count]) for first in range(count)]
+
+
 def open_transports(
     agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, niceness: int = 0
 ) -> list[NixlTransport]:
@@ -77,8 +88,12 @@ def open_transports(
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    others = [NixlTransport(agent, loop, niceness=niceness, beside=None) for agent in agents[1:]]
-    return [NixlTransport(agents[0], loop, niceness=niceness, beside=others), *others]
+    first, *rest = deal_cores(os.sched_getaffinity(0), len(agents))
+    others = [
+        NixlTransport(agent, loop, niceness=niceness, beside=None, cores=cores)
+        for agent, cores in zip(agents[1:], rest, strict=True)
+    ]
+    return [NixlTransport(agents[0], loop, niceness=niceness, beside=others, cores=first), *others]
 
 
 class NixlTransport:
@@ -96,14 +111,19 @@ class NixlTransport:
         *,
         niceness: int = 0,
         beside: Sequence[NixlTransport] | None = (),
+        cores: Collection[int] = (),
     ) -> None:
-        """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks."""
+        """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks.
+
+        Its thread keeps to `cores`, where there are any.
+        """
         handle = open_agent(agent)
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
         self._loop = loop
         self._niceness = niceness
+        self._cores = cores
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
             raise InternalError(
@@ -194,7 +214,9 @@ class NixlTransport:
         self._thread.join()
 
     def _run(self, outbox: Outbox) -> None:
-        os.nice(self._niceness)  # Linux counts it for each thread
+        os.nice(self._niceness)  # Linux counts it for each thread, and the cores, too
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
         try:
             self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:

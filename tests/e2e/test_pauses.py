@@ -1,5 +1,6 @@
-"""What could stop a daemon's loop for long."""
+"""What could hold up a daemon's loop, or its copies, for long."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,13 @@ def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp
     frozen, left = map(int, line.split()[1:])
     assert frozen > 50_000
     assert left < 5_000
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_transport_threads_that_share_a_read_have_no_core_in_common(fleet):
+    daemon = fleet.daemon("d", transport_threads="2")
+    daemon.serving()
+    threads = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{daemon.child.pid}/task")}
+    first, second = threads - {frozenset(os.sched_getaffinity(0))}
+    assert first.isdisjoint(second)
+    assert first | second == os.sched_getaffinity(0)
