@@ -3,7 +3,8 @@
 Notifications carry sequence numbers, from 1 on within one incarnation of the daemon. The core takes each of them once
 and in order: what it has seen already is dropped, and so is what comes too early, because the daemon sends it again. If
 the missing part does not follow within a time, `lost_notifications` says so and the connection is made anew, which
-makes the daemon send everything that is not acknowledged. What one `poll` returned is acknowledged by the next.
+makes the daemon send everything that is not acknowledged. What one `poll` returned is acknowledged by a later one,
+together with what came until then.
 """
 
 import itertools
@@ -24,6 +25,11 @@ from kvd.protocol.ticket import Ticket, TicketRank
 
 GAP_SECONDS = 1.0
 """How long a missing notification may take before the connection is made anew; the daemon repeats within 0.05 s."""
+
+ACKNOWLEDGE_SECONDS = 0.02
+ACKNOWLEDGE_EVERY = 64
+"""An acknowledgement waits this long for more of them, or for so many: sent alone it would travel just ahead of the
+next pull's outcome, and cost both sides as much as that."""
 
 
 class _Ask(Enum):
@@ -56,6 +62,7 @@ class Core:
         self._expected = 1
         self._handed_out = 0
         self._acknowledged = 0
+        self._acknowledge_at = math.inf
         self._gap_since = math.inf
         self._barriers: list[tuple[int, str]] = []
         self._settled: dict[int, wire.Status | KvdError] = {}
@@ -202,8 +209,9 @@ class Core:
 
     @property
     def next_timer(self) -> float:
-        """When `on_time` or `lost_notifications` have something to do; infinite where they have not."""
-        return min(self._pulls.next_expiry, self._gap_since + GAP_SECONDS)
+        """When `on_time`, `lost_notifications` or `take_frames` have something to do; infinite where they have not."""
+        owed = self._acknowledge_at if self._owes_acknowledgement else math.inf
+        return min(self._pulls.next_expiry, self._gap_since + GAP_SECONDS, owed)
 
     def lost_notifications(self, now: float) -> bool:
         """Whether a notification is missing that the daemon did not repeat."""
@@ -224,10 +232,11 @@ class Core:
                 return self._events.pop(position)
         return None
 
-    def take_frames(self) -> list[bytes]:
+    def take_frames(self, now: float) -> list[bytes]:
         """What the core itself has to say: an acknowledgement, and questions about requests that seem lost."""
-        if self._connected and self._handed_out > self._acknowledged:
-            self._acknowledged = self._handed_out
+        unacknowledged = self._handed_out - self._acknowledged
+        if self._owes_acknowledgement and (now >= self._acknowledge_at or unacknowledged >= ACKNOWLEDGE_EVERY):
+            self._acknowledged, self._acknowledge_at = self._handed_out, now + ACKNOWLEDGE_SECONDS
             self._frames.append(codec.encode(wire.Acknowledge(self._handed_out)))
         if not self._frames:
             return []
@@ -235,6 +244,10 @@ class Core:
         return frames
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _owes_acknowledgement(self) -> bool:
+        return self._connected and self._handed_out > self._acknowledged
 
     def _check_connected(self) -> None:
         if not self._connected:
@@ -271,6 +284,8 @@ class Core:
         if batch.first > self._expected:
             self._gap_since = min(self._gap_since, now)
             return
+        if not self._owes_acknowledgement:
+            self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
         for item in batch.items[self._expected - batch.first :]:
             self._expected += 1
             if isinstance(item, wire.Released):

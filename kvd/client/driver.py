@@ -14,6 +14,7 @@ it was asked for ends, as soon as
 Until then pulls stay open, up to their own deadline. If the same incarnation answers, nothing was lost.
 """
 
+import math
 import os
 import select
 import time
@@ -114,7 +115,7 @@ class Driver:
     def step(self, now: float) -> None:
         """Does everything that can be done now without waiting."""
         if self._connection.phase is Phase.ATTACHED:
-            self._send_frames()
+            self._send_frames(now)
             if self._connection.unread or self._poller.poll(0):
                 self._receive(now)
         elif self._connection.phase is Phase.ATTACHING:
@@ -147,7 +148,7 @@ class Driver:
         """
         if not self.connected:
             raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, and so cannot take the pool back")
-        self._send_frames()
+        self._send_frames(math.inf)
         self._connection.detach()
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class Driver:
             return
         self._closed = True
         if self.connected:
-            self._send_frames()
+            self._send_frames(math.inf)
         self._watch(())
         self._connection.close()
         if self.pool is not None:
@@ -165,8 +166,8 @@ class Driver:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _send_frames(self) -> None:
-        self._outbox.extend(self.core.take_frames())
+    def _send_frames(self, now: float) -> None:
+        self._outbox.extend(self.core.take_frames(now))
         while self._outbox and self._connection.send(self._outbox[0]):
             self._outbox.popleft()
 

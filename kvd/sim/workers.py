@@ -186,7 +186,7 @@ class Worker(Ledger):
         for event in self.core.take_events():
             self._handle(event)
         if self._lent and self.session is not None:
-            for frame in self.core.take_frames():
+            for frame in self.core.take_frames(now):
                 self.session.send(frame)
             if self.core.lost_notifications(now):
                 self.session.hang_up(lose=False)

@@ -1,5 +1,6 @@
 """The client without sockets, against schedules that no test over sockets would meet."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.client.blocks import Blocks
-from kvd.client.core import GAP_SECONDS, Core
+from kvd.client.core import ACKNOWLEDGE_EVERY, ACKNOWLEDGE_SECONDS, GAP_SECONDS, Core
 from kvd.client.events import Cancelled, Done, Event, Failed, Freed, Released
 from kvd.client.pulls import GRACE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -24,6 +25,13 @@ def attached(incarnation: int = 1) -> wire.Attached:
 def connected() -> Core:
     core = Core("w")
     core.on_attached(attached())
+    return core
+
+
+def pulling(*requests: str) -> Core:
+    core = connected()
+    for request in requests:
+        core.pull(request, "t", BLOCKS, 100.0, now=0.0)
     return core
 
 
@@ -67,7 +75,7 @@ def test_lost_doubled_and_reordered_batches_tell_every_outcome_exactly_once(
             first = max(start, acknowledged)  # a daemon drops what was acknowledged
             core.on_frame(batch(first + 1, *log[first : first + length]), now=1.0)
         events += core.take_events()
-        for frame in core.take_frames():
+        for frame in core.take_frames(math.inf):
             message = codec.worker_requests.decode(frame)
             if isinstance(message, wire.Acknowledge):
                 assert message.sequence > acknowledged
@@ -93,8 +101,37 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
             batch(2 * number + 1, wire.Done(f"pull-{number}"), wire.Released(f"offer-{number}", "withdrawn")), now=0.0
         )
         core.take_events()
-        core.take_frames()
+        core.take_frames(math.inf)
     assert (len(core._asks), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
+
+
+def test_acknowledgements_wait_for_more_for_a_time() -> None:
+    core = pulling("a", "b")
+    core.on_frame(batch(1, wire.Done("a")), now=5.0)
+    core.take_events()
+    assert core.next_timer == 5.0 + ACKNOWLEDGE_SECONDS
+    assert core.take_frames(5.0) == []
+    core.on_frame(batch(2, wire.Done("b")), now=5.0 + ACKNOWLEDGE_SECONDS / 2)
+    core.take_events()
+    (frame,) = core.take_frames(5.0 + ACKNOWLEDGE_SECONDS)
+    assert codec.worker_requests.decode(frame) == wire.Acknowledge(2)
+    assert core.next_timer > 100.0
+
+
+def test_many_acknowledgements_do_not_wait() -> None:
+    names = [f"req-{number}" for number in range(ACKNOWLEDGE_EVERY)]
+    core = pulling(*names)
+    core.on_frame(batch(1, *map(wire.Done, names)), now=5.0)
+    core.take_events()
+    (frame,) = core.take_frames(5.0)
+    assert codec.worker_requests.decode(frame) == wire.Acknowledge(ACKNOWLEDGE_EVERY)
+
+
+def test_what_the_worker_has_not_taken_is_not_acknowledged() -> None:
+    core = pulling("a", "b")
+    core.on_frame(batch(1, wire.Done("a")), now=5.0)
+    assert core.take_frames(math.inf) == []
+    assert core.next_timer > 100.0
 
 
 def test_a_gap_is_lost_only_after_a_time() -> None:
@@ -178,10 +215,10 @@ def test_a_status_without_the_sequence_frees_nothing() -> None:
     core = connected()
     core.pull("r", "t", BLOCKS, 1.0, now=0.0)
     core.on_time(10.0)
-    cancel = codec.worker_requests.decode(core.take_frames()[0])
+    cancel = codec.worker_requests.decode(core.take_frames(0.0)[0])
     core.on_frame(codec.encode(wire.Error(cancel.call, "unknown_request", "")), now=10.0)
     core.take_events()
-    status = codec.worker_requests.decode(core.take_frames()[0])
+    status = codec.worker_requests.decode(core.take_frames(0.0)[0])
     with pytest.raises(BadRequest, match=r"a status without completion\.next"):
         core.on_frame(codec.encode(wire.Status(status.call, b"{}")), now=10.0)
     assert core.take_events() == []

@@ -24,6 +24,7 @@ from kvd.client import (
     Worker,
 )
 from kvd.client.connection import Connection
+from kvd.client.core import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
 from kvd.protocol import worker as wire
@@ -297,7 +298,7 @@ class TestNotifications:
         daemon.notify(4, wire.Done("req-4"))
         assert wait_for(worker, 4) == [Done(f"req-{number}") for number in range(1, 5)]
 
-    def test_what_one_poll_returned_is_acknowledged_by_the_next_in_one_message(
+    def test_what_polls_have_returned_is_acknowledged_by_a_later_one_in_one_message(
         self, daemon: ScriptedDaemon, worker: Worker
     ) -> None:
         for number in range(1, 4):
@@ -305,14 +306,22 @@ class TestNotifications:
         daemon.notify(1, wire.Done("req-1"), wire.Done("req-2"))
         wait_for(worker, 2)
         assert daemon.inbox.empty()
-        worker.poll()
+        worker.wait(2 * ACKNOWLEDGE_SECONDS)
         assert daemon.expect(wire.Acknowledge).sequence == 2
         daemon.notify(3, wire.Done("req-3"))
         wait_for(worker, 1)
-        worker.poll()
-        worker.poll()
+        worker.wait(2 * ACKNOWLEDGE_SECONDS)
         assert daemon.expect(wire.Acknowledge).sequence == 3
         assert daemon.inbox.empty()
+
+    def test_what_was_returned_is_acknowledged_before_the_session_ends(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        pull(worker, daemon, "req-1")
+        daemon.notify(1, wire.Done("req-1"))
+        wait_for(worker, 1)
+        worker.close()
+        assert daemon.expect(wire.Acknowledge).sequence == 1
 
     def test_a_gap_that_the_daemon_closes_is_no_reason_to_attach_again(
         self, daemon: ScriptedDaemon, worker: Worker
