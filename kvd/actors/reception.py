@@ -138,6 +138,7 @@ class Reception:
 
     def _welcome(self, event: PeerAsked, metadata: bytes, pools: tuple[Pool, ...]) -> None:
         self._told.update((event.key, pool.worker) for pool in pools)
+        self._transport.expect_connection()
         settings = self._house.settings
         welcome = Welcome(
             settings.daemon,

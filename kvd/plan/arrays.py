@@ -1,6 +1,7 @@
 """Descriptor arrays: what a plan is made of, and the joining of neighbours."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ Ints: TypeAlias = NDArray[np.int64]
 _SPARSEST = 16  # slots an address up to which counting beats comparing: 3 ms against 80 for a million addresses
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Descriptors:
     """What to copy: `length[i]` bytes from `src[i]` to `dst[i]`, each an offset from its pool's base. uint64 [N]."""
 
@@ -28,7 +29,7 @@ class Descriptors:
         """How many descriptors there are."""
         return len(self.length)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """How many bytes they move together."""
         return int(self.length.sum())

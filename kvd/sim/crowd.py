@@ -193,6 +193,9 @@ class InstantTransport:
     def abort(self, read: int) -> None:
         """Nothing is open for long enough."""
 
+    def expect_connection(self) -> None:
+        """Nothing to do."""
+
     def expect_readers(self, expected: bool) -> None:
         """Nothing to do."""
 

@@ -34,7 +34,7 @@ from kvd.transport.landing import Landing
 from kvd.transport.lanes import Lanes
 from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.peers import Peer, Peers, text_of
-from kvd.transport.prepared import PreparedRead
+from kvd.transport.prepared import PreparedRead, whole_transfer
 from kvd.transport.queue import Slice, SliceQueue, Slices
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class _Read:
 
     key: int
     peer: Peer
-    prepared: PreparedRead
+    prepared: PreparedRead | None = None
+    """None of a read that is posted as a whole."""
     posted: int = 0
     started: float = 0.0
     failure: str = ""
@@ -80,7 +81,7 @@ class _Read:
 
 @dataclass(slots=True, eq=False)
 class _Posted:
-    """A slice that NIXL has, or a stamp (`piece` None); with `failure` it only waits for its handle to be released."""
+    """What NIXL has: a slice, else a whole read or a stamp; with `failure` it only waits for its handle's release."""
 
     read: _Read
     piece: Slice | None
@@ -136,7 +137,7 @@ class Engine:
                     self._nixl.get_new_notifs()  # the network's progress, for who reads from us; no notification comes
                     looked = now
                 busy = command is not None or posted or ended
-                if busy:
+                if posted or ended:
                     self._pace.touch(now)
             if posted:
                 # A post copies for up to a millisecond, and what wakes up meanwhile (our loop, a worker, an engine) may
@@ -172,6 +173,7 @@ class Engine:
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """As `Transport.add_peer`."""
+        self.expect_connection()
         self._peers.add(agent, metadata)
 
     def remove_peer(self, agent: str) -> None:
@@ -182,7 +184,7 @@ class Engine:
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
     ) -> bool:
         """On the caller's thread, where the read is small, copied in its post, and nothing is before it; else False."""
-        if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES:
+        if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES or not descriptors.length.all():
             return False
         if not self.turn.acquire(blocking=False):
             return False
@@ -190,8 +192,8 @@ class Engine:
             peer = self._peers.find(agent)
             if peer is None or not peer.direct or self._slices or not self.commands.empty():
                 return False
-            self.read(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
-            self._post_next()
+            whole = partial(whole_transfer, self._nixl, agent, local_base, remote_base, descriptors)
+            self._post(self._open(_Read(read, peer, stamp=stamp)), None, whole)
             if self._posted:
                 self.commands.put(_look)
             return True
@@ -201,17 +203,20 @@ class Engine:
     def read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
         """As `Transport.read`, of what it gets of `slices`."""
         read = slices.read
-        if read in self._reads:
-            raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
         peer = self._peers.find(agent)
         if peer is None:
             self._emit(ReadFailed(read, f"agent {agent!r} is not known: add it before reading from it"))
         elif self._slices.add(agent, slices):
-            prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
-            self._reads[read] = _Read(read, peer, prepared, stamp=stamp)
-            peer.reads.add(read)
+            self._open(_Read(read, peer, PreparedRead(self._nixl, agent, local_base, remote_base), stamp=stamp))
         else:
             self._emit(Landed(read, 0.0))
+
+    def _open(self, read: _Read) -> _Read:
+        if read.key in self._reads:
+            raise InternalError(ErrorCode.INTERNAL, f"read {read.key} was asked for twice")
+        self._reads[read.key] = read
+        read.peer.reads.add(read.key)
+        return read
 
     def abort(self, read: int) -> None:
         """As `Transport.abort`."""
@@ -219,6 +224,10 @@ class Engine:
         if opened and self._slices.waiting(read):
             opened.aborted = True
             self._fail(opened, "aborted")
+
+    def expect_connection(self) -> None:
+        """As `Transport.expect_connection`."""
+        self._pace.touch(time.monotonic())
 
     def expect_readers(self, expected: bool) -> None:
         """As `Transport.expect_readers`."""
@@ -257,13 +266,14 @@ class Engine:
         if piece.bytes >= FLUSH_BYTES:
             self._flush()
         read = self._reads[piece.read]
-        read.started = read.started or time.perf_counter()
+        assert read.prepared is not None  # noqa: S101 - what is posted as a whole has no slices
         self._post(read, piece, partial(read.prepared.transfer_of, piece))
         return True
 
     def _post(self, read: _Read, piece: Slice | None, prepare: Callable[[], Any]) -> None:
-        """Posts what `prepare` makes a handle of: a slice, or the read's stamp."""
+        """Posts what `prepare` makes a handle of: a slice, or (without one) the whole read or its stamp."""
         read.posted += 1
+        read.started = read.started or time.perf_counter()
         try:
             handle = prepare()
         except self._failures as error:
@@ -309,7 +319,7 @@ class Engine:
 
     def _slice_ended(self, read: _Read, piece: Slice | None, failure: Exception | None) -> None:
         read.posted -= 1
-        if piece is not None:
+        if piece is not None and read.prepared is not None:
             self._slices.ended(read.peer.agent, piece)
             read.prepared.slice_ended(piece)
         if failure is not None and type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
@@ -338,7 +348,8 @@ class Engine:
             return
         if read.word is None:
             read.seconds = time.perf_counter() - read.started
-            read.prepared.release()
+            if read.prepared is not None:
+                read.prepared.release()
             if not read.failure and read.stamp and self._post_stamp(read):
                 return
         del self._reads[read.key]
@@ -371,7 +382,8 @@ class Engine:
             _abandoned.append(self._nixl)
             return
         for read in self._reads.values():
-            read.prepared.release()
+            if read.prepared is not None:
+                read.prepared.release()
         for agent in agents:
             self._peers.disconnect(agent)
         for registration in self._pools.values():

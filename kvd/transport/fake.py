@@ -108,6 +108,9 @@ class FakeTransport:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
         self._soon(self._abort, read)
 
+    def expect_connection(self) -> None:
+        """Nothing to do: a read needs no connection."""
+
     def expect_readers(self, expected: bool) -> None:
         """Nothing to do: the fabric needs no progress from the side that is read from."""
 

@@ -128,7 +128,7 @@ class Transport(Protocol):
         """What a peer needs to add this agent, as of the last `Registered`; untrusted input on the other side."""
 
     def start(self, on_event: Callable[[Event], None]) -> None:
-        """Starts; `on_event` is called on the daemon's loop, in the order of the events."""
+        """Starts; `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
     def register(self, pool: int, base: int, size: int) -> None:
         """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
@@ -156,6 +156,9 @@ class Transport(Protocol):
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
+
+    def expect_connection(self) -> None:
+        """A peer has been given this agent's metadata and will connect: it is answered promptly for a while."""
 
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""

@@ -185,7 +185,7 @@ class NixlTransport:
         if self._outbox is not None and self._engine.read_at_once(
             read, agent, local_base, remote_base, descriptors, stamp=stamp
         ):
-            self._outbox.deliver_soon()
+            self._outbox.deliver()
         else:
             self.read_share(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
 
@@ -196,6 +196,10 @@ class NixlTransport:
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
         self._engine.commands.put(partial(self._engine.abort, read))
+
+    def expect_connection(self) -> None:
+        """A peer has been given this agent's metadata and will connect: it is answered promptly for a while."""
+        self._engine.commands.put(self._engine.expect_connection)
 
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""

@@ -31,19 +31,14 @@ class Outbox:
         """On the thread: wakes the loop if there is something to deliver."""
         if self._events and not self._woken and not self._closed:
             self._woken = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def deliver_soon(self) -> None:
-        """On the loop: as `flush`, without a wake-up, for what was put on the loop itself."""
-        if self._events and not self._woken and not self._closed:
-            self._woken = True
-            self._loop.call_soon(self._deliver)
+            self._loop.call_soon_threadsafe(self.deliver)
 
     def close(self) -> None:
         """On the loop: what was not delivered is dropped."""
         self._closed = True
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """On the loop: delivers what was put until now."""
         self._woken = False  # before the queue is looked at: an event that comes after that wakes the loop again
         try:
             while self._events and not self._closed:
@@ -51,4 +46,4 @@ class Outbox:
         finally:
             if self._events and not self._closed:  # the handler raised, which must not hold up the events after it
                 self._woken = True
-                self._loop.call_soon(self._deliver)
+                self._loop.call_soon(self.deliver)

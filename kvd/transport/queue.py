@@ -54,7 +54,7 @@ class Slice:
 
 def cut(read: int, descriptors: Descriptors) -> Iterator[Slice]:
     """The slices of a read in order, chunk by chunk; descriptors of length 0 vanish."""
-    size, count = int(descriptors.length.sum()), len(descriptors.length)
+    size, count = descriptors.bytes, descriptors.count
     if size <= limits.SLICE_BYTES and count <= limits.SLICE_DESCRIPTORS and descriptors.length.all():
         if count:  # the usual small read, at a fifth of the cost
             yield Slice(read, Chunk(descriptors.src, descriptors.dst, descriptors.length), 0, count, size)

@@ -200,6 +200,10 @@ class StripedTransport:
         for stripe, _share in opened.parts if opened else ():
             self._stripes[stripe].abort(read)
 
+    def expect_connection(self) -> None:
+        """A peer has been given this agent's metadata and will connect: it is answered promptly for a while."""
+        self._front.expect_connection()
+
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, it answers them promptly."""
         self._front.expect_readers(expected)

@@ -267,6 +267,9 @@ class _Transport:
     def abort(self, read):
         self.stage.commands.append(("abort", read))
 
+    def expect_connection(self):
+        self.stage.commands.append(("expect_connection",))
+
     def expect_readers(self, expected):
         self.stage.commands.append(("expect_readers", expected))
 

@@ -58,7 +58,12 @@ def test_a_peer_hears_of_the_pools_that_it_may_read_with_metadata_of_these_alone
     assert set(pools_in(welcome)) == {"two"}
     assert welcome.metadata == repr((0, 2)).encode()
     firm.hello(BOB)
-    assert firm.stage.commands == [("describe", (0, 2))]
+    assert firm.stage.commands.count(("describe", (0, 2))) == 1
+
+
+def test_the_transport_is_told_that_whoever_got_metadata_will_connect(firm):
+    firm.hello(ALICE)
+    assert firm.stage.commands == [("expect_connection",)]
 
 
 def test_a_peer_that_may_read_nothing_hears_of_no_pool(firm):

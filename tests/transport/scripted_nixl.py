@@ -93,6 +93,16 @@ class ScriptedNixl:
     def make_prepped_xfer(self, *arguments: Any) -> Handle:
         return Handle(self)
 
+    def get_xfer_descs(self, rows: Any, mem_type: str) -> list[list[int]]:
+        described: list[list[int]] = rows.tolist()
+        return described
+
+    def initialize_xfer(self, operation: str, local: list[list[int]], remote: list[list[int]], agent: str) -> Handle:
+        assert operation == "READ"
+        assert agent in self.agents
+        assert len(local) == len(remote)
+        return Handle(self)
+
     def transfer(self, handle: Handle) -> str:
         self.on_transfer()
         self.transfers.append(handle)

@@ -1,4 +1,5 @@
 import struct
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +11,7 @@ from kvd.transport.engine import Engine
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
 from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
+from kvd.transport.pace import IDLE, RECENT
 from kvd.transport.queue import CHUNK_DESCRIPTORS, Slices
 
 from .descriptors import Descriptors, descriptors
@@ -263,8 +265,15 @@ def test_a_small_read_waits_for_the_thread_where_the_peer_is_not_known_to_be_on_
     assert not read_at_once(run)
 
 
-@pytest.mark.parametrize("what", [descriptors([(0, 0, 65 * limits.KIB)]), descriptors((i, i, 1) for i in range(17))])
-def test_a_read_that_is_not_small_waits_for_the_thread(what: Descriptors) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        descriptors([(0, 0, 65 * limits.KIB)]),
+        descriptors((i, i, 1) for i in range(17)),
+        descriptors([(0, 0, 1), (1, 1, 0)]),
+    ],
+)
+def test_a_read_that_is_not_small_or_has_empty_descriptors_waits_for_the_thread(what: Descriptors) -> None:
     run = Run()
     met(run)
     assert not read_at_once(run, what)
@@ -308,3 +317,13 @@ def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     run.go()
     assert max(most) == 3, "one chunk's two lists and the handle of a slice"
     assert not run.nixl.live
+
+
+@pytest.mark.parametrize(("command", "pace"), [(("ping", 1), IDLE), (("expect_connection",), RECENT)])
+def test_the_watchdogs_question_does_not_quicken_the_pace(command: tuple[str, *tuple[int]], pace: float) -> None:
+    run = Run()
+    run.engine.commands.get()
+    run.tell(*command)
+    run.nixl.script.append(lambda: run.tell("stop", 0.0))
+    run.engine.run(run.events.append, lambda: None)
+    assert run.engine._pace.seconds(time.monotonic(), in_flight=False) == pace

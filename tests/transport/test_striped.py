@@ -120,9 +120,10 @@ def two() -> Two:
 
 def test_peers_get_the_first_agents_name_and_metadata(two: Two) -> None:
     assert (two.whole.agent, two.whole.metadata) == ("a", b"metadata of a")
+    two.whole.expect_connection()
     two.whole.expect_readers(True)
-    assert ("expect_readers", True) in two.stripes[0].told
-    assert "expect_readers" not in two.stripes[1].commands()
+    assert {("expect_connection",), ("expect_readers", True)} <= set(two.stripes[0].told)
+    assert {"expect_connection", "expect_readers"}.isdisjoint(two.stripes[1].commands())
 
 
 def test_what_goes_to_all_stripes_is_answered_when_all_have_answered(two: Two) -> None:
