@@ -10,7 +10,7 @@ from enum import Enum, auto
 import zmq
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
-from kvd.net.options import Kind, apply
+from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
@@ -42,7 +42,7 @@ class Connection:
         """ZMQ's descriptor tells of a change once: whether there may be something that it has told of already."""
 
     def filenos(self) -> tuple[int, ...]:
-        """What to wait on for reading; another set after every change of `phase`."""
+        """What to wait on for reading, the session first; another set after every change of `phase`."""
         session = () if self._stream is None else (self._stream.fileno(),)
         return session if self._dealer is None else (*session, int(self._dealer.getsockopt(zmq.FD)))
 
@@ -157,11 +157,10 @@ class Connection:
         """The next frame of the daemon; None where there is none. One in several parts comes as an empty one."""
         if self._dealer is None:
             return None
-        try:
-            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            self._unread = False
+        self._unread = is_readable(self._dealer)
+        if not self._unread:
             return None
+        parts = self._dealer.recv_multipart(zmq.NOBLOCK)
         return parts[0] if len(parts) == 1 else b""
 
     def drop(self) -> None:

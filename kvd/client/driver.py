@@ -116,8 +116,9 @@ class Driver:
         """Does everything that can be done now without waiting."""
         if self._connection.phase is Phase.ATTACHED:
             self._send_frames(now)
-            if self._connection.unread or self._poller.poll(0):
-                self._receive(now)
+            ready = {fileno for fileno, _ in self._poller.poll(0)}
+            if self._connection.unread or ready:
+                self._receive(now, session=self._watched[0] in ready)
         elif self._connection.phase is Phase.ATTACHING:
             self._connection.flush()
             if self._poller.poll(0):
@@ -171,12 +172,14 @@ class Driver:
         while self._outbox and self._connection.send(self._outbox[0]):
             self._outbox.popleft()
 
-    def _receive(self, now: float) -> None:
+    def _receive(self, now: float, *, session: bool) -> None:
+        """Takes frames in, and where there are no more, what the `session` has."""
         try:
             for _ in range(FRAMES_PER_STEP):
                 frame = self._connection.receive()
                 if frame is None:
-                    self._receive_session(now)  # last, so that a daemon's last words are heard before its end
+                    if session:
+                        self._receive_session(now)  # last, so that a daemon's last words are heard before its end
                     return
                 self.core.on_frame(frame, now)
         except BadRequest as error:

@@ -116,3 +116,11 @@ def apply(socket: "zmq.Socket[bytes]", kind: Kind) -> None:
     for option, value, kinds, _reason in TABLE:
         if kind in kinds:
             socket.setsockopt(option, value)
+
+
+_READABLE: Final = int(zmq.POLLIN)  # as an int: to compute with pyzmq's flags takes as long as to ask for the events
+
+
+def is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message waits. An attempt that finds none costs five times as much: it ends in an exception."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)

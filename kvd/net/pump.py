@@ -11,6 +11,8 @@ from typing import Final
 
 import zmq
 
+from kvd.net.options import is_readable
+
 RECEIVES_PER_WAKE: Final = 64
 """Messages taken in before the loop's other work gets its turn."""
 
@@ -68,7 +70,7 @@ class SocketPump:
             except zmq.Again:
                 return
             self._on_message(parts)
-            if self._socket.closed:
+            if self._socket.closed or not is_readable(self._socket):
                 return
         self._schedule()
 
@@ -88,7 +90,7 @@ class SocketPump:
         return [*parts, witness.encode()]
 
     def _look_again(self) -> None:
-        if self._turn is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._turn is None and is_readable(self._socket):
             self._schedule()
 
     def _schedule(self) -> None:
