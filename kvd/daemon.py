@@ -47,7 +47,7 @@ _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
-_NICE = 5
+_NICE = 10
 """Of transport threads where there are several: they may be copying on every core, and the loop should not wait."""
 _FLUSH_SECONDS = 1.0
 """How long the last messages may take to pass through the actors."""
