@@ -116,9 +116,9 @@ class Driver:
         """Does everything that can be done now without waiting."""
         if self._connection.phase is Phase.ATTACHED:
             self._send_frames(now)
-            ready = {fileno for fileno, _ in self._poller.poll(0)}
+            ready = self._poller.poll(0)
             if self._connection.unread or ready:
-                self._receive(now, session=self._watched[0] in ready)
+                self._receive(now, session=any(fileno == self._watched[0] for fileno, _ in ready))
         elif self._connection.phase is Phase.ATTACHING:
             self._connection.flush()
             if self._poller.poll(0):
