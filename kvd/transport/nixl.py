@@ -218,10 +218,10 @@ class NixlTransport:
         self._thread.join()
 
     def _run(self, outbox: Outbox) -> None:
-        os.nice(self._niceness)  # Linux counts it for each thread, and the cores, too
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
         try:
+            os.nice(self._niceness)  # Linux counts it for each thread, and the cores, too
+            if self._cores:
+                os.sched_setaffinity(0, self._cores)
             self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))

@@ -14,7 +14,10 @@ pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 
 pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all of its checks: 10 s on an idle machine
 
-OWN_CHECKS = ("a_defect_on_the_thread_is_told_as_the_death_of_the_transport",)
+OWN_CHECKS = (
+    "a_defect_on_the_thread_is_told_as_the_death_of_the_transport",
+    "cores_that_the_kernel_refuses_are_told_as_the_death_of_the_transport",
+)
 WAYS = {
     "same_host": ({}, 1),
     "tcp": ({"UCX_TLS": "tcp"}, 1),
