@@ -34,7 +34,7 @@ from kvd.transport.landing import Landing
 from kvd.transport.lanes import Lanes
 from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.peers import Peer, Peers, text_of
-from kvd.transport.prepared import PreparedRead, whole_transfer
+from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue, Slices
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class _Read:
 
     key: int
     peer: Peer
-    prepared: PreparedRead | None = None
-    """None of a read that is posted as a whole."""
+    prepared: PreparedRead
     posted: int = 0
     started: float = 0.0
     failure: str = ""
@@ -192,8 +191,9 @@ class Engine:
             peer = self._peers.find(agent)
             if peer is None or not peer.direct or self._slices or not self.commands.empty():
                 return False
-            whole = partial(whole_transfer, self._nixl, agent, local_base, remote_base, descriptors)
-            self._post(self._open(_Read(read, peer, stamp=stamp)), None, whole)
+            prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
+            opened = self._open(_Read(read, peer, prepared, stamp=stamp))
+            self._post(opened, None, partial(prepared.transfer_of_all, descriptors))
             if self._posted:
                 self.commands.put(_look)
             return True
@@ -266,7 +266,6 @@ class Engine:
         if piece.bytes >= FLUSH_BYTES:
             self._flush()
         read = self._reads[piece.read]
-        assert read.prepared is not None  # noqa: S101 - what is posted as a whole has no slices
         self._post(read, piece, partial(read.prepared.transfer_of, piece))
         return True
 
@@ -319,7 +318,7 @@ class Engine:
 
     def _slice_ended(self, read: _Read, piece: Slice | None, failure: Exception | None) -> None:
         read.posted -= 1
-        if piece is not None and read.prepared is not None:
+        if piece is not None:
             self._slices.ended(read.peer.agent, piece)
             read.prepared.slice_ended(piece)
         if failure is not None and type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
@@ -348,8 +347,7 @@ class Engine:
             return
         if read.word is None:
             read.seconds = time.perf_counter() - read.started
-            if read.prepared is not None:
-                read.prepared.release()
+            read.prepared.release()
             if not read.failure and read.stamp and self._post_stamp(read):
                 return
         del self._reads[read.key]
@@ -382,8 +380,7 @@ class Engine:
             _abandoned.append(self._nixl)
             return
         for read in self._reads.values():
-            if read.prepared is not None:
-                read.prepared.release()
+            read.prepared.release()
         for agent in agents:
             self._peers.disconnect(agent)
         for registration in self._pools.values():

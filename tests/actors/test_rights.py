@@ -58,7 +58,8 @@ def test_a_peer_hears_of_the_pools_that_it_may_read_with_metadata_of_these_alone
     assert set(pools_in(welcome)) == {"two"}
     assert welcome.metadata == repr((0, 2)).encode()
     firm.hello(BOB)
-    assert firm.stage.commands.count(("describe", (0, 2))) == 1
+    connects = ("expect_connection",)
+    assert firm.stage.commands == [connects, ("describe", (0, 2)), connects, connects]
 
 
 def test_the_transport_is_told_that_whoever_got_metadata_will_connect(firm):

@@ -319,11 +319,13 @@ def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     assert not run.nixl.live
 
 
-@pytest.mark.parametrize(("command", "pace"), [(("ping", 1), IDLE), (("expect_connection",), RECENT)])
-def test_the_watchdogs_question_does_not_quicken_the_pace(command: tuple[str, *tuple[int]], pace: float) -> None:
+@pytest.mark.parametrize(("command", "arguments", "pace"), [("ping", (1,), IDLE), ("expect_connection", (), RECENT)])
+def test_a_connection_quickens_the_pace_and_the_watchdogs_question_does_not(
+    command: str, arguments: tuple[int, ...], pace: float
+) -> None:
     run = Run()
     run.engine.commands.get()
-    run.tell(*command)
+    run.tell(command, *arguments)
     run.nixl.script.append(lambda: run.tell("stop", 0.0))
     run.engine.run(run.events.append, lambda: None)
     assert run.engine._pace.seconds(time.monotonic(), in_flight=False) == pace
