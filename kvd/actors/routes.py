@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvd import plan
 from kvd.actors.messages import PeerPool, PeerView, Pool
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -13,6 +11,9 @@ from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
+
+_NOTHING = Span(0, 0, b"")
+"""Of a group that is not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,12 @@ def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: in
             text = f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}: no multiple of 4"
             raise BadRequest(ErrorCode.BAD_TICKET, text)
         if span.group < len(source.pool.spec.groups):
-            plan.check_ids(source.pool.spec.groups[span.group], np.frombuffer(span.ids, dtype="<u4"))
+            plan.check_ids(source.pool.spec.groups[span.group], span.ids)
     there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}
-    spans = [_pair(there.get(group, _nothing(group)), here.get(group, _nothing(group))) for group in range(groups)]
+    spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
     descriptors = source.planner.plan(spans, ticket.tokens)
     return descriptors if descriptors.count else None
 
 
 def _pair(there: Span, here: Span) -> plan.Span:
-    return plan.Span(
-        there.first, np.frombuffer(there.ids, dtype="<u4"), here.first, np.frombuffer(here.ids, dtype="<u4")
-    )
-
-
-def _nothing(group: int) -> Span:
-    return Span(group, 0, b"")
+    return plan.Span(there.first, memoryview(there.ids).cast("I"), here.first, memoryview(here.ids).cast("I"))

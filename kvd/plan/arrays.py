@@ -1,6 +1,7 @@
 """Descriptor arrays: what a plan is made of, and the joining of neighbours."""
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -10,24 +11,52 @@ from numpy.typing import NDArray
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Group
 
-Ids: TypeAlias = NDArray[np.uint32]
+Ids: TypeAlias = NDArray[np.uint32] | memoryview
+Copy: TypeAlias = tuple[int, int, int]
+"""From which offset or address, to which, and how many bytes."""
 Ints: TypeAlias = NDArray[np.int64]
 
 _SPARSEST = 16  # slots an address up to which counting beats comparing: 3 ms against 80 for a million addresses
+_FEW_BYTES = 256  # a quarter of the time up to here, where it comes once a pull
 
 
-@dataclass(frozen=True)
 class Descriptors:
-    """What to copy: `length[i]` bytes from `src[i]` to `dst[i]`, each an offset from its pool's base. uint64 [N]."""
+    """What to copy: `length[i]` bytes from `src[i]` to `dst[i]`, each an offset from its pool's base. uint64 [N].
 
-    src: NDArray[np.uint64]
-    dst: NDArray[np.uint64]
-    length: NDArray[np.uint64]
+    `copies` are the same one by one. Either form is made of the other when it is first asked for.
+    """
 
-    @property
-    def count(self) -> int:
-        """How many descriptors there are."""
-        return len(self.length)
+    def __init__(self, src: NDArray[np.uint64], dst: NDArray[np.uint64], length: NDArray[np.uint64]) -> None:
+        self.src, self.dst, self.length = src, dst, length
+        self.count = len(length)
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy]) -> "Descriptors":
+        """Of few."""
+        made = cls.__new__(cls)
+        made.copies, made.count = copies, len(copies)
+        made.bytes = sum([length for _, _, length in copies])
+        return made
+
+    @cached_property
+    def src(self) -> NDArray[np.uint64]:
+        """Offsets on the side that is read."""
+        return np.array([src for src, _, _ in self.copies], dtype=np.uint64)
+
+    @cached_property
+    def dst(self) -> NDArray[np.uint64]:
+        """Offsets on the side that is written to."""
+        return np.array([dst for _, dst, _ in self.copies], dtype=np.uint64)
+
+    @cached_property
+    def length(self) -> NDArray[np.uint64]:
+        """Bytes of each."""
+        return np.array([length for _, _, length in self.copies], dtype=np.uint64)
+
+    @cached_property
+    def copies(self) -> Sequence[Copy]:
+        """Each as (source offset, destination offset, bytes)."""
+        return list(zip(self.src.tolist(), self.dst.tolist(), self.length.tolist(), strict=True))
 
     @cached_property
     def bytes(self) -> int:
@@ -62,13 +91,16 @@ def ascending(addresses: Ints, step: int) -> Ints:
     return np.argsort(addresses, kind="stable")
 
 
-def check_ids(group: Group, ids: Ids) -> None:
-    """Refuse block ids that `group` does not have.
+def check_ids(group: Group, ids: bytes) -> None:
+    """Refuse block ids (little-endian u32) that `group` does not have.
 
     Raises:
         BadRequest: BAD_BLOCKS, naming the first such id.
 
     """
-    if len(ids) and int(ids.max()) >= group.num_blocks:
-        offending = int(ids[int(np.argmax(ids >= group.num_blocks))])
+    if not ids:
+        return
+    largest = max(array("I", ids)) if len(ids) <= _FEW_BYTES else int(np.frombuffer(ids, dtype="<u4").max())
+    if largest >= group.num_blocks:
+        offending = next(block for block in array("I", ids) if block >= group.num_blocks)
         raise BadRequest(ErrorCode.BAD_BLOCKS, f"block id {offending} is not below num_blocks = {group.num_blocks}")

@@ -7,10 +7,13 @@ import numpy as np
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_DESCRIPTORS
-from kvd.plan.arrays import Descriptors, Ints, ascending, join
+from kvd.plan.arrays import Copy, Descriptors, Ints, ascending, join
 from kvd.plan.route import Share
 from kvd.plan.template import Runs, Template, check_runs, make_templates
 from kvd.plan.units import Pairing, Span, Units
+
+FEW = 16
+"""Plans of so many descriptors at most are made one by one: arrays take longer (80 us where their code is cold)."""
 
 
 class Planner:
@@ -39,6 +42,10 @@ class Planner:
                 if not members:
                     self._templates.append((template, members))
                 members.append(group)
+        self._most = runs * max((pairing.units_per_block for pairing in self._pairings), default=1)
+        """Descriptors of a block at most."""
+        few = self._templates if self._most <= FEW else []
+        self._few = [(template, template.offsets, groups) for template, groups in few]
 
     def plan(self, spans: Sequence[Span], tokens: int | None = None) -> Descriptors:
         """The descriptors that fill every destination block named, one span a group in the groups' order.
@@ -54,11 +61,24 @@ class Planner:
         if len(spans) != len(self._pairings):
             text = f"{len(spans)} spans for {len(self._pairings)} groups"
             raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+        if self._few and self._most * sum(len(span.destination_ids) for span in spans) <= FEW:
+            return self._plan_few(spans, tokens)
         units = [pairing.units(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
         plan = _Plan()
         for template, groups in self._templates:
             plan.add(template, [units[group] for group in groups])
         return plan.descriptors()
+
+    def _plan_few(self, spans: Sequence[Span], tokens: int | None) -> Descriptors:
+        pairs = [pairing.pairs(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
+        copies: list[Copy] = []
+        for template, offsets, groups in self._few:
+            for group in groups:
+                for source, source_phase, destination, destination_phase in pairs[group]:
+                    src = template.source.address(source, source_phase)
+                    dst = template.destination.address(destination, destination_phase)
+                    copies += [(src + there, dst + here, length) for there, here, length in offsets]
+        return Descriptors.of(_joined(copies))
 
 
 class _Plan:
@@ -116,6 +136,19 @@ class _Plan:
 
 
 _FIRST = np.zeros(1, dtype=np.int64)
+
+
+def _joined(copies: list[Copy]) -> list[Copy]:
+    """As `kvd.plan.arrays.join`, one by one."""
+    copies.sort()
+    joined = copies[:1]
+    for src, dst, length in copies[1:]:
+        before_src, before_dst, before = joined[-1]
+        if (src, dst) == (before_src + before, before_dst + before):
+            joined[-1] = before_src, before_dst, before + length
+        else:
+            joined.append((src, dst, length))
+    return joined
 
 
 def _addresses(template: Template, units: Sequence[Units]) -> tuple[Ints, Ints]:

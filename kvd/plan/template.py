@@ -15,7 +15,7 @@ import numpy as np
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import CacheSpec, Dim, Group, State, View
 from kvd.limits import MAX_BLOCK_DESCRIPTORS
-from kvd.plan.arrays import Ints, join
+from kvd.plan.arrays import Copy, Ints, join
 from kvd.plan.route import Part
 
 _OUTER: tuple[Dim, ...] = ("kv", "tap", "channel")
@@ -40,6 +40,10 @@ class Side:
     def step(self) -> int:
         """The largest number of bytes that all addresses of units are multiples of."""
         return math.gcd(self.stride, *self.phases) or 1
+
+    def address(self, block: int, phase: int) -> int:
+        """Address of one unit."""
+        return block * self.stride + self.phases[phase]
 
     def addresses(self, ids: Ints, phase: Ints | None) -> Ints:
         """Addresses of the units that are number `phase` of the blocks `ids` (None: of blocks that are one unit)."""
@@ -74,6 +78,15 @@ class Template:
         """As `bounds`, of the runs of all units at `src` (ascending) and `dst`."""
         low_src, high_src, low_dst, high_dst = self.bounds
         return int(src[0]) + low_src, int(src[-1]) + high_src, int(dst.min()) + low_dst, int(dst.max()) + high_dst
+
+    @property
+    def offsets(self) -> list[Copy]:
+        """The runs, one by one."""
+        return [
+            (src, dst, run.length)
+            for run in self.runs
+            for src, dst in zip(run.src.tolist(), run.dst.tolist(), strict=True)
+        ]
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -18,7 +18,8 @@ class Span:
     """One group's part of a transfer: blocks at consecutive positions of the sequence, on either side.
 
     `source_ids` (uint32 [S]) are the blocks offered from position `source_first`; `destination_ids` (uint32 [D]) are
-    those to fill from position `destination_first`. Positions count blocks of their own side's size.
+    those to fill from position `destination_first`. Positions count blocks of their own side's size. Either may be a
+    memoryview of that format (`I`).
     """
 
     source_first: int
@@ -37,6 +38,9 @@ class Units:
     destination_phase: Ints | None
 
 
+Pair = tuple[int, int, int, int]
+"""One unit: block id and the unit's number in its block, on the source and on the destination."""
+
 _NONE = Units(np.empty(0, np.int64), None, np.empty(0, np.int64), None)
 
 
@@ -51,6 +55,11 @@ class Pairing:
         self._source_units = 1 if self._is_state else source.block_tokens // unit
         self._destination_units = 1 if self._is_state else destination.block_tokens // unit
 
+    @property
+    def units_per_block(self) -> int:
+        """The most units that a block of the destination is."""
+        return self._destination_units
+
     def units(self, span: Span, tokens: int | None) -> Units:
         """The units that `span` names on both sides.
 
@@ -60,6 +69,35 @@ class Pairing:
         """
         if not len(span.destination_ids):
             return _NONE
+        span, low, high = self._range(span, tokens)
+        source_units, destination_units = self._source_units, self._destination_units
+        source_first, destination_first = span.source_first, span.destination_first
+        if source_units == destination_units:
+            source_ids = np.asarray(span.source_ids)[low - source_first : high - source_first]
+            destination_ids = np.asarray(span.destination_ids)[low - destination_first : high - destination_first]
+            return Units(source_ids.astype(np.int64), None, destination_ids.astype(np.int64), None)
+        positions = np.arange(low, high)
+        return Units(
+            *_unit_of_block(positions, source_units, source_first, span.source_ids),
+            *_unit_of_block(positions, destination_units, destination_first, span.destination_ids),
+        )
+
+    def pairs(self, span: Span, tokens: int | None) -> list[Pair]:
+        """As `units`, one by one."""
+        if not len(span.destination_ids):
+            return []
+        span, low, high = self._range(span, tokens)
+        found = []
+        for unit in range(low, high):
+            source, source_phase = divmod(unit, self._source_units)
+            destination, destination_phase = divmod(unit, self._destination_units)
+            source_id = int(span.source_ids[source - span.source_first])
+            destination_id = int(span.destination_ids[destination - span.destination_first])
+            found.append((source_id, source_phase, destination_id, destination_phase))
+        return found
+
+    def _range(self, span: Span, tokens: int | None) -> tuple[Span, int, int]:
+        """The span that is meant, and which positions, counted in units, it moves: the first and the last + 1."""
         if self._is_state and self._source.block_tokens != self._destination.block_tokens:
             span = self._last_state(span, tokens)
         source_units, destination_units = self._source_units, self._destination_units
@@ -75,15 +113,7 @@ class Pairing:
             or (tokens is not None and not self._covers(span, tokens))
         ):
             self._refuse(span)
-        if source_units == destination_units:
-            source_ids = span.source_ids[low - source_first : high - source_first]
-            destination_ids = span.destination_ids[low - destination_first : high - destination_first]
-            return Units(source_ids.astype(np.int64), None, destination_ids.astype(np.int64), None)
-        positions = np.arange(low, high)
-        return Units(
-            *_unit_of_block(positions, source_units, source_first, span.source_ids),
-            *_unit_of_block(positions, destination_units, destination_first, span.destination_ids),
-        )
+        return span, low, high
 
     def _covers(self, span: Span, tokens: int) -> bool:
         """Whether what is offered holds all needed tokens of what is asked for."""
@@ -123,6 +153,6 @@ class Pairing:
 
 def _unit_of_block(positions: Ints, units: int, first: int, ids: Ids) -> tuple[Ints, Ints | None]:
     if units == 1:
-        return ids[positions - first].astype(np.int64), None
+        return np.asarray(ids)[positions - first].astype(np.int64), None
     blocks, phase = np.divmod(positions, units)
-    return ids[blocks - first].astype(np.int64), phase
+    return np.asarray(ids)[blocks - first].astype(np.int64), phase

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,17 +32,22 @@ def plans(case: Case) -> list[tuple[int, Descriptors]]:
     ]
 
 
-@pytest.mark.parametrize("part", range(6))  # cut, so that no part comes near the time that a test may take
+@pytest.mark.parametrize("few", [0, 1 << 20], ids=["in arrays", "one by one"])
+@pytest.mark.parametrize("part", range(3))  # cut, so that no part comes near the time that a test may take
 @thorough
 @given(case=cases())
-def test_every_needed_byte_is_moved_once_from_where_it_lies_and_no_other_byte_is_touched(part: int, case: Case) -> None:
+def test_every_needed_byte_is_moved_once_from_where_it_lies_and_no_other_byte_is_touched(
+    part: int, few: int, case: Case
+) -> None:
     expected = mapping(case.sources, case.offered, case.destination, case.wanted, case.tokens)
     random = np.random.default_rng(len(expected))
     pools = [random.integers(0, 256, source.pool_bytes, dtype=np.uint8) for source in case.sources]
     before = random.integers(0, 256, case.destination.pool_bytes, dtype=np.uint8)
     after, reference, touched = before.copy(), before.copy(), np.zeros(len(before), dtype=np.uint8)
     copies: dict[int, tuple[int, int]] = {}
-    for rank, plan in plans(case):
+    with mock.patch("kvd.plan.planner.FEW", few):
+        planned = plans(case)
+    for rank, plan in planned:
         fewest: dict[int, int] = {}
         for src, dst, length in zip(plan.src.tolist(), plan.dst.tolist(), plan.length.tolist(), strict=True):
             assert length > 0

@@ -76,10 +76,10 @@ def test_a_whole_pool_is_one_descriptor(layout: str) -> None:
 
 
 def test_more_descriptors_than_a_transfer_may_have_are_refused_before_they_are_made(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.plan.planner.MAX_DESCRIPTORS", 2 * LAYERS - 1)
+    monkeypatch.setattr("kvd.plan.planner.MAX_DESCRIPTORS", 6 * LAYERS - 1)
     (spec,) = engine(MODEL, "packed-hnd")
-    with pytest.raises(BadRequest, match=f"at least {2 * LAYERS} descriptors") as refused:
-        planner_between([spec], spec).plan(span([1, 5], [9, 2]))
+    with pytest.raises(BadRequest, match=f"at least {6 * LAYERS} descriptors") as refused:
+        planner_between([spec], spec).plan(span([1, 5, 11, 20, 31, 40], [9, 2, 30, 17, 50, 44]))
     assert refused.value.code == ErrorCode.TOO_LARGE
 
 
@@ -114,12 +114,13 @@ def test_neighbours_are_joined_where_there_are_too_many_ways_to_foresee(monkeypa
     assert sorted(foreseen.src.tolist()) == sorted(joined.src.tolist())
 
 
-def test_the_first_block_id_that_a_group_does_not_have_is_named() -> None:
+@pytest.mark.parametrize("repeats", [1, 1000])
+def test_the_first_block_id_that_a_group_does_not_have_is_named(repeats: int) -> None:
     (spec,) = engine(MODEL, "packed-hnd")
-    check_ids(spec.groups[0], np.array([0, 63], np.uint32))
-    check_ids(spec.groups[0], np.array([], np.uint32))
+    check_ids(spec.groups[0], np.array([0, 63], np.uint32).tobytes())
+    check_ids(spec.groups[0], b"")
     with pytest.raises(BadRequest, match="block id 64 is not below num_blocks = 64") as refused:
-        check_ids(spec.groups[0], np.array([1, 64, 2, 4_000_000_000], np.uint32))
+        check_ids(spec.groups[0], np.array([1] * repeats + [64, 2, 4_000_000_000], np.uint32).tobytes())
     assert refused.value.code == ErrorCode.BAD_BLOCKS
 
 
@@ -128,3 +129,22 @@ def test_a_source_block_may_be_read_into_several_blocks() -> None:
     plan: Descriptors = planner_between([spec], spec).plan(span([7, 7], [1, 2]))
     assert sorted(plan.dst.tolist()) == [spec.groups[0].block_bytes, 2 * spec.groups[0].block_bytes]
     assert len(set(plan.src.tolist())) == 1
+
+
+def test_descriptors_of_copies_are_those_of_their_columns() -> None:
+    copies = [(7, 1 << 40, 5), (1 << 63, 0, 3)]
+    few = Descriptors.of(copies)
+    assert {array.dtype for array in (few.src, few.dst, few.length)} == {np.dtype(np.uint64)}
+    assert (few.count, few.bytes) == (2, 8)
+    columns = Descriptors(few.src, few.dst, few.length)
+    assert (columns.count, columns.bytes, columns.copies) == (2, 8, copies)
+
+
+def test_ids_may_come_as_they_lie_in_a_message() -> None:
+    (spec,) = engine(MODEL, "packed-hnd")
+    planner = planner_between([spec], spec)
+    for blocks in (1, 40):
+        ids = np.random.default_rng(blocks).permutation(64)[:blocks].astype(np.uint32)
+        lying = memoryview(ids.tobytes()).cast("I")
+        one, other = (planner.plan([Span(0, taken, 0, taken)]) for taken in (ids, lying))
+        assert one.copies == other.copies
