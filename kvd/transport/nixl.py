@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ErrorCode, InternalError
+from kvd.transport import threads
 from kvd.transport.engine import Engine
 from kvd.transport.interface import Deregistered, Event, Registered, TransportDied
 from kvd.transport.lanes import Lanes
@@ -68,17 +69,6 @@ def open_agent(name: str) -> Any:
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
-def deal_cores(cores: Collection[int], count: int) -> list[frozenset[int]]:
-    """As many sets of these cores, without a common one where there are enough.
-
-    Threads that may run anywhere share one core for whole reads while another idles: each sleeps too shortly, between
-    two slices, for the kernel to move it. Numbers are dealt in turn, so that both threads of a core (numbers half of
-    all apart, as the kernel numbers them where it can choose) fall into one set, and each set has cores of all nodes.
-    """
-    ordered = sorted(cores)
-    return [frozenset(ordered[first % len(ordered) :: count]) for first in range(count)]
-
-
 def open_transports(
     agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, niceness: int = 0
 ) -> list[NixlTransport]:
@@ -88,7 +78,7 @@ def open_transports(
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    first, *rest = deal_cores(os.sched_getaffinity(0), len(agents))
+    first, *rest = threads.deal_cores(os.sched_getaffinity(0), len(agents))
     others = [
         NixlTransport(agent, loop, niceness=niceness, beside=None, cores=cores)
         for agent, cores in zip(agents[1:], rest, strict=True)
@@ -219,9 +209,7 @@ class NixlTransport:
 
     def _run(self, outbox: Outbox) -> None:
         try:
-            os.nice(self._niceness)  # Linux counts it for each thread, and the cores, too
-            if self._cores:
-                os.sched_setaffinity(0, self._cores)
+            threads.settle(self._niceness, self._cores)
             self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))

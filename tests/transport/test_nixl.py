@@ -4,11 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvd.transport.contract import CHECKS
-from kvd.transport.nixl import TCP_SETTINGS, choose_settings, deal_cores
+from kvd.transport.nixl import TCP_SETTINGS, choose_settings
 
 pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 
@@ -64,18 +62,3 @@ def test_what_the_operator_set_stays_and_no_size_is_chosen_that_would_not_go_wit
     choose_settings(environment)
     assert (environment["UCX_TCP_RX_SEG_SIZE"], environment["UCX_LOG_LEVEL"]) == ("64k", "info")
     assert "UCX_TCP_TX_SEG_SIZE" not in environment
-
-
-@given(cores=st.sets(st.integers(0, 1023), min_size=1, max_size=64), count=st.integers(1, 16))
-def test_each_thread_gets_cores_and_none_that_another_has_where_there_are_enough(cores: set[int], count: int) -> None:
-    hands = deal_cores(cores, count)
-    assert len(hands) == count
-    assert all(hands)
-    assert frozenset().union(*hands) == cores
-    if count <= len(cores):
-        assert sum(map(len, hands)) == len(cores)
-        assert max(map(len, hands)) - min(map(len, hands)) <= 1
-
-
-def test_both_threads_of_a_core_fall_into_one_set() -> None:
-    assert deal_cores(range(8), 2) == [{0, 2, 4, 6}, {1, 3, 5, 7}]  # 0 and 4, 1 and 5, ... are siblings
