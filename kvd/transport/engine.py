@@ -182,8 +182,13 @@ class Engine:
     def read_at_once(
         self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
     ) -> bool:
-        """On the caller's thread, where the read is small, copied in its post, and nothing is before it; else False."""
-        if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES or not descriptors.length.all():
+        """On the caller's thread, where the read is small, copied in its post, and nothing is before it; else False.
+
+        Without the books that are kept of other reads, unless it does not end as expected.
+        """
+        if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES:
+            return False
+        if 0 in [size for _, _, size in descriptors.copies]:
             return False
         if not self.turn.acquire(blocking=False):
             return False
@@ -192,13 +197,36 @@ class Engine:
             if peer is None or not peer.direct or self._slices or not self.commands.empty():
                 return False
             prepared = PreparedRead(self._nixl, agent, local_base, remote_base)
-            opened = self._open(_Read(read, peer, prepared, stamp=stamp))
-            self._post(opened, None, partial(prepared.transfer_of_all, descriptors))
-            if self._posted:
-                self.commands.put(_look)
+            begun = _Read(read, peer, prepared, started=time.perf_counter(), stamp=stamp)
+            if self._copies(begun, partial(prepared.transfer_of_all, descriptors)):
+                begun.seconds = time.perf_counter() - begun.started
+                begun.word = self._landing.take() if stamp else None
+                if begun.word is None or self._copies(begun, partial(self._stamp_of, begun)):
+                    self._say_landed(begun)
             return True
         finally:
             self.turn.release()
+
+    def _copies(self, read: _Read, prepare: Callable[[], Any]) -> bool:
+        """Posts what `prepare` makes a handle of; whether that was all. If not the read goes on as others do."""
+        handle: Any = None
+        failure: Exception | None = None
+        try:
+            handle = prepare()
+            copied: bool = self._nixl.transfer(handle) == "DONE"
+        except self._failures as error:
+            copied, failure = False, error
+        if copied:
+            handle.release()
+            return True
+        self._open(read).posted += 1
+        if handle is None:
+            self._slice_ended(read, None, failure)
+        else:
+            read.waited = True
+            self._posted.append(_Posted(read, None, handle, failure))
+            self.commands.put(_look)
+        return False
 
     def read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
         """As `Transport.read`, of what it gets of `slices`."""
@@ -351,21 +379,31 @@ class Engine:
             if not read.failure and read.stamp and self._post_stamp(read):
                 return
         del self._reads[read.key]
-        stamp = self._landing.give_back(read.word) if read.word is not None else 0
         if read.failure:
+            if read.word is not None:
+                self._landing.give_back(read.word)
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
             read.peer.direct = not read.waited
-            self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
+            self._say_landed(read)
         self._peers.read_ended(read.peer, read.key)
+
+    def _say_landed(self, read: _Read) -> None:
+        stamp = 0 if read.word is None else self._landing.give_back(read.word)
+        self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
 
     def _post_stamp(self, read: _Read) -> bool:
         """All bytes are in place: posts the stamp, past the queue since it is a word. False where there is no room."""
         read.word = self._landing.take()
         if read.word is None:
             return False
-        self._post(read, None, partial(self._landing.transfer_of, read.word, read.peer.agent, read.stamp))
+        self._post(read, None, partial(self._stamp_of, read))
         return True
+
+    def _stamp_of(self, read: _Read) -> Any:
+        """A NIXL transfer handle of its stamp; raises NIXL's errors."""
+        assert read.word is not None  # noqa: S101 - it was taken for this
+        return self._landing.transfer_of(read.word, read.peer.agent, read.stamp)
 
     def _shut_down(self, seconds: float) -> None:
         for key in list(self._reads):

@@ -13,6 +13,9 @@ _WORDS: Final = 512
 
 _PAGE_BYTES: Final = _WORDS * STAMP_BYTES
 
+_NUMBERS: Final = np.arange(_WORDS, dtype=np.int32)
+"""Of the words of a list: NIXL takes indices as arrays, and to cut one is half of making one."""
+
 
 class Landing:
     """Some words, and for each peer the page of its stamps that was read last: both are prepared when first used.
@@ -51,8 +54,8 @@ class Landing:
             self.forget(agent)
             remote = self._list_of(agent, base)
             self._pages[agent] = base, remote
-        here = np.array([word], dtype=np.int32)
-        there = np.array([offset // STAMP_BYTES], dtype=np.int32)
+        slot = offset // STAMP_BYTES
+        here, there = _NUMBERS[word : word + 1], _NUMBERS[slot : slot + 1]
         return self._nixl.make_prepped_xfer("READ", self._local, here, remote, there)
 
     def give_back(self, word: int) -> int:

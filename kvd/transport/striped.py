@@ -12,17 +12,17 @@ over a network slices are posted ahead of their bytes, so there the read is cut 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
+from kvd.plan import Descriptors
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -39,9 +39,6 @@ from kvd.transport.interface import (
 )
 from kvd.transport.queue import Slices
 
-if TYPE_CHECKING:
-    from kvd.plan import Descriptors
-
 _GRAIN = 4 * limits.KIB
 """Stripes begin at multiples of this from the first byte: whole pages where the blocks are."""
 
@@ -55,16 +52,11 @@ class Stripe(Transport, Protocol):
 
 @dataclass(slots=True)
 class _Read:
-    """A read and the stripes that have a part of it. `ended` of them have said so."""
+    """A read: `parts` are the bytes of those of its stripes that have not ended, `ends` what the others said."""
 
     agent: str
-    parts: tuple[tuple[int, int], ...]
-    """(stripe, bytes)."""
-    ended: int = 0
-    seconds: float = 0.0
-    in_post: bool = True
-    stamps: set[int] = field(default_factory=set)
-    failure: ReadFailed | None = None
+    parts: dict[int, int]
+    ends: list[Landed | ReadFailed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -97,7 +89,7 @@ def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors
         length[-1] -= ends[last] - np.uint64(high)
         skipped = np.uint64(low) - (ends[first] - descriptors.length[first])
         src[0], dst[0], length[0] = src[0] + skipped, dst[0] + skipped, length[0] - skipped
-        yield dataclasses.replace(descriptors, src=src, dst=dst, length=length)
+        yield Descriptors(src, dst, length)
 
 
 class StripedTransport:
@@ -176,28 +168,28 @@ class StripedTransport:
         if agent not in self._peers or size <= limits.SLICE_BYTES or count == 1:
             # An agent that is not known fails on the first stripe, in its turn.
             stripe = self._load.index(min(self._load)) if agent in self._peers else 0
-            self._begin(read, agent, [(stripe, size)])
+            self._begin(read, agent, {stripe: size})
             self._stripes[stripe].read(read, agent, local_base, remote_base, descriptors, stamp=stamp)
         elif agent in self._direct:
             slices = Slices(read, descriptors)
-            self._begin(read, agent, [(stripe, size // count) for stripe in range(count)])
+            self._begin(read, agent, dict.fromkeys(range(count), size // count))
             for each in self._stripes:
                 each.read_share(agent, local_base, remote_base, slices, stamp=stamp)
         else:
             parts = list(cut_in_stripes(descriptors, count))
-            self._begin(read, agent, [(stripe, part.bytes) for stripe, part in enumerate(parts)])
+            self._begin(read, agent, {stripe: part.bytes for stripe, part in enumerate(parts)})
             for stripe, part in enumerate(parts):
                 self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
 
-    def _begin(self, read: int, agent: str, parts: list[tuple[int, int]]) -> None:
-        self._reads[read] = _Read(agent, tuple(parts))
-        for stripe, share in parts:
+    def _begin(self, read: int, agent: str, parts: dict[int, int]) -> None:
+        self._reads[read] = _Read(agent, parts)
+        for stripe, share in parts.items():
             self._load[stripe] += share
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
         opened = self._reads.get(read)
-        for stripe, _share in opened.parts if opened else ():
+        for stripe in list(opened.parts) if opened else ():
             self._stripes[stripe].abort(read)
 
     def expect_connection(self) -> None:
@@ -289,25 +281,31 @@ class StripedTransport:
 
     def _part_ended(self, stripe: int, event: Landed | ReadFailed) -> None:
         read = self._reads[event.read]
-        read.ended += 1
-        self._load[stripe] -= next(share for number, share in read.parts if number == stripe)
-        if isinstance(event, ReadFailed):
-            if read.failure is None:
-                read.failure = event
-                self.abort(event.read)  # the other parts are of no use
-        elif event.seconds:  # else the other stripes have taken all of it
-            read.seconds = max(read.seconds, event.seconds)
-            read.in_post = read.in_post and event.in_post
-            read.stamps.add(event.stamp)
-        if read.ended == len(read.parts):
+        self._load[stripe] -= read.parts.pop(stripe)
+        read.ends.append(event)
+        if not read.parts:
             self._ended(event.read, read)
+        elif isinstance(event, ReadFailed):
+            self.abort(event.read)  # the other parts are of no use
 
     def _ended(self, number: int, read: _Read) -> None:
         del self._reads[number]
-        if read.failure is not None:
-            self._on_event(read.failure)
-            return
-        if read.agent in self._peers:
-            (self._direct.add if read.in_post else self._direct.discard)(read.agent)
-        stamp = read.stamps.pop() if len(read.stamps) == 1 else 0
-        self._on_event(Landed(number, read.seconds, read.in_post, stamp))
+        event = read.ends[0] if len(read.ends) == 1 else _together(number, read.ends)
+        if isinstance(event, Landed) and read.agent in self._peers:
+            (self._direct.add if event.in_post else self._direct.discard)(read.agent)
+        self._on_event(event)
+
+
+def _together(number: int, ends: Sequence[Landed | ReadFailed]) -> Landed | ReadFailed:
+    """The end of a read, of those of its parts: the first failure where there is one."""
+    for end in ends:
+        if isinstance(end, ReadFailed):
+            return end
+    landed = [end for end in ends if isinstance(end, Landed) and end.seconds]  # the others got none of it
+    stamps = {part.stamp for part in landed}
+    return Landed(
+        number,
+        max((part.seconds for part in landed), default=0.0),
+        in_post=all(part.in_post for part in landed),
+        stamp=stamps.pop() if len(stamps) == 1 else 0,
+    )

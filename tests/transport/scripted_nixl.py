@@ -20,6 +20,9 @@ class nixlBackendError(Exception):  # noqa: N801
 FAILURES = (nixlRemoteDisconnectError, nixlNotFoundError, nixlBackendError)
 
 
+Row = tuple[int, int, int]
+
+
 class Handle:
     def __init__(self, nixl: "ScriptedNixl") -> None:
         self.state: str | Exception = "PROC"
@@ -93,11 +96,10 @@ class ScriptedNixl:
     def make_prepped_xfer(self, *arguments: Any) -> Handle:
         return Handle(self)
 
-    def get_xfer_descs(self, rows: Any, mem_type: str) -> list[list[int]]:
-        described: list[list[int]] = rows.tolist()
-        return described
+    def get_xfer_descs(self, rows: list[Row], mem_type: str) -> list[Row]:
+        return rows
 
-    def initialize_xfer(self, operation: str, local: list[list[int]], remote: list[list[int]], agent: str) -> Handle:
+    def initialize_xfer(self, operation: str, local: list[Row], remote: list[Row], agent: str) -> Handle:
         assert operation == "READ"
         assert agent in self.agents
         assert len(local) == len(remote)
