@@ -56,6 +56,7 @@ class CompletionActor(Actor):
         super().__init__(house.post)
         self._house = house
         self._logs: dict[str, _Log] = {}
+        house.metrics.unacknowledged.set_function(lambda: sum(len(log.items) for log in list(self._logs.values())))
         self._draining = False
 
     @handles(Notify)
@@ -65,8 +66,7 @@ class CompletionActor(Actor):
         if log is None:
             return  # the worker has detached: nobody waits for it
         log.items.append(message.item)
-        self._house.metrics.notifications.inc()
-        self._house.metrics.unacknowledged.inc()
+        self.loop.call_soon(self._house.metrics.notifications.inc)  # nobody waits for it
         self._set_full(message.worker, log)
         self._flush_soon(message.worker, log)
 
@@ -135,16 +135,13 @@ class CompletionActor(Actor):
             log.items.popleft()
             log.first += 1
             log.sent -= 1
-            self._house.metrics.unacknowledged.dec()
         self._set_full(message.worker, log)
         self._check_idle()
 
     @handles(Forget)
     def forget(self, message: Forget) -> None:
         """The worker will not come back for its notifications."""
-        log = self._logs.pop(message.worker, None)
-        if log is not None:
-            self._house.metrics.unacknowledged.dec(len(log.items))
+        self._logs.pop(message.worker, None)
         self._check_idle()
 
     @handles(Drain)

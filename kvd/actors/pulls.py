@@ -1,6 +1,6 @@
 """The scheduler's records: a pull, and the transfers that it has of each producer rank."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from kvd import limits
 from kvd.actors.messages import PeerView, Pool
@@ -17,8 +17,7 @@ PullKey = tuple[str, str]
 """(worker, request)."""
 
 
-@dataclass(slots=True)
-class Transfer:
+class Transfer(Struct, eq=False):
     """What one producer rank contributes. `number` names its claim to the producer and its read to the transport."""
 
     number: int
@@ -81,8 +80,7 @@ class Transfer:
         return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
 
-@dataclass(slots=True)
-class Pull:
+class Pull(Struct, eq=False):
     """What a worker asked for."""
 
     key: PullKey

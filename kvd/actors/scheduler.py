@@ -62,6 +62,7 @@ class SchedulerActor(Actor):
         self._targets = Targets()
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
+        house.metrics.pulls_active.set_function(lambda: len(self._pulls))
         self._transfers = Transfers(house, transport, self._producers, self, tell=self.tell, tell_later=self.tell_later)
         self._quarantined = 0
         self._draining = False
@@ -86,7 +87,6 @@ class SchedulerActor(Actor):
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
-        self._house.metrics.pulls_active.inc()
         self._deadlines.set(key, now + pull.timeout)
         if record.awaited:
             self._need(record)
@@ -230,15 +230,17 @@ class SchedulerActor(Actor):
         if pull.span is not None:
             pull.span.end(outcome, error)
         self._deadlines.unset(pull.key)
+        self.loop.call_soon(self._count, outcome, self.loop.time() - pull.started)  # nobody waits for it
+
+    def _count(self, outcome: str, seconds: float) -> None:
         self._house.metrics.pulls.labels(outcome).inc()
-        self._house.metrics.pull_seconds.observe(self.loop.time() - pull.started)
+        self._house.metrics.pull_seconds.observe(seconds)
 
     def transfer_freed(self, pull: Pull) -> None:
         """Gives the blocks of an ended pull back once none of its transfers can write to them."""
         if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
             return
         del self._pulls[pull.key]
-        self._house.metrics.pulls_active.dec()
         self._targets.give_back(pull.pool, pull.spans)
         if pull.quarantined:
             self._count_quarantined(-1)

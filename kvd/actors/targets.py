@@ -1,7 +1,5 @@
 """The pools that pulls write to: which of their blocks are busy, and how many pulls are open."""
 
-from collections import Counter
-
 from kvd import limits
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.messages import Pool
@@ -15,7 +13,7 @@ class Targets:
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
         self._busy: dict[int, BusyBlocks] = {}
-        self._open: Counter[int] = Counter()
+        self._open: dict[int, int] = {}
         """Pulls, by the id of the pool they write to."""
         self._closing: set[int] = set()
 
@@ -35,7 +33,7 @@ class Targets:
 
     def is_quiet(self, pool: int) -> bool:
         """Whether it is closing, and nothing writes to it any more."""
-        return pool in self._closing and not self._open[pool]
+        return pool in self._closing and pool not in self._open
 
     def take(self, pool: Pool, spans: Spans) -> None:
         """The blocks of one more pull, which are busy until they are given back.
@@ -47,11 +45,12 @@ class Targets:
         """
         if self._pools.get(pool.worker) is not pool or pool.id in self._closing:
             raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
-        if self._open[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
-            text = f"{self._open[pool.id]} pulls of this worker are open, the bound; wait until some have ended"
+        count = self._open.get(pool.id, 0)
+        if count >= limits.MAX_REQUESTS_PER_WORKER:
+            text = f"{count} pulls of this worker are open, the bound; wait until some have ended"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         self._busy[pool.id].take(spans)
-        self._open[pool.id] += 1
+        self._open[pool.id] = count + 1
 
     def give_back(self, pool: Pool, spans: Spans) -> None:
         """Nothing writes to these blocks any more."""

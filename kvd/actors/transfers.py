@@ -217,16 +217,19 @@ class Transfers:
     def landed(self, event: Landed) -> None:
         """Every byte of a read is in place."""
         transfer = self._open[event.read]
-        metrics = self._house.metrics
-        metrics.read_seconds.observe(event.seconds)
         self._producers.was_read(transfer.address, direct=event.in_post)
-        if transfer.descriptors is not None:
-            metrics.read_bytes.inc(transfer.bytes)
-            metrics.read_descriptors.inc(transfer.descriptors.count)
+        assert transfer.descriptors is not None  # noqa: S101 - a transfer without any reads nothing
+        self._house.loop.call_soon(self._count, event.seconds, transfer.bytes, transfer.descriptors.count)
         # A stamp proves only what was copied while the producer's process lived: memory that a network card reads
         # lives longer than the process that would have wiped the stamp.
         stamped = event.in_post and transfer.stamp and event.stamp == transfer.stamp
         self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
+
+    def _count(self, seconds: float, size: int, descriptors: int) -> None:
+        metrics = self._house.metrics
+        metrics.read_seconds.observe(seconds)
+        metrics.read_bytes.inc(size)
+        metrics.read_descriptors.inc(descriptors)
 
     def read_failed(self, event: ReadFailed) -> None:
         """A read is over without all its bytes."""

@@ -16,6 +16,9 @@ from kvd.net.options import is_readable
 RECEIVES_PER_WAKE: Final = 64
 """Messages taken in before the loop's other work gets its turn."""
 
+_NOBLOCK: Final = int(zmq.NOBLOCK)  # as ints: to compute with pyzmq's flags takes as long as to send
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
@@ -42,7 +45,9 @@ class SocketPump:
     def send(self, parts: list[bytes]) -> bool:
         """Sends without blocking; False where the queue is full or (ROUTER) nobody has that routing id."""
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _MORE)
+            self._socket.send(parts[-1], _NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
