@@ -49,6 +49,7 @@ class ScriptedNixl:
         self.script: deque[Any] = deque()
         self.calls: list[str] = []
         self.refuse: Exception | None = None
+        self.unmade: Exception | None = None
         self.immediately: str | Exception = "PROC"
         self.prepared: list[tuple[str, int]] = []
         """Agent and length of each list."""
@@ -103,6 +104,8 @@ class ScriptedNixl:
         assert operation == "READ"
         assert agent in self.agents
         assert len(local) == len(remote)
+        if self.unmade is not None:
+            raise self.unmade
         return Handle(self)
 
     def transfer(self, handle: Handle) -> str:

@@ -242,8 +242,15 @@ def turn(run: Run) -> None:
     run.engine._post_next()
 
 
-def read_at_once(run: Run, what: Descriptors = SMALL) -> bool:
-    return run.engine.read_at_once(2, "p", 0, 0, what)
+def read_at_once(run: Run, what: Descriptors = SMALL, stamp: int = 0) -> bool:
+    return run.engine.read_at_once(2, "p", 0, 0, what, stamp=stamp)
+
+
+def look(run: Run) -> None:
+    """The thread's next turn."""
+    while not run.engine.commands.empty():
+        run.engine._obey(run.engine.commands.get_nowait())
+    run.engine._check_posted(1)
 
 
 def test_a_small_read_of_a_peer_on_this_host_is_made_on_the_callers_thread() -> None:
@@ -295,6 +302,57 @@ def test_a_small_read_that_is_not_copied_while_it_is_posted_is_looked_after_by_t
     assert read_at_once(run)
     assert not run.events
     assert not run.engine.commands.empty()
+
+
+def test_a_small_read_that_cannot_be_made_has_failed_and_nothing_is_left_of_it() -> None:
+    run = Run()
+    met(run)
+    run.nixl.unmade = nixlBackendError("no")
+    assert read_at_once(run)
+    assert [type(event) for event in run.events] == [ReadFailed]
+    assert not run.nixl.live
+    assert not run.engine._reads
+
+
+def test_a_small_read_whose_post_fails_has_failed_when_its_handle_is_released() -> None:
+    run = Run()
+    met(run)
+    run.nixl.immediately = nixlBackendError("broken")
+    assert read_at_once(run)
+    (handle,) = run.nixl.live
+    handle.held = True
+    look(run)
+    assert not run.events
+    handle.held = False
+    look(run)
+    assert [type(event) for event in run.events] == [ReadFailed]
+    assert not run.nixl.live
+
+
+def test_a_small_read_that_finds_its_peer_gone_loses_it() -> None:
+    run = Run()
+    met(run)
+    run.nixl.immediately = nixlRemoteDisconnectError("gone")
+    assert read_at_once(run)
+    look(run)
+    assert {type(event) for event in run.events} == {ReadFailed, PeerFailed}
+    assert not read_at_once(run)
+
+
+def test_a_stamp_that_is_late_makes_a_small_read_one_that_was_waited_for() -> None:
+    run = Run()
+    met(run)
+    run.nixl.on_transfer = lambda: setattr(run.nixl, "immediately", "PROC" if len(run.nixl.transfers) % 2 else "DONE")
+    run.nixl.transfers.clear()
+    assert read_at_once(run, stamp=4096)
+    assert not run.events
+    set_all(run.nixl.transfers, "DONE")
+    look(run)
+    (landed,) = run.events
+    assert isinstance(landed, Landed)
+    assert not landed.in_post
+    assert len(run.nixl.transfers) == 2
+    assert len(run.engine._landing._free) == 512
 
 
 def test_stamps_of_one_page_are_read_by_one_prepared_list_and_nothing_is_left_of_it() -> None:
