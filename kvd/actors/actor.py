@@ -62,12 +62,12 @@ class Post:
     def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
         self.loop = loop
         self._supervisor = supervisor
-        self._due: deque[Actor] = deque()
+        self._letters: deque[tuple[Actor, object]] = deque()
         self._called = False
 
-    def due(self, actor: "Actor") -> None:
-        """A message waits for `actor`; once for each message."""
-        self._due.append(actor)
+    def put(self, actor: "Actor", message: object) -> None:
+        """`message` is for `actor`, after all that were put before it."""
+        self._letters.append((actor, message))
         if not self._called:
             self._called = True
             self.loop.call_soon(self._deliver)
@@ -75,11 +75,11 @@ class Post:
     def _deliver(self) -> None:
         """Hands messages out in the order they were told; sockets and timers get their turn after so many."""
         for _ in range(limits.MESSAGES_PER_TURN):
-            if not self._due:
+            if not self._letters:
                 self._called = False
                 return
-            actor = self._due.popleft()
-            message = actor.mailbox.popleft()
+            actor, message = self._letters.popleft()
+            actor.waiting -= 1
             try:
                 actor.handlers[type(message)](actor, message)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
@@ -101,25 +101,21 @@ class Actor:
 
     def __init__(self, post: Post) -> None:
         self.loop = post.loop
-        self.mailbox: deque[object] = deque()
+        self.waiting = 0
+        """Messages that were told and not handled."""
         self._post = post
 
-    @property
-    def waiting(self) -> int:
-        """Messages in the mailbox."""
-        return len(self.mailbox)
-
     def tell(self, message: object) -> None:
-        """Puts `message` into the mailbox; it is handled after the current message.
+        """Posts `message`; it is handled after the current message.
 
         Raises:
             InternalError: the mailbox is full.
 
         """
-        if len(self.mailbox) >= limits.MAILBOX_MESSAGES:
+        if self.waiting >= limits.MAILBOX_MESSAGES:
             raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
-        self.mailbox.append(message)
-        self._post.due(self)
+        self.waiting += 1
+        self._post.put(self, message)
 
     def tell_later(self, delay: float, message: object) -> Timer:
         """Tells itself `message` in `delay` seconds."""

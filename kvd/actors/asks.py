@@ -15,16 +15,20 @@ from kvd.protocol.types import Message
 from kvd.state.transfer import State
 
 CLAIM_AFTER = 0.02
-"""Seconds after which a read that began without a claim sends one: most have ended by then, on the same host."""
+"""Seconds within which a read that began without a claim sends one: most have ended by then, on the same host."""
 
 SETTLE_AFTER = 0.02
 """Seconds after which a producer hears of reads that its leases' stamps have proven: many at once."""
 
 
 class Overdue(Struct, frozen=True, gc=False):
-    """To the scheduler: this transfer's answer is late, or its read has lasted so long that it should be claimed."""
+    """To the scheduler: this transfer's answer is late."""
 
     number: int
+
+
+class ClaimLasting(Struct, frozen=True, gc=False):
+    """To the scheduler: time to claim what is still being read."""
 
 
 class RenewAll(Struct, frozen=True, gc=False):
@@ -46,6 +50,8 @@ class Asks:
         self._renewing = False
         self._settling: list[Transfer] = []
         """Proven, and the producer has not been told."""
+        self._unclaimed: list[Transfer] = []
+        """Reads that began without a claim since they were looked through."""
         self._due: Expiry[int] = Expiry(house.loop, lambda number: tell(Overdue(number)))
 
     def ask(self, transfer: Transfer, ask: Message) -> None:
@@ -70,8 +76,15 @@ class Asks:
             self._tell_later(self._house.settings.claim_ttl / 3, RenewAll())
 
     def claim_if_it_lasts(self, transfer: Transfer) -> None:
-        """Has the scheduler look at an unclaimed read after a while."""
-        self._due.set(transfer.number, self._house.loop.time() + CLAIM_AFTER)
+        """Has the scheduler look at an unclaimed read after a while, with all others of that time."""
+        if not self._unclaimed:
+            self._tell_later(CLAIM_AFTER, ClaimLasting())
+        self._unclaimed.append(transfer)
+
+    def take_lasting(self) -> list[Transfer]:
+        """The unclaimed reads that have not ended."""
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return [transfer for transfer in unclaimed if transfer.state is State.READING and not transfer.claimed]
 
     def renew(self, transfers: Iterable[Transfer]) -> None:
         """Renews every claim that is held, drains included: the producer must not free what is being read.

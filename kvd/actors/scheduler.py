@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, handles
-from kvd.actors.asks import Overdue, RenewAll, SettleAll
+from kvd.actors.asks import ClaimLasting, Overdue, RenewAll, SettleAll
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
@@ -180,8 +180,13 @@ class SchedulerActor(Actor):
 
     @handles(Overdue)
     def overdue(self, message: Overdue) -> None:
-        """An answer is late, or a read lasts."""
+        """An answer is late."""
         self._transfers.overdue(message)
+
+    @handles(ClaimLasting)
+    def claim_lasting(self, _message: ClaimLasting) -> None:
+        """Claims what began without, and lasts."""
+        self._transfers.claim_lasting()
 
     @handles(RenewAll)
     def renew(self, _message: RenewAll) -> None:

@@ -195,13 +195,14 @@ class Transfers:
             self._plan(transfer)
 
     def overdue(self, message: Overdue) -> None:
-        """The answer is late: it, or the ask, may have been lost with a connection. Or nothing was asked yet."""
+        """The answer is late: it, or the ask, may have been lost with a connection."""
         transfer = self._open.get(message.number)
-        if transfer is None:
-            return
-        if transfer.ask is not None:
+        if transfer is not None and transfer.ask is not None:
             self._asks.ask(transfer, transfer.ask)
-        elif transfer.state is State.READING and not transfer.claimed:
+
+    def claim_lasting(self) -> None:
+        """Claims what is read without a claim and has not ended."""
+        for transfer in self._asks.take_lasting():
             self._step(transfer, Event.LASTS)
 
     def renew(self) -> None:

@@ -118,7 +118,7 @@ class Driver:
             self._send_frames(now)
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
-                self._receive(now, session=any(fileno == self._watched[0] for fileno, _ in ready))
+                self._receive(now, session=self._watched[0] in dict(ready))
         elif self._connection.phase is Phase.ATTACHING:
             self._connection.flush()
             if self._poller.poll(0):

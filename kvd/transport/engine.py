@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
@@ -57,8 +57,7 @@ _abandoned: list[object] = []
 """Agents stopped with slices posted: to destroy one would free what UCX still uses."""
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
+class _Read(Struct, eq=False):
     """`posted` counts slices that NIXL has; `failure` is why the read will not land."""
 
     key: int
@@ -78,8 +77,7 @@ class _Read:
     """From the first post to the last byte of a descriptor."""
 
 
-@dataclass(slots=True, eq=False)
-class _Posted:
+class _Posted(Struct, eq=False):
     """What NIXL has: a slice, else a whole read or a stamp; with `failure` it only waits for its handle's release."""
 
     read: _Read

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
@@ -50,13 +51,12 @@ class Stripe(Transport, Protocol):
         """As `read`, of what it gets of `slices`; where it gets none, `Landed` says 0.0 seconds."""
 
 
-@dataclass(slots=True)
-class _Read:
+class _Read(Struct, eq=False):
     """A read: `parts` are the bytes of those of its stripes that have not ended, `ends` what the others said."""
 
     agent: str
     parts: dict[int, int]
-    ends: list[Landed | ReadFailed] = field(default_factory=list)
+    ends: list[Landed | ReadFailed] = []
 
 
 @dataclass(slots=True)
