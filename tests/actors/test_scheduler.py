@@ -428,6 +428,15 @@ def test_a_lease_without_a_stamp_is_fenced_by_message(stage):
     assert stage.notified == [Done("p"), Done("q")]
 
 
+def test_of_reads_that_began_together_those_that_last_are_claimed(stage):
+    read_at_once(stage)
+    stage.pull("r", blocks=(4, 5), ticket=known_ticket())
+    stage.pull("s", blocks=(6, 7), ticket=known_ticket())
+    stage.transport_says(Landed(3, 0.01, in_post=True, stamp=STAMP))
+    stage.run(0.025)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2, 4]
+
+
 def test_a_read_that_lasts_is_claimed_and_renewed(stage):
     read_at_once(stage)
     stage.run(0.1)
