@@ -49,6 +49,14 @@ class Producers:
         """Where a ticket's ranks are whose daemon has not named their pool, which may be younger than what it said."""
         return {rank.address for rank in ticket.ranks if rank.pool not in self._views[rank.address].pools}
 
+    @staticmethod
+    def may_come(ticket: Ticket, addresses: set[str]) -> bool:
+        """Whether the pools that daemons at `addresses` have not named may yet come: the ticket names no incarnation.
+
+        One that does was made when the pool was there, so that it is gone since.
+        """
+        return all(rank.incarnation == 0 for rank in ticket.ranks if rank.address in addresses)
+
     def views(self, ticket: Ticket) -> dict[str, PeerView]:
         """Of a ticket's ranks, by address."""
         return {rank.address: self._views[rank.address] for rank in ticket.ranks}

@@ -44,10 +44,16 @@ from kvd.transport.interface import Landed, ReadFailed, Transport
 _PROVEN = frozenset({State.HELD, State.SETTLING})
 
 _LOOKS = 3
-"""How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way."""
+"""How often a peer is asked for a pool that it has not named: more than once, as its answer may have been under way.
+Where the ticket was made while its daemon was away, the worker may take its time to come back there: then once in each
+`retry` seconds after that, until the pull's deadline."""
 
 
 class _Deadline(Struct, frozen=True, gc=False):
+    key: PullKey
+
+
+class _LookAgain(Struct, frozen=True, gc=False):
     key: PullKey
 
 
@@ -106,11 +112,12 @@ class SchedulerActor(Actor):
 
     def _route(self, pull: Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
-        if pull.looks < _LOOKS:
-            pull.awaited = self._producers.without_pool(pull.ticket)
-            pull.looks += 1
-        if pull.awaited:
-            self._need(pull)
+        missing = self._producers.without_pool(pull.ticket)
+        if missing and pull.looks < _LOOKS:
+            self._look(pull, missing)
+            return
+        if missing and self._producers.may_come(pull.ticket, missing):
+            self.tell_later(self._house.settings.retry, _LookAgain(pull.key))
             return
         pull.views = self._producers.views(pull.ticket)
         try:
@@ -124,6 +131,23 @@ class SchedulerActor(Actor):
             self._transfers.begin(transfer)
         if not pull.transfers:
             self.transfer_contributed(pull)
+
+    def _look(self, pull: Pull, addresses: set[str]) -> None:
+        pull.awaited = addresses
+        pull.looks += 1
+        self._need(pull)
+
+    @handles(_LookAgain)
+    def look_again(self, message: _LookAgain) -> None:
+        """Asks once more for a pool whose worker had not come back to its daemon."""
+        pull = self._pulls.get(message.key)
+        if pull is None or pull.outcome or pull.transfers or pull.awaited:
+            return
+        addresses = self._producers.unknown(pull.ticket) or self._producers.without_pool(pull.ticket)
+        if addresses:
+            self._look(pull, addresses)
+        else:
+            self._route(pull)
 
     @handles(PeerUp)
     def peer_up(self, message: PeerUp) -> None:

@@ -213,11 +213,41 @@ def test_a_known_peer_is_asked_again_for_a_pool_that_it_has_not_named(stage):
     assert len(stage.asks(Claim)) == 1
 
 
-def test_a_peer_that_does_not_have_the_pool_is_not_asked_for_ever(stage):
-    stage.pull(timeout=60.0)
+def test_a_peer_that_has_lost_the_pool_since_the_ticket_is_not_asked_for_ever(stage):
+    stage.pull(ticket=make_ticket(incarnation=5), timeout=60.0)
     for _ in range(4):
         stage.peer_says(welcome_of(pools=("earlier",)))
     assert outcome(stage).code == ErrorCode.OFFER_GONE
+
+
+def wait_for_the_pool(stage, timeout):
+    """A pull of a ticket that was made while the daemon was away, whose worker has not come back to it."""
+    stage.pull(ticket=make_ticket(incarnation=0), timeout=timeout)
+    for _ in range(4):
+        stage.peer_says(welcome_of(pools=("earlier",)))
+    assert stage.notified == []
+    return len(stage.asks(Hello))
+
+
+def test_a_pull_waits_for_the_worker_that_has_not_come_back_to_its_daemon(stage):
+    asked = wait_for_the_pool(stage, timeout=60.0)
+    stage.run(0.4)
+    assert len(stage.asks(Hello)) == asked
+    stage.run(0.2)
+    assert len(stage.asks(Hello)) == asked + 1
+    stage.peer_says(welcome_of(pools=("earlier",)))
+    stage.run(0.6)
+    stage.peer_says(welcome_of(pools=("earlier", "there")))
+    assert stage.notified == []
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_a_worker_that_does_not_come_back_is_waited_for_until_the_deadline(stage):
+    wait_for_the_pool(stage, timeout=2.0)
+    for _ in range(4):
+        stage.run(0.6)
+        stage.peer_says(welcome_of(pools=("earlier",)))
+    assert outcome(stage).code == ErrorCode.DEADLINE
 
 
 def test_a_grant_of_a_younger_pool_waits_until_the_peer_has_told_of_it(stage):
