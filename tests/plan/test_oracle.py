@@ -33,7 +33,7 @@ def plans(case: Case) -> list[tuple[int, Descriptors]]:
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20], ids=["in arrays", "one by one"])
-@pytest.mark.parametrize("part", range(3))  # cut, so that no part comes near the time that a test may take
+@pytest.mark.parametrize("part", range(6))  # cut, so that no part comes near the time that a test may take
 @thorough
 @given(case=cases())
 def test_every_needed_byte_is_moved_once_from_where_it_lies_and_no_other_byte_is_touched(
