@@ -75,6 +75,9 @@ class Config(BaseSettings):
         le=16,
         description="NIXL agents, a thread each, that share a long read: each copies on a core of its own.",
     )
+    keep_awake: bool = Field(
+        True, description="While requests come, cores do not sleep where waking them takes long; false saves power."
+    )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
     claim_ttl: float = Field(

@@ -19,6 +19,7 @@ from kvd.actors.messages import Drain, ExpectPeers, RightsChanged, Stop
 from kvd.actors.reception import everything
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
+from kvd.awake import Cores
 from kvd.config import Config
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
@@ -87,6 +88,7 @@ class Daemon:
         self._trust = self._load_trust()
         self._directory = self._make_directory()
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        self._cores = self._keep_awake() if config.keep_awake else None
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
@@ -112,6 +114,8 @@ class Daemon:
             idle=self._is_idle,
             spans=self._traces,
         )
+        if self._cores is not None:
+            self.house.requested = self._cores.wake
         fittings = Fittings(
             worker_port=self._worker_sockets,
             peer_port=self._peer_sockets,
@@ -206,8 +210,19 @@ class Daemon:
         """Every part answered the watchdog."""
         self.health.beat()
         self._notifier.feed()
+        if self._cores is not None:
+            self._cores.doze()
         reasons = self.health.reasons
         self._notifier.status("; ".join(reasons.values()) or f"serving peers at {self._peer_sockets.address}")
+
+    def _keep_awake(self) -> Cores | None:
+        try:
+            cores = Cores()
+        except OSError as error:
+            self._log.info("cores may sleep while requests come", reason=str(error))
+            return None
+        self.metrics.awake.set_function(lambda: cores.awake)
+        return cores
 
     def _signalled(self, number: int) -> None:
         self._log.info("signal", signal=signal.Signals(number).name)

@@ -1,6 +1,7 @@
 """Where the configuration comes from, and what it says when it is wrong."""
 
 import pytest
+import structlog
 
 from kvd.cli.main import main
 from kvd.config import Config, load
@@ -83,6 +84,14 @@ def test_every_field_is_documented():
     assert all(field.description for field in Config.model_fields.values())
 
 
+@pytest.fixture
+def own_log():
+    """The command sets the log up for its process, which here runs other tests after it."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("own_log")
 def test_a_cuda_device_is_refused_with_what_to_do(tmp_path, capsys):
     flags = ["--name", "a", "--socket", str(tmp_path / "a.sock"), "--device", "cuda:0"]
     assert main(["serve", *flags]) == 2

@@ -6,6 +6,11 @@ import sys
 
 import pytest
 
+from kvd.awake import DEVICE, shallowest
+from kvd.doctor.cores import check_cores
+from kvd.doctor.finding import Level
+from tests.e2e.fleet import until
+
 pytestmark = pytest.mark.e2e
 
 SERVE_UNTIL_READY = """
@@ -40,3 +45,41 @@ def test_transport_threads_that_share_a_read_have_no_core_in_common(fleet):
     first, second = threads - {frozenset(os.sched_getaffinity(0))}
     assert first.isdisjoint(second)
     assert first | second == os.sched_getaffinity(0)
+
+
+def wakes_within() -> int:
+    """Microseconds in which cores wake up, by all that ask for it."""
+    return int.from_bytes(DEVICE.read_bytes()[:4], sys.byteorder)
+
+
+def becomes(microseconds: int) -> None:
+    for _ in until(10, f"cores wake up within {microseconds} us"):
+        if wakes_within() == microseconds:
+            break
+
+
+@pytest.mark.skipif(check_cores().level is not Level.OK, reason=check_cores().text)
+def test_cores_are_awake_while_requests_come_and_sleep_when_none_does_or_the_daemon_is_killed(fleet):
+    before = wakes_within()
+    assert shallowest() < before
+    daemon = fleet.daemon("d")
+    worker = fleet.worker(daemon, "prefill")
+    assert wakes_within() == before
+    for turn in range(2):
+        worker.call("offer", name=f"o{turn}", ids=[turn])
+        becomes(shallowest())
+        becomes(before)
+    worker.call("offer", name="last", ids=[9])
+    becomes(shallowest())
+    daemon.kill()
+    assert wakes_within() == before
+
+
+@pytest.mark.skipif(check_cores().level is not Level.OK, reason=check_cores().text)
+def test_who_would_rather_save_power_says_so(fleet):
+    before = wakes_within()
+    worker = fleet.worker(fleet.daemon("d", keep_awake="false"), "prefill")
+    worker.call("offer", name="o", ids=[1])
+    worker.call("cancel", name="o")
+    assert worker.outcome("o", 10)["reason"] == "withdrawn"  # both have passed the daemon
+    assert wakes_within() == before
