@@ -105,7 +105,7 @@ class NixlTransport:
     ) -> None:
         """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks.
 
-        Its thread keeps to `cores`, where there are any.
+        While its thread copies it keeps to `cores`, where there are any.
         """
         handle = open_agent(agent)
         bindings = vars(sys.modules["nixl"]._bindings)
@@ -209,8 +209,8 @@ class NixlTransport:
 
     def _run(self, outbox: Outbox) -> None:
         try:
-            threads.settle(self._niceness, self._cores)
-            self._engine.run(outbox.put, outbox.flush)
+            threads.settle(self._niceness)
+            self._engine.run(outbox.put, outbox.flush, threads.Place(self._cores))
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
             outbox.flush()

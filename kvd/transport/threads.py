@@ -46,16 +46,39 @@ def deal_cores(cores: Collection[int], count: int) -> list[frozenset[int]]:
     return [frozenset(ordered[first % len(ordered) :: count]) for first in range(count)]
 
 
-def settle(niceness: int, cores: Collection[int]) -> None:
-    """Makes the calling thread nicer by `niceness`, keeps it to `cores` where there are any, and lengthens its slices.
+class Place:
+    """Where the thread that makes this may run: anywhere, or on `cores` alone while it copies.
+
+    A thread that waits for the network must not keep to one: who sends to it may be on the same.
+
+    Raises:
+        OSError: the kernel (a seccomp filter, a cpuset) refuses one of the two sets.
+
+    """
+
+    def __init__(self, cores: Collection[int]) -> None:
+        self._anywhere = os.sched_getaffinity(0)
+        self._cores = cores
+        self._copies = False
+        if cores:
+            os.sched_setaffinity(0, cores)  # a refusal is better found now than in the middle of a read
+            os.sched_setaffinity(0, self._anywhere)
+
+    def keep(self, *, copies: bool) -> None:
+        """Says whether what the thread does from now on is to copy."""
+        if copies is not self._copies and self._cores:
+            os.sched_setaffinity(0, self._cores if copies else self._anywhere)
+            self._copies = copies
+
+
+def settle(niceness: int) -> None:
+    """Makes the calling thread nicer by `niceness` and lengthens its slices.
 
     Raises:
         OSError: the kernel (a seccomp filter, mostly) refuses it.
 
     """
     nice = os.nice(niceness)  # Linux counts it, and the rest, for each thread
-    if cores:
-        os.sched_setaffinity(0, cores)
     call = _SCHED_SETATTR.get(os.uname().machine)
     if call is None:
         return  # a machine whose number we do not know loses what a kernel before 6.12 does

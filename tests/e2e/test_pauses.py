@@ -37,14 +37,26 @@ def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp
     assert left < 5_000
 
 
+def cores_of_threads(daemon) -> set[frozenset[int]]:
+    return {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{daemon.child.pid}/task")}
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_transport_threads_that_share_a_read_have_no_core_in_common(fleet):
-    daemon = fleet.daemon("d", transport_threads="2")
-    daemon.serving()
-    threads = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{daemon.child.pid}/task")}
-    first, second = threads - {frozenset(os.sched_getaffinity(0))}
+    producer, consumer = fleet.daemon("p"), fleet.daemon("d", transport_threads="2")
+    size = {"blocks": 64, "block_bytes": 1 << 20}
+    prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
+    every, anywhere = list(range(64)), frozenset(os.sched_getaffinity(0))
+    for turn in range(10):  # with the first reads of a peer each learns that it copies, if it gets a slice of them
+        ticket = prefill.call("offer", name=f"r{turn}", ids=every)
+        decode.call("pull", name=f"r{turn}", ticket=ticket, ids=every)
+        assert decode.outcome(f"r{turn}", 20)["kind"] == "Done"
+        if len(cores_of_threads(consumer)) == 3:
+            break
+    first, second = cores_of_threads(consumer) - {anywhere}
     assert first.isdisjoint(second)
-    assert first | second == os.sched_getaffinity(0)
+    assert first | second == anywhere
+    assert cores_of_threads(producer) == {anywhere}
 
 
 def wakes_within() -> int:

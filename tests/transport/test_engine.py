@@ -13,6 +13,7 @@ from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.pace import IDLE, RECENT
 from kvd.transport.queue import CHUNK_DESCRIPTORS, Slices
+from kvd.transport.threads import Place
 
 from .descriptors import Descriptors, descriptors
 from .scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
@@ -33,6 +34,7 @@ class Run:
         self.nixl = ScriptedNixl()
         self.engine = Engine(self.nixl, FAILURES, Lanes("reader"))
         self.events: list[Event] = []
+        self.place = Place(())
         self.tell("add_peer", "p", metadata("p"))
 
     def tell(self, command: str, *arguments: object) -> None:
@@ -45,7 +47,7 @@ class Run:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
         self.nixl.script.append(lambda: self.tell("stop", seconds))
-        self.engine.run(self.events.append, lambda: None)
+        self.engine.run(self.events.append, lambda: None, self.place)
         return self.events
 
     def ends(self, read: int) -> list[Event]:
@@ -81,6 +83,25 @@ def test_after_each_slice_the_core_is_offered_to_others_while_nobody_waits_for_t
     run.read(1, slices(3))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))
     assert offered == [False] * 3
+
+
+def test_its_cores_are_kept_for_reads_from_where_the_last_was_copied_while_it_was_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run()
+    kept: list[bool] = []
+    monkeypatch.setattr(run.place, "keep", lambda *, copies: kept.append(copies))
+    run.nixl.immediately = "DONE"
+    run.read(1, slices(1))
+    run.go(
+        lambda: run.read(2, slices(2)),
+        lambda: setattr(run.nixl, "immediately", "PROC"),  # the same peer, over a network now
+        lambda: run.read(3, slices(1)),
+        lambda: set_all(run.nixl.transfers, "DONE"),
+        lambda: run.read(4, slices(1)),
+        lambda: set_all(run.nixl.transfers, "DONE"),
+    )
+    assert kept == [False, True, True, True, False]
 
 
 def test_an_aborted_read_stays_open_while_a_posted_slice_may_still_write() -> None:
@@ -212,7 +233,7 @@ def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> No
     run.nixl.script.extend([lambda: None] * 310)
     run.nixl.script.append(lambda: set_all(run.nixl.transfers, "DONE"))
     run.engine.commands.put(partial(run.engine.stop, 10.0))
-    run.engine.run(run.events.append, lambda: None)
+    run.engine.run(run.events.append, lambda: None, run.place)
     assert run.nixl.calls[-2:] == ["remove", "deregister"]
     assert not run.nixl.live
     assert len(run.nixl.transfers) <= 1
@@ -237,7 +258,7 @@ def met(run: Run) -> None:
 
 
 def turn(run: Run) -> None:
-    run.engine._emit, run.engine._flush = run.events.append, lambda: None
+    run.engine._emit, run.engine._flush, run.engine._place = run.events.append, lambda: None, run.place
     run.engine._obey(run.engine.commands.get_nowait())
     run.engine._post_next()
 
@@ -385,5 +406,18 @@ def test_a_connection_quickens_the_pace_and_the_watchdogs_question_does_not(
     run.engine.commands.get()
     run.tell(command, *arguments)
     run.nixl.script.append(lambda: run.tell("stop", 0.0))
-    run.engine.run(run.events.append, lambda: None)
+    run.engine.run(run.events.append, lambda: None, run.place)
     assert run.engine._pace.seconds(time.monotonic(), in_flight=False) == pace
+
+
+@pytest.mark.parametrize(("posted", "quickens"), [("DONE", False), ("PROC", True)])
+def test_a_read_quickens_the_pace_only_where_it_waits_for_the_network(
+    posted: str, *, quickens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    touched: list[float] = []
+    monkeypatch.setattr(run.engine._pace, "touch", touched.append)
+    run.nixl.immediately = posted
+    run.read(1, slices(2))
+    run.go(lambda: set_all(run.nixl.transfers, "DONE"))
+    assert (len(touched) > 1) is quickens  # once for the connection

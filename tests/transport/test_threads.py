@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.transport import threads
-from kvd.transport.threads import _Attributes, deal_cores, settle
+from kvd.transport.threads import Place, _Attributes, deal_cores, settle
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 
@@ -49,28 +49,49 @@ def on_a_thread(call: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def settled(niceness: int, cores: set[int]) -> tuple[int, set[int], _Attributes]:
-    settle(niceness, cores)
+def settled(niceness: int) -> tuple[int, _Attributes]:
+    settle(niceness)
     attributes = _Attributes()
     number = SCHED_GETATTR[platform.machine()]
     assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attributes), ctypes.sizeof(attributes), 0) == 0
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getaffinity(0), attributes
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), attributes
 
 
 @pytest.mark.skipif(platform.machine() not in SCHED_GETATTR, reason="no number of sched_getattr for this machine")
-def test_a_thread_is_nicer_keeps_to_its_cores_and_lets_others_go_first() -> None:
-    mine = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0)
-    core = min(mine[1])
-    nice, cores, attributes = on_a_thread(lambda: settled(3, {core}))
-    assert (nice, cores) == (mine[0] + 3, {core})
+def test_a_thread_is_nicer_and_lets_others_go_first() -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    nice, attributes = on_a_thread(lambda: settled(3))
+    assert nice == mine + 3
     assert (attributes.policy, attributes.nice) == (os.SCHED_OTHER, nice)
     if tuple(map(int, platform.release().split(".")[:2])) >= (6, 12):
         assert attributes.runtime == 100_000_000
-    assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0)) == mine
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
 def test_a_kernel_that_refuses_it_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_SCHED_SETATTR", {platform.machine(): 4095})
-    refused = on_a_thread(lambda: settle(0, ()))
+    refused = on_a_thread(lambda: settle(0))
     assert isinstance(refused, OSError)
     assert (refused.errno, "sched_setattr" in str(refused)) == (errno.ENOSYS, True)
+
+
+def places(cores: set[int], *copies: bool) -> list[set[int]]:
+    """Where a thread with these cores may run: at first, then as it begins or ends to copy."""
+    place = Place(cores)
+    found = [os.sched_getaffinity(0)]
+    for copying in copies:
+        place.keep(copies=copying)
+        found.append(os.sched_getaffinity(0))
+    return found
+
+
+def test_a_thread_keeps_to_its_cores_only_while_it_copies() -> None:
+    anywhere = os.sched_getaffinity(0)
+    mine = {min(anywhere)}
+    assert on_a_thread(lambda: places(mine, True, True, False, True)) == [anywhere, mine, mine, anywhere, mine]
+    assert on_a_thread(lambda: places(set(), True, False)) == [anywhere] * 3
+    assert os.sched_getaffinity(0) == anywhere
+
+
+def test_cores_that_the_kernel_refuses_are_told_of_before_anything_is_copied() -> None:
+    assert isinstance(on_a_thread(lambda: places({4095})), OSError)
