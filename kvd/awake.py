@@ -1,7 +1,7 @@
 """Keeps the cores of this host from sleeping while requests come.
 
 A core without work sleeps, and takes from a microsecond to hundreds to wake up, or in a virtual machine as long as its
-hypervisor takes; a small pull wakes one about ten times. While /dev/cpu_dma_latency is open, no core enters a state
+hypervisor takes; every message of a small pull wakes some. While /dev/cpu_dma_latency is open, no core enters a state
 that it leaves more slowly than the microseconds written there (Linux, Documentation/power/pm_qos_interface.rst). With
 the process that has it open the bound goes, however that ends.
 """

@@ -7,7 +7,7 @@ from kvd.doctor.finding import Finding, Level
 
 
 def check_cores(device: Path = DEVICE) -> Finding:
-    """A small pull wakes about ten cores that sleep."""
+    """Every message of a small pull wakes cores, if they sleep."""
     try:
         cores = Cores(device)
     except OSError as error:
