@@ -73,7 +73,8 @@ def becomes(microseconds: int) -> None:
 @pytest.mark.skipif(check_cores().level is not Level.OK, reason=check_cores().text)
 def test_cores_are_awake_while_requests_come_and_sleep_when_none_does_or_the_daemon_is_killed(fleet):
     before = wakes_within()
-    assert shallowest() < before
+    if before <= shallowest():
+        pytest.skip(f"somebody else keeps the cores of this host awake, within {before} us")
     daemon = fleet.daemon("d")
     worker = fleet.worker(daemon, "prefill")
     assert wakes_within() == before
