@@ -73,7 +73,7 @@ class Config(BaseSettings):
         default_factory=lambda: min(2, len(os.sched_getaffinity(0))),
         ge=1,
         le=16,
-        description="NIXL agents, a thread each, that share a long read: each copies on a core of its own.",
+        description="NIXL agents, a thread each, that share a long read: each copies on cores of its own.",
     )
     keep_awake: bool = Field(
         True, description="While requests come, cores do not sleep where waking them takes long; false saves power."

@@ -37,10 +37,6 @@ def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp
     assert left < 5_000
 
 
-def cores_of_threads(daemon) -> set[frozenset[int]]:
-    return {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{daemon.child.pid}/task")}
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_transport_threads_that_share_a_read_have_no_core_in_common(fleet):
     producer, consumer = fleet.daemon("p"), fleet.daemon("d", transport_threads="2")
@@ -51,12 +47,12 @@ def test_transport_threads_that_share_a_read_have_no_core_in_common(fleet):
         ticket = prefill.call("offer", name=f"r{turn}", ids=every)
         decode.call("pull", name=f"r{turn}", ticket=ticket, ids=every)
         assert decode.outcome(f"r{turn}", 20)["kind"] == "Done"
-        if len(cores_of_threads(consumer)) == 3:
+        if len(consumer.cores_of_threads()) == 3:
             break
-    first, second = cores_of_threads(consumer) - {anywhere}
+    first, second = consumer.cores_of_threads() - {anywhere}
     assert first.isdisjoint(second)
     assert first | second == anywhere
-    assert cores_of_threads(producer) == {anywhere}
+    assert producer.cores_of_threads() == {anywhere}
 
 
 def wakes_within() -> int:

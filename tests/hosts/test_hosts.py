@@ -29,12 +29,6 @@ def move_between_engines(stage, layout="flash-hnd", other="flash-hnd"):
         move(*both, 18, seeded(layout + other))
 
 
-def may_run_anywhere(daemon):
-    """No thread keeps to a core: who it waits for may be on the same."""
-    cores = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{daemon.child.pid}/task")}
-    return cores == {frozenset(os.sched_getaffinity(0))}
-
-
 @pytest.fixture
 def slow(stage):
     """The producers' links, throttled so that a cut comes in mid-transfer."""
@@ -49,7 +43,8 @@ def slow(stage):
 def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
     move_between_engines(stage, *layouts)
     assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {"tcp/eth0"}
-    assert all(may_run_anywhere(daemon) for daemon in stage.daemons.values())
+    anywhere = {frozenset(os.sched_getaffinity(0))}  # who a thread waits for may be on the same core
+    assert all(daemon.cores_of_threads() == anywhere for daemon in stage.daemons.values())
 
 
 @pytest.mark.parametrize("cut", CUTS)
