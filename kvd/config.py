@@ -1,6 +1,5 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
-import os
 import socket as sockets
 from pathlib import Path
 from typing import Literal, Self
@@ -11,7 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
-from kvd.host import boot_id, rdma_devices
+from kvd.host import boot_id, cores, rdma_devices
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import is_everywhere, is_loopback
 
@@ -70,13 +69,10 @@ class Config(BaseSettings):
         Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
     )
     transport_threads: int = Field(
-        default_factory=lambda: min(2, len(os.sched_getaffinity(0))),
+        default_factory=lambda: min(2, cores()),
         ge=1,
         le=16,
-        description="NIXL agents, a thread each, that share a long read: each copies on cores of its own.",
-    )
-    keep_awake: bool = Field(
-        True, description="While requests come, cores do not sleep where waking them takes long; false saves power."
+        description="NIXL agents, a thread each, that share a long read: two where the daemon may use two cores.",
     )
     heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
     retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")

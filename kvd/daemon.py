@@ -19,7 +19,6 @@ from kvd.actors.messages import Drain, ExpectPeers, RightsChanged, Stop
 from kvd.actors.reception import everything
 from kvd.actors.supervisor import LoggingSupervisor
 from kvd.actors.wiring import Fittings, furnish
-from kvd.awake import Cores
 from kvd.config import Config
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
@@ -48,8 +47,6 @@ _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
 STOP_SECONDS = 15.0
 """How long the parts may take to stop after the grace time."""
-_NICE = 10
-"""Of transport threads where there are several: they may be copying on every core, and the loop should not wait."""
 _FLUSH_SECONDS = 1.0
 """How long the last messages may take to pass through the actors."""
 _ACKNOWLEDGE_SECONDS = 0.5
@@ -88,14 +85,12 @@ class Daemon:
         self._trust = self._load_trust()
         self._directory = self._make_directory()
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        self._cores = self._keep_awake() if config.keep_awake else None
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
-        niceness = _NICE if len(agents) > 1 else 0
-        self._transport = StripedTransport(open_transports(agents, loop, niceness=niceness))
+        self._transport = StripedTransport(open_transports(agents, loop))
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,
@@ -114,8 +109,6 @@ class Daemon:
             idle=self._is_idle,
             spans=self._traces,
         )
-        if self._cores is not None:
-            self.house.requested = self._cores.wake
         fittings = Fittings(
             worker_port=self._worker_sockets,
             peer_port=self._peer_sockets,
@@ -210,19 +203,8 @@ class Daemon:
         """Every part answered the watchdog."""
         self.health.beat()
         self._notifier.feed()
-        if self._cores is not None:
-            self._cores.doze()
         reasons = self.health.reasons
         self._notifier.status("; ".join(reasons.values()) or f"serving peers at {self._peer_sockets.address}")
-
-    def _keep_awake(self) -> Cores | None:
-        try:
-            cores = Cores()
-        except OSError as error:
-            self._log.info("cores may sleep while requests come", reason=str(error))
-            return None
-        self.metrics.awake.set_function(lambda: cores.awake)
-        return cores
 
     def _signalled(self, number: int) -> None:
         self._log.info("signal", signal=signal.Signals(number).name)

@@ -69,7 +69,6 @@ class Metrics:
             "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
         )
         self.mailbox = gauge("kvd_mailbox_messages", "Messages that wait in an actor's mailbox.", "actor")
-        self.awake = gauge("kvd_cores_awake", "1 while cores are kept from sleeping, since requests come.")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
         bounds = gauge("kvd_limit", "What a gauge may reach at most, by the gauge's name.", "metric")
         bounds.labels("kvd_mailbox_messages").set(limits.MAILBOX_MESSAGES)

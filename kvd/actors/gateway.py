@@ -312,7 +312,6 @@ class GatewayActor(Actor):
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         session.allowance.take_request()
-        self._house.requested()
 
     def _refuse(self, session: bytes, call: int, error: KvdError) -> None:
         self._house.metrics.refused.labels("worker", error.code).inc()

@@ -24,8 +24,6 @@ class House:
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
     """Called by an actor that was told to drain, when nothing of it is left."""
-    requested: Callable[[], None] = lambda: None
-    """Called with each request for blocks: a worker's offer or pull, and what a peer asks about its claims."""
     spans: Spans | None = None
     """Who traces requests, if somebody does."""
     post: Post = field(init=False)

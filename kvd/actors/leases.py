@@ -145,7 +145,6 @@ class LeasesActor(Actor):
     @handles(PeerAsks)
     def peer_asks(self, message: PeerAsks) -> None:
         """One ask of a consumer's daemon."""
-        self._house.requested()
         self._claims.asked(message)
 
     @handles(_WaitOver)

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.doctor.cores import check_cores
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Finding, Level
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
 def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield check_memlock()
     yield check_huge_pages()
-    yield check_cores()
     yield check_copy()
     yield check_pid_namespace()
     yield from check_rdma()

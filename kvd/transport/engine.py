@@ -6,7 +6,6 @@ released; NIXL has no cancel, and until then it may write. A read ends when noth
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -36,7 +35,6 @@ from kvd.transport.pace import PROMPT, RECENT, Pace
 from kvd.transport.peers import Peer, Peers, text_of
 from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue, Slices
-from kvd.transport.threads import Place
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -106,7 +104,6 @@ class Engine:
         self._peers = Peers(agent, failures, lanes, self._landing, emit=self._say, fail_read=self._fail_read)
         self._emit: Callable[[Event], None]
         self._flush: Callable[[], None]
-        self._place: Place
         self._pace = Pace()
         self._slices = SliceQueue()
         self._pools: dict[int, Any] = {}
@@ -118,9 +115,9 @@ class Engine:
         """Held by whoever touches NIXL, or anything of the above."""
         self._stop_seconds: float | None = None
 
-    def run(self, emit: Callable[[Event], None], flush: Callable[[], None], place: Place) -> None:
+    def run(self, emit: Callable[[Event], None], flush: Callable[[], None]) -> None:
         """Serves until `stop`; what escapes it is a defect. Emitted events may wait for the next flush."""
-        self._emit, self._flush, self._place = emit, flush, place
+        self._emit, self._flush = emit, flush
         busy = False
         looked = 0.0
         while self._stop_seconds is None:
@@ -138,10 +135,6 @@ class Engine:
                 busy = command is not None or posted or ended
                 if ended or self._posted:
                     self._pace.touch(now)
-            if posted:
-                # A post copies for up to a millisecond, and what wakes up meanwhile (our loop, a worker, an engine) may
-                # have to wait for the kernel's next tick, up to 4 ms later.
-                os.sched_yield()
         self._shut_down(self._stop_seconds)
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -294,7 +287,6 @@ class Engine:
         if piece.bytes >= FLUSH_BYTES:
             self._flush()
         read = self._reads[piece.read]
-        self._place.keep(copies=read.peer.direct)
         self._post(read, piece, partial(read.prepared.transfer_of, piece))
         return True
 

@@ -16,12 +16,11 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ErrorCode, InternalError
-from kvd.transport import threads
 from kvd.transport.engine import Engine
 from kvd.transport.interface import Deregistered, Event, Registered, TransportDied
 from kvd.transport.lanes import Lanes
@@ -69,21 +68,15 @@ def open_agent(name: str) -> Any:
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
-def open_transports(
-    agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, niceness: int = 0
-) -> list[NixlTransport]:
+def open_transports(agents: Sequence[str], loop: asyncio.AbstractEventLoop) -> list[NixlTransport]:
     """The transports of one process, each with a thread of its own; the first tells by which path a peer is reached.
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    first, *rest = threads.deal_cores(os.sched_getaffinity(0), len(agents))
-    others = [
-        NixlTransport(agent, loop, niceness=niceness, beside=None, cores=cores)
-        for agent, cores in zip(agents[1:], rest, strict=True)
-    ]
-    return [NixlTransport(agents[0], loop, niceness=niceness, beside=others, cores=first), *others]
+    others = [NixlTransport(agent, loop, beside=None) for agent in agents[1:]]
+    return [NixlTransport(agents[0], loop, beside=others), *others]
 
 
 class NixlTransport:
@@ -99,21 +92,14 @@ class NixlTransport:
         agent: str,
         loop: asyncio.AbstractEventLoop,
         *,
-        niceness: int = 0,
         beside: Sequence[NixlTransport] | None = (),
-        cores: Collection[int] = (),
     ) -> None:
-        """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks.
-
-        While its thread copies it keeps to `cores`, where there are any.
-        """
+        """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks."""
         handle = open_agent(agent)
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
         self._loop = loop
-        self._niceness = niceness
-        self._cores = cores
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
             raise InternalError(
@@ -209,8 +195,7 @@ class NixlTransport:
 
     def _run(self, outbox: Outbox) -> None:
         try:
-            threads.settle(self._niceness)
-            self._engine.run(outbox.put, outbox.flush, threads.Place(self._cores))
+            self._engine.run(outbox.put, outbox.flush)
         except BaseException as error:
             outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
             outbox.flush()

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import site
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvd.awake import DEVICE
 from kvd.processes import Child
 from tests.e2e.fleet import until
 
@@ -124,15 +122,7 @@ class Machine:
             str(drop_ins): "/etc/systemd/system/kvd@.service.d",
             str(UNITS / "kvd.sysusers"): "/usr/lib/sysusers.d/kvd.conf",
         }
-        binds = [f"--bind-ro={source}:{target}" for source, target in bound.items()]
-        return [*binds, f"--bind={self._make_device()}:{DEVICE}"] if DEVICE.exists() else binds
-
-    def _make_device(self) -> Path:
-        """One of the machine's own, so that the host's keeps its owner."""
-        device = self._folder / DEVICE.name
-        os.mknod(device, stat.S_IFCHR, DEVICE.stat().st_rdev)
-        device.chmod(0o660)
-        return device
+        return [f"--bind-ro={source}:{target}" for source, target in bound.items()]
 
     def _find_leader(self) -> int:
         children = Path(f"/proc/{self._container.pid}/task/{self._container.pid}/children")
@@ -151,8 +141,6 @@ class Machine:
             if state.stdout.strip() in ("running", "degraded"):
                 break
         self.run("systemd-sysusers")
-        if DEVICE.exists():
-            self.run("chgrp", "kvd", str(DEVICE))  # as udev does by 70-kvd.rules
 
     def try_run(self, *command: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         entered = ["nsenter", "--target", str(self._leader), "--mount", "--uts", "--ipc", "--pid", "--", *command]

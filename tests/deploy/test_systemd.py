@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvd.awake import DEVICE
 from tests.deploy.machine import Machine, tree, why_not
 from tests.e2e.fleet import RemoteError, Worker, until
 
@@ -78,12 +77,6 @@ def test_the_confined_daemons_start_notify_and_copy_by_cma(machine: Machine, pai
     (peer,) = json.loads(report)["handshake"]
     assert "cma/memory" in peer["path"]
     assert peer["slow"] is None
-
-
-@pytest.mark.skipif(not DEVICE.exists(), reason=f"this kernel has no {DEVICE}")
-def test_the_confined_daemons_may_keep_cores_awake(machine: Machine) -> None:
-    held = machine.run("sh", "-c", f"readlink /proc/{machine.show('kvd@0', 'MainPID')}/fd/*").split()
-    assert str(DEVICE) in held
 
 
 def test_a_stopped_daemon_is_restarted_by_the_watchdog_and_its_worker_goes_on(

@@ -60,10 +60,6 @@ class Daemon:
         with paused(self.child):
             yield
 
-    def cores_of_threads(self) -> set[frozenset[int]]:
-        """Each set of cores that one of its threads may run on."""
-        return {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{self.child.pid}/task")}
-
     def serving(self) -> dict[str, Any]:
         """What the log says of where the daemon serves; waits for it."""
         for _ in until(20, f"{self.name} serves"):

@@ -1,6 +1,5 @@
 """Two engines over two hosts each: every byte arrives; cut links and dead hosts cost only what they must."""
 
-import os
 import time
 
 import pytest
@@ -43,8 +42,6 @@ def slow(stage):
 def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
     move_between_engines(stage, *layouts)
     assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {"tcp/eth0"}
-    anywhere = {frozenset(os.sched_getaffinity(0))}  # who a thread waits for may be on the same core
-    assert all(daemon.cores_of_threads() == anywhere for daemon in stage.daemons.values())
 
 
 @pytest.mark.parametrize("cut", CUTS)

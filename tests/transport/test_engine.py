@@ -13,7 +13,6 @@ from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.pace import IDLE, RECENT
 from kvd.transport.queue import CHUNK_DESCRIPTORS, Slices
-from kvd.transport.threads import Place
 
 from .descriptors import Descriptors, descriptors
 from .scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
@@ -34,7 +33,6 @@ class Run:
         self.nixl = ScriptedNixl()
         self.engine = Engine(self.nixl, FAILURES, Lanes("reader"))
         self.events: list[Event] = []
-        self.place = Place(())
         self.tell("add_peer", "p", metadata("p"))
 
     def tell(self, command: str, *arguments: object) -> None:
@@ -47,7 +45,7 @@ class Run:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
         self.nixl.script.append(lambda: self.tell("stop", seconds))
-        self.engine.run(self.events.append, lambda: None, self.place)
+        self.engine.run(self.events.append, lambda: None)
         return self.events
 
     def ends(self, read: int) -> list[Event]:
@@ -72,36 +70,6 @@ def test_a_read_lands_when_all_its_slices_are_done() -> None:
     assert seen == [0]
     assert [type(event) for event in run.events] == [PeerAdded, Landed]
     assert not run.nixl.live
-
-
-def test_after_each_slice_the_core_is_offered_to_others_while_nobody_waits_for_the_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run()
-    offered: list[bool] = []
-    monkeypatch.setattr(engine_module.os, "sched_yield", lambda: offered.append(run.engine.turn.locked()))
-    run.read(1, slices(3))
-    run.go(lambda: set_all(run.nixl.transfers, "DONE"))
-    assert offered == [False] * 3
-
-
-def test_its_cores_are_kept_for_reads_from_where_the_last_was_copied_while_it_was_posted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run()
-    kept: list[bool] = []
-    monkeypatch.setattr(run.place, "keep", lambda *, copies: kept.append(copies))
-    run.nixl.immediately = "DONE"
-    run.read(1, slices(1))
-    run.go(
-        lambda: run.read(2, slices(2)),
-        lambda: setattr(run.nixl, "immediately", "PROC"),  # the same peer, over a network now
-        lambda: run.read(3, slices(1)),
-        lambda: set_all(run.nixl.transfers, "DONE"),
-        lambda: run.read(4, slices(1)),
-        lambda: set_all(run.nixl.transfers, "DONE"),
-    )
-    assert kept == [False, True, True, True, False]
 
 
 def test_an_aborted_read_stays_open_while_a_posted_slice_may_still_write() -> None:
@@ -233,7 +201,7 @@ def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> No
     run.nixl.script.extend([lambda: None] * 310)
     run.nixl.script.append(lambda: set_all(run.nixl.transfers, "DONE"))
     run.engine.commands.put(partial(run.engine.stop, 10.0))
-    run.engine.run(run.events.append, lambda: None, run.place)
+    run.engine.run(run.events.append, lambda: None)
     assert run.nixl.calls[-2:] == ["remove", "deregister"]
     assert not run.nixl.live
     assert len(run.nixl.transfers) <= 1
@@ -258,7 +226,7 @@ def met(run: Run) -> None:
 
 
 def turn(run: Run) -> None:
-    run.engine._emit, run.engine._flush, run.engine._place = run.events.append, lambda: None, run.place
+    run.engine._emit, run.engine._flush = run.events.append, lambda: None
     run.engine._obey(run.engine.commands.get_nowait())
     run.engine._post_next()
 
@@ -406,7 +374,7 @@ def test_a_connection_quickens_the_pace_and_the_watchdogs_question_does_not(
     run.engine.commands.get()
     run.tell(command, *arguments)
     run.nixl.script.append(lambda: run.tell("stop", 0.0))
-    run.engine.run(run.events.append, lambda: None, run.place)
+    run.engine.run(run.events.append, lambda: None)
     assert run.engine._pace.seconds(time.monotonic(), in_flight=False) == pace
 
 
