@@ -13,7 +13,7 @@ from kvd.bench.transfers import Case, Measured
 from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
 
-WIDTH = 130
+WIDTH = 140
 """Columns that the widest table needs, on a terminal or not."""
 
 
@@ -30,9 +30,9 @@ def machine() -> dict[str, object]:
     return {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
 
 
-def transfers_table(results: Sequence[Measured]) -> Table:
-    """One row a case; throughputs in GB/s, latencies in microseconds."""
-    table = Table(title="one pull: request sent to done received, claim and fence included")
+def transfers_table(results: Sequence[Measured], busy: int) -> Table:
+    """One row a case; throughputs in GB/s, latencies in microseconds; `busy` processes spun beside."""
+    table = Table(title=f"one pull: request sent to done received, claim and fence included{_beside(busy)}")
     for heading in (
         "blocks",
         "",
@@ -43,8 +43,9 @@ def transfers_table(results: Sequence[Measured]) -> Table:
         "kvd",
         "kvd/NIXL",
         "NIXL p50",
+        "NIXL p99",
         "kvd p50",
-        "p99",
+        "kvd p99",
         "added",
     ):
         table.add_column(heading, justify="right")
@@ -57,14 +58,14 @@ def transfers_table(results: Sequence[Measured]) -> Table:
             str(row.descriptors),
             *(f"{row.rate(seconds):.2f}" for seconds in (row.memcpy, row.raw, row.kvd)),
             f"{row.ratio:.2f}",
-            *(f"{seconds * 1e6:.0f} us" for seconds in (row.raw, row.kvd, row.kvd_p99, row.added)),
+            *(f"{seconds * 1e6:.0f} us" for seconds in (row.raw, row.raw_p99, row.kvd, row.kvd_p99, row.added)),
         )
     return table
 
 
-def interference_table(result: Interference) -> Table:
-    """How quick the daemon stays."""
-    table = Table("what", "value", title="while a pull of 1 GiB runs")
+def interference_table(result: Interference, busy: int) -> Table:
+    """How quick the daemon stays, `busy` processes spinning beside."""
+    table = Table("what", "value", title=f"while a pull of 1 GiB runs{_beside(busy)}")
     table.add_row("pull of 1 GiB", f"{result.big_pull * 1e3:.0f} ms")
     table.add_row(f"status round trip, p50 of {result.statuses}", f"{result.status_p50 * 1e3:.2f} ms")
     table.add_row("status round trip, p99", f"{result.status_p99 * 1e3:.2f} ms")
@@ -74,9 +75,9 @@ def interference_table(result: Interference) -> Table:
     return table
 
 
-def rate_table(result: Rate) -> Table:
-    """What is sustained, and what it leaves behind."""
-    table = Table("what", "value", title=f"one 16 KiB block a pull, for {result.seconds:.0f} s")
+def rate_table(result: Rate, busy: int) -> Table:
+    """What is sustained, and what it leaves behind, `busy` processes spinning beside."""
+    table = Table("what", "value", title=f"one 16 KiB block a pull, for {result.seconds:.0f} s{_beside(busy)}")
     table.add_row("pulls a second", f"{result.per_second:.0f}")
     table.add_row("pulls, and those of the warm-up before", f"{result.pulls}, {result.warm_up}")
     table.add_row(
@@ -130,6 +131,10 @@ def _lines(axis: Any, rows: Sequence[Measured], style: str, blocks: str) -> None
     ):
         rates = [row.rate(seconds) for row, seconds in zip(rows, times, strict=True)]
         axis.plot(sizes, rates, style, marker="o", markersize=3, color=color, label=f"{name}, {blocks} blocks")
+
+
+def _beside(busy: int) -> str:
+    return f", beside {busy} spinning processes" if busy else ""
 
 
 def _blocks(case: Case) -> str:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from kvd.bench import load, report, transfers, wire
 from kvd.bench.pair import Pair
 from kvd.bench.prepare import Preparation
+from kvd.bench.spinners import Spinners
 from kvd.cli import bench_plan, bench_scale, bench_vllm
 from kvd.errors import BadRequest, ErrorCode
 
@@ -38,6 +39,9 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--hosts", action="store_true", help="TCP between two network namespaces, beside iperf3 (root)")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="processes that spin beside what the daemons do (default: 0)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         figures = _between_daemons(args)
     if args.json:
-        document = {"machine": report.machine(), **figures}
+        document = {"machine": report.machine(), "busy": args.busy, **figures}
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return 0
 
@@ -91,7 +95,13 @@ def _hosts(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _between_daemons(args: argparse.Namespace) -> dict[str, object]:
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Pair(Path(folder)) as pair:
+    if args.busy < 0:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
+        Pair(Path(folder)) as pair,
+        Spinners(args.busy, Path(folder)),
+    ):
         if args.load:
             return _load(pair, args)
         if args.rate:
@@ -106,7 +116,7 @@ def _layouts(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     with _progress("layouts", len(chosen)) as advance:
         per_layer, cross_layer = transfers.measure(pair, chosen, advance)
     speedup = {"kvd": per_layer.kvd / cross_layer.kvd, "raw": per_layer.raw / cross_layer.raw}
-    Console().print(report.transfers_table([per_layer, cross_layer]))
+    Console().print(report.transfers_table([per_layer, cross_layer], args.busy))
     Console().print(
         f"cross-layer blocks move {speedup['raw']:.1f} times as fast as per-layer blocks over raw NIXL, "
         f"{speedup['kvd']:.1f} times as fast through kvd"
@@ -118,7 +128,7 @@ def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     chosen = transfers.cases(quick=args.quick)
     with _progress("transfers", len(chosen)) as advance:
         results = list(transfers.measure(pair, chosen, advance))
-    Console(width=report.WIDTH).print(report.transfers_table(results))
+    Console(width=report.WIDTH).print(report.transfers_table(results, args.busy))
     if args.plot:
         report.plot(results, args.plot)
     return {"transfers": [result.as_dict() for result in results]}
@@ -127,14 +137,14 @@ def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
 def _load(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     with _progress("pulls of 1 GiB", args.rounds) as advance:
         result = load.interference(pair, args.rounds, advance)
-    Console().print(report.interference_table(result))
+    Console().print(report.interference_table(result, args.busy))
     return {"load": asdict(result)}
 
 
 def _rate(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
     with _progress("small pulls", None) as advance:
         result = load.sustained(pair, args.seconds, _WINDOW, advance)
-    Console().print(report.rate_table(result))
+    Console().print(report.rate_table(result, args.busy))
     return {"rate": asdict(result)}
 
 
