@@ -13,7 +13,7 @@ from kvd.bench.transfers import Case, Measured
 from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
 
-WIDTH = 140
+WIDTH = 150
 """Columns that the widest table needs, on a terminal or not."""
 
 

@@ -1,19 +1,24 @@
 """Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
 
-NixlConnector runs twice: as it comes, with four threads of NIXL that compute without a pause, and without them, which
-is better where cores are few. All six servers are up at once and take turns, so that whatever else the machine does
-meets all alike. Those that wait for their turn are suspended.
+vLLM runs as its users start it: engine and worker spin while they wait for each other. NixlConnector runs twice: as it
+comes, with four threads of NIXL, and without them, which is better where cores are few. All servers take turns, so that
+whatever else the machine does meets all alike; those that wait for theirs are suspended. Each pair has two turns a
+round: pinned, one server a core, and unpinned. Daemons run where they like.
 """
 
 import asyncio
 import contextlib
 import itertools
+import os
 import signal
+import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from kvd.engines.vllm_lab.catalog import make_prompt
 from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
@@ -22,110 +27,84 @@ from kvd.engines.vllm_lab.servers import scrape
 from kvd.engines.vllm_lab.service import start_all, stop_all
 
 MODEL: Final = "bench"
+BLOCKS: Final = 384
+"""Of a KV cache: 16 prompts of 600 tokens, and what decodes beside them."""
 ANSWER_TOKENS: Final = 8
 SETTLING_TOKENS: Final = 30
 """Tokens before, and again between, the arrivals whose effect on a decoding request is measured."""
-
 WAKING_TOKENS: Final = 64
 """Of the first request after a pause, which is not measured."""
-
-ARRIVALS: Final = 3
-"""Requests whose blocks arrive, one after the other, beside one decoding request: they fit into the prefill side's
-cache together."""
-
+ARRIVALS: Final = 6
+"""Requests of a turn whose blocks arrive, one after the other, beside one decoding request."""
 ENDLESS_TOKENS: Final = 1800
 TOKENS_SECONDS: Final = 120.0
 """How long the decoding request may take for the tokens that are waited for: seconds, where nothing is wrong."""
 
+PLACEMENTS: Final = ("pinned", "unpinned")
+
+Figures = dict[str, float]
+"""What one turn gave, by the names of `kvd.bench.vllm_report.FIGURES`; seconds, bytes, and numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: `rounds` of every kind, none begun after `seconds`; `concurrent` requests at once."""
+    """How much is measured: `rounds`, cut off after `seconds` in all; requests at once, one throughput for each."""
 
     prompt_tokens: int
     rounds: int
-    concurrent: int
+    concurrent: tuple[int, ...]
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Transfers:
-    """What the decode side has counted so far. Times in seconds.
-
-    `seconds` is from the first post of a read to its last byte; `whole` with all that kvd does around it (claim and
-    fence), of which the in-process connector has no figure: 0.
-    """
-
-    count: float
-    seconds: float
-    whole: float
-    nbytes: float
-    descriptors: float
-
-    def since(self, before: "Transfers") -> "Transfers":
-        """What was counted between `before` and this."""
-        return Transfers(
-            self.count - before.count,
-            self.seconds - before.seconds,
-            self.whole - before.whole,
-            self.nbytes - before.nbytes,
-            self.descriptors - before.descriptors,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request alone on the machine: seconds from its start, and from the end of its prefill, to the first token."""
-
-    first_token: float
-    prefill: float
-    handover: float
-    transfers: Transfers
 
 
 @dataclass(slots=True)
 class Side:
-    """All that was measured with one connector. Gaps are seconds between tokens of one decoding request."""
+    """What was measured with one connector, a round after the other, with its servers placed so."""
 
     name: str
-    requests: list[Request] = field(default_factory=list)
-    quiet_gaps: list[float] = field(default_factory=list)
-    busy_gaps: list[float] = field(default_factory=list)
-    """While blocks of another request arrive."""
-    quiet_worst: list[float] = field(default_factory=list)
-    """The worst gap of each round, with nothing arriving and below while blocks arrive."""
-    busy_worst: list[float] = field(default_factory=list)
-    throughputs: list[float] = field(default_factory=list)
-    """Tokens a second of several requests at once, prompts included."""
+    placement: str
+    rounds: list[Figures] = field(default_factory=list)
 
 
-async def measure(models: Path, folder: Path, plan: Plan, advance: Callable[[], None]) -> list[Side]:
-    """Measures all pairs; `advance` is called after the start and after every round of one side.
+async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
+    """Measures all pairs into `sides`, the one with kvd first in each placement; `advance` is called after each step.
+
+    What has been measured stays in `sides` where this raises.
 
     Raises:
         HttpError: A server refused or broke off.
         ProcessEndedError: A server ended.
+        TimeoutError: The time of the plan is over.
 
     """
     pairs: list[Pair] = [
-        KvdPair(folder / "kvd", models, MODEL),
-        NixlPair(folder / "nixl", models, MODEL),
-        NixlPair(folder / "nixl-0", models, MODEL, threads=0),
+        KvdPair(folder / "kvd", models, MODEL, blocks=BLOCKS),
+        NixlPair(folder / "nixl", models, MODEL, blocks=BLOCKS),
+        NixlPair(folder / "nixl-0", models, MODEL, blocks=BLOCKS, threads=0),
     ]
-    services = [service for pair in pairs for service in pair.services]
     seeds = itertools.count()
+    turns = [(pair, Side(pair.title, placement)) for placement in PLACEMENTS for pair in pairs]
+    sides += [side for _, side in turns]
     try:
-        await start_all(services)
-        for pair in pairs:  # the first request of a pair pays for handshakes and page faults
-            await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
-        for pair in pairs:
-            _suspend(pair)
-        advance()
-        return await _rounds(pairs, plan, seeds, advance)
+        async with asyncio.timeout(plan.seconds):
+            for pair in pairs:  # one after the other: those that are up and wait keep their cores busy
+                await start_all(pair.services)
+                # The first request of a pair pays for handshakes and page faults.
+                await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
+                _suspend(pair)
+                advance()
+            for _ in range(plan.rounds):
+                first = 1000 * next(seeds)
+                for pair, side in turns:
+                    _resume(pair, side.placement)
+                    side.rounds.append(await _turn(pair, plan, first))
+                    _suspend(pair)
+                    advance()
+                    first += 100
+                turns.reverse()
     finally:
         for pair in pairs:
-            _resume(pair)
-        stop_all(services)
+            _resume(pair, "unpinned")
+            stop_all(pair.services)
 
 
 def _suspend(pair: Pair) -> None:
@@ -133,65 +112,69 @@ def _suspend(pair: Pair) -> None:
         server.signal_group(signal.SIGSTOP)
 
 
-def _resume(pair: Pair) -> None:
-    for server in (pair.prefill, pair.decode):
+def _resume(pair: Pair, placement: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    for server, core in zip((pair.prefill, pair.decode), (cores[0], cores[-1]), strict=True):
         if server.running:
+            server.keep_to({core} if placement == "pinned" else set(cores))
             server.signal_group(signal.SIGCONT)
 
 
-async def _rounds(
-    pairs: Sequence[Pair], plan: Plan, seeds: "itertools.count[int]", advance: Callable[[], None]
-) -> list[Side]:
-    sides = [Side(pair.title) for pair in pairs]
-    deadline = time.monotonic() + plan.seconds
-    turns = list(zip(pairs, sides, strict=True))
-    for _ in range(plan.rounds):
-        if time.monotonic() > deadline:
-            break
-        first = next(seeds)
-        for pair, side in turns:
-            _resume(pair)
-            await pair.complete(make_prompt(WAKING_TOKENS, 1000 * first + 999), ANSWER_TOKENS)
-            await _alone(pair, side, make_prompt(plan.prompt_tokens, 1000 * first))
-            prompts = [make_prompt(plan.prompt_tokens, 1000 * first + number) for number in range(1, 1 + ARRIVALS)]
-            await _beside(pair, side, prompts)
-            many = [make_prompt(plan.prompt_tokens, 1000 * first + 100 + number) for number in range(plan.concurrent)]
-            await _together(pair, side, many)
-            _suspend(pair)
-            advance()
-        turns.reverse()
-    return sides
+async def _turn(pair: Pair, plan: Plan, first: int) -> Figures:
+    """Seeds of its prompts are the hundred from `first` on."""
+    seeds = itertools.count(first)
+    await pair.complete(make_prompt(WAKING_TOKENS, next(seeds)), ANSWER_TOKENS)
+    figures = await _alone(pair, make_prompt(plan.prompt_tokens, next(seeds)))
+    figures |= await _beside(pair, [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(ARRIVALS)])
+    for number in plan.concurrent:
+        prompts = [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(number)]
+        figures[f"tokens_a_second_{number}"] = await _together(pair, prompts)
+    return figures
 
 
-async def _alone(pair: Pair, side: Side, prompt: list[int]) -> None:
+async def _alone(pair: Pair, prompt: list[int]) -> Figures:
     body = make_body(MODEL, prompt, ANSWER_TOKENS)
-    before = await transfers(pair)
     start = time.perf_counter()
     params = await prefill(pair.prefill.url, body)
     prefilled = time.perf_counter()
     completion = await complete(pair.decode.url, body | {"kv_transfer_params": params})
-    first = completion.times[0]
-    counted = (await transfers(pair)).since(before)
-    side.requests.append(Request(first - start, prefilled - start, first - prefilled, counted))
+    return {"first_token": completion.times[0] - start, "handover": completion.times[0] - prefilled}
 
 
-async def _beside(pair: Pair, side: Side, prompts: Sequence[list[int]]) -> None:
+async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
     """A request decodes on the decode side, alone and then while blocks of others arrive one after the other."""
     bodies = [make_body(MODEL, prompt, 1) for prompt in prompts]
     offered = [body | {"kv_transfer_params": await prefill(pair.prefill.url, body)} for body in bodies]
     busy: list[tuple[float, float]] = []
+    engine = daemons = 0.0
+    before = await _counted(pair)
     async with _decoding(pair) as decoding:
         await _tokens(decoding, 2 * SETTLING_TOKENS)
         for body in offered:
+            engine -= pair.decode.processor_seconds()
+            daemons -= _processor_seconds_of_daemons(pair)
             start = time.perf_counter()
             arrived = await complete(pair.decode.url, body)
             busy.append((start, arrived.times[-1]))
+            engine += pair.decode.processor_seconds()
+            daemons += _processor_seconds_of_daemons(pair)
             await _tokens(decoding, SETTLING_TOKENS)
     quiet, during = split_gaps(decoding.times[10:], busy)
-    side.quiet_gaps += quiet
-    side.busy_gaps += during
-    side.quiet_worst.append(max(quiet))
-    side.busy_worst.append(max(during))
+    after = await _counted(pair)
+    pulls = max(1.0, after["pulls"] - before["pulls"])
+    return {
+        "at_decode": statistics.median(end - start for start, end in busy),
+        **{name: (after[name] - before[name]) / pulls for name in after if name != "pulls"},
+        "engine_processor": engine / len(busy),
+        "daemons_processor": daemons / len(busy),
+        **_spread("quiet", quiet),
+        **_spread("busy", during),
+    }
+
+
+def _spread(name: str, gaps: Sequence[float]) -> Figures:
+    p50, p99, worst = np.quantile(gaps, (0.5, 0.99, 1.0))
+    return {f"{name}_p50": float(p50), f"{name}_p99": float(p99), f"{name}_worst": float(worst)}
 
 
 def split_gaps(times: Sequence[float], busy: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -226,29 +209,38 @@ async def _tokens(completion: Completion, more: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def _together(pair: Pair, side: Side, prompts: Sequence[list[int]]) -> None:
+async def _together(pair: Pair, prompts: Sequence[list[int]]) -> float:
+    """Tokens a second of requests that are sent at once, prompts included."""
     start = time.perf_counter()
     await asyncio.gather(*(pair.complete(prompt, ANSWER_TOKENS) for prompt in prompts))
-    tokens = sum(len(prompt) + ANSWER_TOKENS for prompt in prompts)
-    side.throughputs.append(tokens / (time.perf_counter() - start))
+    return sum(len(prompt) + ANSWER_TOKENS for prompt in prompts) / (time.perf_counter() - start)
 
 
-async def transfers(pair: Pair) -> Transfers:
-    """What the decode side of `pair` has counted."""
+def _processor_seconds_of_daemons(pair: Pair) -> float:
+    daemons = pair.daemons.values() if isinstance(pair, KvdPair) else ()
+    return sum(daemon.processor_seconds() for daemon in daemons)
+
+
+async def _counted(pair: Pair) -> Mapping[str, float]:
+    """What the decode side has counted so far.
+
+    `transfer` is from the first post of a read to its last byte, as NixlConnector sees it with its engine's steps;
+    `posting` is what its posts took, which copy on the same host; `pull` is kvd's whole, with claim and fence.
+    """
     if isinstance(pair, KvdPair):
         daemon = await scrape(pair.daemons["decode"])
-        return Transfers(
-            count=daemon.total("kvd_read_duration_seconds_count"),
-            seconds=daemon.total("kvd_read_duration_seconds_sum"),
-            whole=daemon.total("kvd_pull_duration_seconds_sum"),
-            nbytes=daemon.total("kvd_read_bytes_total"),
-            descriptors=daemon.total("kvd_read_descriptors_total"),
-        )
+        return {
+            "pulls": daemon.total("kvd_read_duration_seconds_count"),
+            "transfer": daemon.total("kvd_read_duration_seconds_sum"),
+            "pull": daemon.total("kvd_pull_duration_seconds_sum"),
+            "bytes": daemon.total("kvd_read_bytes_total"),
+            "descriptors": daemon.total("kvd_read_descriptors_total"),
+        }
     server = await scrape(pair.decode)
-    return Transfers(
-        count=server.total("vllm:nixl_xfer_time_seconds_count"),
-        seconds=server.total("vllm:nixl_xfer_time_seconds_sum"),
-        whole=0.0,
-        nbytes=server.total("vllm:nixl_bytes_transferred_sum"),
-        descriptors=server.total("vllm:nixl_num_descriptors_sum"),
-    )
+    return {
+        "pulls": server.total("vllm:nixl_xfer_time_seconds_count"),
+        "transfer": server.total("vllm:nixl_xfer_time_seconds_sum"),
+        "posting": server.total("vllm:nixl_post_time_seconds_sum"),
+        "bytes": server.total("vllm:nixl_bytes_transferred_sum"),
+        "descriptors": server.total("vllm:nixl_num_descriptors_sum"),
+    }

@@ -1,131 +1,119 @@
-"""What `kvd bench vllm` found: its summary, as a table, as JSON, and as a picture."""
+"""What `kvd bench vllm` found: as tables and as a picture. Figures are medians over rounds, with an interval.
 
-import statistics
-from collections.abc import Callable, Sequence
+An interval is what the median does in 95 % of samples drawn from the rounds with replacement (bootstrap); that of a
+ratio draws the same rounds for both sides, as they met the same moments of the machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
-from kvd.bench.vllm import Request, Side
+from kvd.bench.vllm import Side
 
-_Best = Callable[[Sequence[float]], float]
+WIDTH: Final = 160
+"""Columns that the tables need, on a terminal or not."""
+
+_SAMPLES: Final = 2000
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One connector. Times in seconds: medians over the requests that were alone, percentiles over all gaps.
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median, or a ratio of medians, and where 95 % of its resampled values lie."""
 
-    `worst_quiet` and `worst_busy` are medians over the rounds of a round's worst gap.
-    """
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """How a figure is shown: `factor` makes `unit` of what was measured; `best` says which of two is better."""
 
     name: str
-    requests: int
-    first_token: float
-    handover: float
-    transfer: float
-    transfer_mean: float
-    pull: float | None
-    """With claim and fence; only kvd has these."""
-    nbytes: float
-    descriptors: float
-    tokens_a_second: float
-    quiet: dict[str, float]
-    busy: dict[str, float]
-    worst_quiet: float
-    worst_busy: float
+    text: str
+    factor: float = 1e3
+    unit: str = "ms"
+    best: Literal["least", "most"] = "least"
 
 
-def summary(side: Side) -> Summary:
-    """The figures of one side.
+FIGURES: Final = (
+    Figure("first_token", "time to first token, prefill included"),
+    Figure("handover", "handover: end of prefill to first token of decode"),
+    Figure("at_decode", "time to first token at the decode side, another decoding"),
+    Figure("transfer", "in transfer: first post to last byte"),
+    Figure("posting", "posts of it, which copy on the same host"),
+    Figure("pull", "one pull, with claim and fence"),
+    Figure("bytes", "bytes of a pull", 1e-6, "MB", "most"),
+    Figure("descriptors", "descriptors", 1, ""),
+    Figure("quiet_p50", "between tokens, nothing arriving, p50"),
+    Figure("quiet_p99", "between tokens, nothing arriving, p99"),
+    Figure("quiet_worst", "between tokens, nothing arriving, worst"),
+    Figure("busy_p50", "between tokens, blocks arriving, p50"),
+    Figure("busy_p99", "between tokens, blocks arriving, p99"),
+    Figure("busy_worst", "between tokens, blocks arriving, worst"),
+    Figure("engine_processor", "processor time of the decode engine while one arrives"),
+    Figure("daemons_processor", "processor time of both daemons while one arrives"),
+)
+_THROUGHPUT: Final = "tokens_a_second_"
+
+
+def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Estimate:
+    """The median of `values`, or its ratio to the median of `over`, whose rounds are those of `values`."""
+    count = min(len(values), len(values if over is None else over))
+    draws = np.random.default_rng(0).integers(count, size=(_SAMPLES, count))
+
+    def medians(of: Sequence[float]) -> tuple[float, NDArray[np.float64]]:
+        column = np.asarray(of[:count], dtype=np.float64)
+        return float(np.median(column)), np.median(column[draws], axis=1)
+
+    value, drawn = medians(values)
+    if over is not None:
+        base, below = medians(over)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a base of 0 has no ratio
+            value, drawn = float(np.divide(value, base)), np.divide(drawn, below)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(value, float(low), float(high))
+
+
+def tables(sides: Sequence[Side]) -> list[Table]:
+    """One for each placement, with those sides that have a round; the last column is kvd over the best of the others.
 
     Raises:
-        ValueError: Nothing was measured.
+        ValueError: No round ended.
 
     """
-    if not side.requests:
-        raise ValueError(f"{side.name}: no round ended in the time that was given; raise --seconds")
-
-    def median(figure: Callable[[Request], float]) -> float:
-        return statistics.median(figure(request) for request in side.requests)
-
-    pull = median(lambda request: request.transfers.whole)
-    return Summary(
-        name=side.name,
-        requests=len(side.requests),
-        first_token=median(lambda request: request.first_token),
-        handover=median(lambda request: request.handover),
-        transfer=median(lambda request: request.transfers.seconds),
-        transfer_mean=statistics.fmean(request.transfers.seconds for request in side.requests),
-        pull=pull or None,
-        nbytes=median(lambda request: request.transfers.nbytes),
-        descriptors=median(lambda request: request.transfers.descriptors),
-        tokens_a_second=statistics.median(side.throughputs),
-        quiet=percentiles(side.quiet_gaps),
-        busy=percentiles(side.busy_gaps),
-        worst_quiet=statistics.median(side.quiet_worst),
-        worst_busy=statistics.median(side.busy_worst),
-    )
-
-
-def percentiles(gaps: Sequence[float]) -> dict[str, float]:
-    """p50, p99 and the largest."""
-    ordered = sorted(gaps)
-    return {
-        "p50": ordered[len(ordered) // 2],
-        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "max": ordered[-1],
-    }
-
-
-def table(kvd: Summary, *others: Summary) -> Table:
-    """All side by side; the last column is kvd's figure over the best of the others."""
-    result = Table(title=f"vLLM, prefill on one server and decode on another; medians of {kvd.requests} requests")
-    for heading in ("", kvd.name, *(other.name for other in others), "kvd / best"):
-        result.add_column(heading, justify="left" if not heading else "right")
-
-    def row(name: str, figure: Callable[[Summary], float], form: Callable[[float], str], best: _Best = min) -> None:
-        theirs = [figure(other) for other in others]
-        cells = [form(value) for value in (figure(kvd), *theirs)]
-        result.add_row(name, *cells, _ratio(figure(kvd), best(theirs)))
-
-    row("time to first token", lambda side: side.first_token, _ms)
-    row("handover: end of prefill to first token of decode", lambda side: side.handover, _ms)
-    row("in transfer: first post to last byte", lambda side: side.transfer, _ms)
-    row("the same with claim and fence, where there are such", lambda side: side.pull or side.transfer, _ms)
-    row("bytes", lambda side: side.nbytes, lambda nbytes: f"{nbytes / 1e6:.1f} MB")
-    row("descriptors", lambda side: side.descriptors, lambda count: f"{count:.0f}")
-    row("tokens a second, several at once", lambda side: side.tokens_a_second, lambda rate: f"{rate:.0f}", max)
-    result.add_section()
-    for share in ("p50", "p99", "max"):
-        row(f"between tokens, nothing arriving, {share}", _gap("quiet", share), _ms)
-    for share in ("p50", "p99", "max"):
-        row(f"between tokens, blocks arriving, {share}", _gap("busy", share), _ms)
-    result.add_section()
-    row("worst gap of a round, nothing arriving", lambda side: side.worst_quiet, _ms)
-    row("worst gap of a round, blocks arriving", lambda side: side.worst_busy, _ms)
-    ratios = [_ratio(side.worst_busy, side.worst_quiet) for side in (kvd, *others)]
-    result.add_row("blocks arriving / nothing arriving", *ratios, "")
-    return result
-
-
-def _gap(when: Literal["quiet", "busy"], share: str) -> Callable[[Summary], float]:
-    return lambda side: (side.quiet if when == "quiet" else side.busy)[share]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
-
-
-def _ratio(ours: float, theirs: float) -> str:
-    return f"{ours / theirs:.2f}" if theirs else "-"
+    found = []
+    for placement, (kvd, *others) in _by_placement(sides):
+        table = Table(title=f"vLLM, prefill on one server and decode on another, {placement}: {len(kvd.rounds)} rounds")
+        for heading in ("", kvd.name, *(other.name for other in others), "kvd / best"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for figure in _shown(kvd):
+            columns = [_column(side, figure.name) for side in (kvd, *others)]
+            cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
+            against = [column for column in columns[1:] if column]
+            ratio = "-"
+            if columns[0] and against:
+                choose = min if figure.best == "least" else max
+                ratio = _cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
+            table.add_row(figure.text, *cells, ratio)
+        worst = [estimate(_column(side, "busy_worst"), _column(side, "quiet_worst")) for side in (kvd, *others)]
+        table.add_row("worst gap, blocks arriving / nothing arriving", *map(_cell, worst), "")
+        found.append(table)
+    return found
 
 
 def plot(sides: Sequence[Side], path: Path) -> None:
-    """Handover, transfer and gaps between tokens as a PNG.
+    """A panel a figure: medians with their intervals, of all sides and placements, as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed (it comes with the extra `plot`).
+        ValueError: No round ended.
 
     """
     import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
@@ -133,24 +121,55 @@ def plot(sides: Sequence[Side], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    names = {side.name: side.name.replace(", ", ",\n") for side in sides}
-    boxes = {f"handover\n{names[side.name]}": [request.handover for request in side.requests] for side in sides}
-    boxes |= {
-        f"in transfer\n{names[side.name]}": [request.transfers.seconds for request in side.requests] for side in sides
-    }
-    left.boxplot([[1e3 * seconds for seconds in box] for box in boxes.values()], tick_labels=list(boxes))
-    left.set(ylabel="ms", yscale="log", title="one request alone")
-    left.tick_params(axis="x", labelsize="x-small")
-    for side, color in zip(sides, ("tab:orange", "tab:blue", "tab:green"), strict=False):
-        for gaps, style, what in ((side.quiet_gaps, ":", "nothing arriving"), (side.busy_gaps, "-", "blocks arriving")):
-            ordered = sorted(1e3 * gap for gap in gaps)
-            share = [1 - index / len(ordered) for index in range(len(ordered))]
-            right.plot(ordered, share, style, color=color, label=f"{side.name}, {what}")
-    right.set(xscale="log", yscale="log", xlabel="ms between tokens", ylabel="share of gaps that are longer")
-    right.set_title("a decoding request")
-    right.legend(fontsize="small")
-    for axis in (left, right):
-        axis.grid(visible=True, which="both", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    placed = _by_placement(sides)
+    shown = _shown(placed[0][1][0])
+    rows = -(-len(shown) // 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(17, 3 * rows), layout="constrained", squeeze=False)
+    for axis, each in zip(axes.flat, shown, strict=False):
+        for offset, (_, group) in enumerate(placed):
+            for number, side in enumerate(group):
+                if column := _column(side, each.name):
+                    found = estimate([each.factor * value for value in column])
+                    spread = [[found.value - found.low], [found.high - found.value]]
+                    place, color = offset + 0.28 * number, ("tab:orange", "tab:blue", "tab:green")[number]
+                    axis.bar(place, found.value, 0.26, yerr=spread, color=color, capsize=2, label=side.name)
+        axis.set_xticks([offset + 0.28 for offset in range(len(placed))], [placement for placement, _ in placed])
+        axis.set_title(each.text, fontsize="small")
+        axis.set_ylabel(each.unit)
+        axis.grid(visible=True, axis="y", alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
+
+
+def _by_placement(sides: Sequence[Side]) -> list[tuple[str, list[Side]]]:
+    measured = [side for side in sides if side.rounds]
+    if not measured:
+        raise ValueError("no round ended in the time that was given; raise --seconds")
+    return [(placement, list(group)) for placement, group in groupby(measured, key=lambda side: side.placement)]
+
+
+def _shown(side: Side) -> list[Figure]:
+    """Every figure, and a throughput for each number of requests at once that was measured."""
+    numbers = [name.removeprefix(_THROUGHPUT) for name in side.rounds[0] if name.startswith(_THROUGHPUT)]
+    at_once = [Figure(_THROUGHPUT + n, f"tokens a second, {n} at once", 1, "/s", "most") for n in numbers]
+    return [*FIGURES, *at_once]
+
+
+def _column(side: Side, name: str) -> list[float]:
+    return [figures[name] for figures in side.rounds if name in figures]
+
+
+def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+    value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
+    return f"{value} {unit} ({low} to {high})".replace("  ", " ")
+
+
+def _three(found: Estimate) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
+def _digits(value: float) -> int:
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0

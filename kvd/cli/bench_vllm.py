@@ -27,19 +27,27 @@ def add_parser(subparsers: Any) -> None:
         help="real vLLM servers with kvd and with NixlConnector, in one run",
         description="Starts a prefill and a decode server with kvd, two with vLLM's NixlConnector, and two with its "
         "num_threads 0: the same model (16 layers, 8 KV heads of 128, 131,072 bytes a token) and prompts, one "
-        "computing thread in each; and measures them in turns.",
+        "computing thread in each; and measures them in turns, pinned to a core each and unpinned.",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=1000, help="tokens of a prompt (default: 1000)")
-    parser.add_argument("--rounds", type=int, default=10, help="how often each pair has its turn (default: 10)")
-    parser.add_argument("--concurrent", type=int, default=6, help="requests at once, for throughput (default: 6)")
-    parser.add_argument("--seconds", type=float, default=600, help="after which no round begins (default: 600)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them into FILE (PNG)")
+    parser.add_argument("--prompt-tokens", type=int, default=600, help="tokens of a prompt (default: 600)")
+    parser.add_argument("--rounds", type=int, default=8, help="how often each pair has its two turns (default: 8)")
+    parser.add_argument(
+        "--concurrent",
+        type=int,
+        nargs="+",
+        default=[1, 6, 16],
+        help="requests at once, for throughput (default: 1 6 16)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1200, help="after which what was measured is all (default: 1200)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round to FILE as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them side by side into FILE (PNG)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table, writes the files.
+    """Measures, prints the tables, writes the files, as far as it came.
 
     Raises:
         BadRequest: `BAD_CONFIG`, there is no vLLM here, or the prompts do not fit into its context.
@@ -51,29 +59,37 @@ def run(args: argparse.Namespace) -> int:
     longest = LONGEST - vllm.ANSWER_TOKENS
     if not 1 < args.prompt_tokens <= longest:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--prompt-tokens {args.prompt_tokens}: must be 2 to {longest}")
-    plan = vllm.Plan(args.prompt_tokens, args.rounds, args.concurrent, args.seconds)
+    if min(args.rounds, *args.concurrent) < 1:
+        raise BadRequest(ErrorCode.BAD_CONFIG, "--rounds and --concurrent: must be 1 or more")
+    plan = vllm.Plan(args.prompt_tokens, args.rounds, tuple(args.concurrent), args.seconds)
     folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
+    sides: list[vllm.Side] = []
     try:
-        sides = _measure(plan, folder)
+        _measure(plan, folder, sides)
     except (HttpError, ProcessEndedError, TimeoutError) as error:
-        raise Unavailable(ErrorCode.CANCELLED, f"{error}; the logs of all servers are in {folder}") from error
+        if any(side.rounds for side in sides):
+            _report(args, plan, sides)
+        why = f"{type(error).__name__} {error}".rstrip()
+        raise Unavailable(
+            ErrorCode.CANCELLED, f"ended before the last round: {why}; the logs of all servers are in {folder}"
+        ) from error
     shutil.rmtree(folder)
-    summaries = [vllm_report.summary(side) for side in sides]
-    Console().print(vllm_report.table(*summaries))
-    if args.json:
-        document = {"machine": report.machine(), "plan": plan, "summary": summaries, "sides": sides}
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    if args.plot:
-        vllm_report.plot(sides, args.plot)
+    _report(args, plan, sides)
     return 0
 
 
-def _measure(plan: vllm.Plan, folder: Path) -> list[vllm.Side]:
+def _report(args: argparse.Namespace, plan: vllm.Plan, sides: list[vllm.Side]) -> None:
+    for table in vllm_report.tables(sides):
+        Console(width=vllm_report.WIDTH).print(table)
+    if args.json:
+        document = {"machine": report.machine(), "plan": plan, "sides": sides}
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    if args.plot:
+        vllm_report.plot(sides, args.plot)
+
+
+def _measure(plan: vllm.Plan, folder: Path, sides: list[vllm.Side]) -> None:
     write_models(folder, vllm.MODEL)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting six servers", total=1 + 3 * plan.rounds)
-
-        def advance() -> None:
-            progress.update(task, advance=1, description="rounds")
-
-        return asyncio.run(vllm.measure(folder, folder, plan, advance))
+        task = progress.add_task("three pairs of servers start, then take turns", total=3 + 6 * plan.rounds)
+        asyncio.run(vllm.measure(folder, folder, plan, sides, lambda: progress.advance(task)))

@@ -2,15 +2,20 @@ from pathlib import Path
 
 import pytest
 
-from kvd.bench.vllm import Request, Side, Transfers, split_gaps
-from kvd.bench.vllm_report import percentiles, plot, summary, table
+from kvd.bench.vllm import Side, split_gaps
+from kvd.bench.vllm_report import FIGURES, estimate, plot, tables
 
 
-def side(name: str, scale: float) -> Side:
-    transfers = Transfers(1, 0.1 * scale, 0.2 * scale, 1000, 10)
-    requests = [Request(1.0 * scale, 0.5, 0.5 * scale, transfers), Request(3.0 * scale, 0.5, 0.5 * scale, transfers)]
-    gaps = [0.01 * scale, 0.02 * scale]
-    return Side(name, requests, gaps, [2 * gap for gap in gaps], [0.02 * scale], [0.04 * scale], [100.0])
+def side(name: str, placement: str, scale: float, rounds: int = 9) -> Side:
+    figures = {figure.name: scale for figure in FIGURES} | {"tokens_a_second_6": 100 / scale}
+    return Side(
+        name, placement, [{key: value * (1 + 0.01 * n) for key, value in figures.items()} for n in range(rounds)]
+    )
+
+
+def sides() -> list[Side]:
+    names = (("kvd", 1.0), ("four", 5.0), ("none", 2.0))
+    return [side(name, placement, scale) for placement in ("pinned", "unpinned") for name, scale in names]
 
 
 def test_a_gap_counts_as_busy_if_it_shares_any_moment_with_an_arrival() -> None:
@@ -20,25 +25,43 @@ def test_a_gap_counts_as_busy_if_it_shares_any_moment_with_an_arrival() -> None:
     assert split_gaps([0.0, 1.0], [(1.0, 2.0)]) == ([1.0], [])
 
 
-def test_the_summary_takes_medians_over_requests_and_percentiles_over_gaps() -> None:
-    found = summary(side("kvd", 1.0))
-    assert found.first_token == 2.0
-    assert found.transfer == 0.1
-    assert found.busy["max"] == 0.04
-    assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p99": 3.0, "max": 3.0}
+def test_a_median_comes_with_the_interval_in_which_it_lies_when_rounds_are_drawn_again() -> None:
+    found = estimate([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert found.value == 3.0
+    assert 1.0 <= found.low < 3.0 < found.high <= 100.0
+    same = estimate([7.0] * 8)
+    assert (same.low, same.value, same.high) == (7.0, 7.0, 7.0)
 
 
-def test_a_side_without_a_round_is_refused_with_the_way_out() -> None:
+def test_a_ratio_draws_the_same_rounds_for_both_sides() -> None:
+    moments = [1.0, 5.0, 2.0, 9.0, 3.0]  # what the machine did in each round met both
+    found = estimate([2 * moment for moment in moments], moments)
+    assert (found.low, found.value, found.high) == (2.0, 2.0, 2.0)
+    assert estimate([1.0, 1.0, 50.0], [2.0, 2.0]).value == 0.5
+
+
+def test_the_tables_set_kvd_against_the_best_of_the_others_in_each_placement() -> None:
+    pinned, unpinned = tables(sides())
+    assert "unpinned" in str(unpinned.title)
+    assert [column.header for column in pinned.columns] == ["", "kvd", "four", "none", "kvd / best"]
+    rows = {str(name): cell for name, cell in zip(pinned.columns[0].cells, pinned.columns[4].cells, strict=True)}
+    assert str(rows["one pull, with claim and fence"]).startswith("0.50")
+    assert str(rows["tokens a second, 6 at once"]).startswith("2.00")
+
+
+def test_a_run_that_was_cut_short_is_told_as_far_as_it_came() -> None:
+    short = sides()
+    for later in short[2:]:
+        later.rounds.clear()
+    (pinned,) = tables(short)
+    assert [column.header for column in pinned.columns] == ["", "kvd", "four", "kvd / best"]
+
+
+def test_a_run_without_a_round_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="raise --seconds"):
-        summary(Side("kvd"))
-
-
-def test_the_table_sets_kvd_against_the_best_of_the_others() -> None:
-    result = table(*(summary(side(name, scale)) for name, scale in (("kvd", 1.0), ("four", 5.0), ("none", 2.0))))
-    assert [column.header for column in result.columns] == ["", "kvd", "four", "none", "kvd / best"]
-    assert list(result.columns[4].cells)[:2] == ["0.50", "0.50"]
+        tables([Side("kvd", "pinned")])
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    plot([side("kvd", 1.0), side("nixl", 2.0)], tmp_path / "figures.png")
+    plot(sides(), tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")

@@ -113,12 +113,14 @@ class NixlPair(Pair):
     name = "nixl"
     title = "NixlConnector"
 
-    def __init__(self, folder: Path, models: Path, model: str, *, threads: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, models: Path, model: str, *, blocks: int = BLOCKS, threads: int | None = None
+    ) -> None:
         self._extra: dict[str, int] = {}
         if threads is not None:
             self._extra = {"num_threads": threads}
             self.name, self.title = f"nixl-{threads}", f"NixlConnector, num_threads {threads}"
-        super().__init__(folder, models, model)
+        super().__init__(folder, models, model, blocks=blocks)
 
     def connector(self, side: str) -> dict[str, Any]:  # noqa: ARG002
         """The same on both sides."""

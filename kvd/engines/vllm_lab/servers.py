@@ -55,12 +55,11 @@ class Server(Service):
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        """One thread computes: two servers with two threads each starve each other on two cores, as they spin."""
+        """As users start it, but that one thread computes: two servers share as few as two cores."""
         engine = self.engine
         variables = OFFLINE | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            "KMP_BLOCKTIME": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",

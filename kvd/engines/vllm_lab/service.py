@@ -1,11 +1,12 @@
 """A process that serves: started with a log, waited for until it is up, killed, started again, never left behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,9 @@ START_SECONDS: Final = 400.0
 """A vLLM is up after 10 s on a quiet machine with two cores, three of them after twice that."""
 
 _POLL_SECONDS = 0.25
+
+_SCHED_CLOCK = 2
+"""Of `clock_getcpuclockid(3)`: in place of a clock's number, the complement of a process's id and this kind."""
 
 
 class Service(ABC):
@@ -77,6 +81,23 @@ class Service(ABC):
         """Sends a signal to the process and to all that it started."""
         assert self._child is not None  # noqa: S101
         os.killpg(self._child.pid, number)
+
+    def keep_to(self, cores: set[int]) -> None:
+        """Has all threads of the process, and of all that it started, run on these cores only, as `taskset -a` does."""
+        for pid in self._members():
+            for task in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(task), cores)
+
+    def processor_seconds(self) -> float:
+        """What the process, and all that it started and that run, have computed so far."""
+        return sum(time.clock_gettime(~pid << 3 | _SCHED_CLOCK) for pid in self._members())
+
+    def _members(self) -> Iterator[int]:
+        assert self._child is not None  # noqa: S101
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if int(stat.read_text().rpartition(")")[2].split()[2]) == self._child.pid:
+                    yield int(stat.parent.name)
 
     def kill(self) -> None:
         """As kill -9 does; returns when the process is gone."""
