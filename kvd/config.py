@@ -10,9 +10,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
-from kvd.host import boot_id, cores, rdma_devices
+from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import is_everywhere, is_loopback
+from kvd.protocol.address import host_of, is_everywhere, is_loopback
 
 
 class Config(BaseSettings):
@@ -142,6 +142,18 @@ class Config(BaseSettings):
         path = init_settings().get("config") or env_settings().get("config")
         file = TomlConfigSettingsSource(settings_cls, Path(path)) if path else None
         return (init_settings, env_settings, *([file] if file else []))
+
+    def network_devices(self) -> list[str] | None:
+        """By which the transport may be reached, as UCX calls them: none of peers on this host alone, None for any.
+
+        Those of other hosts come by the interface of `listen`, or of `advertise` where `listen` stands for all, and by
+        every port of an RDMA device.
+        """
+        if is_loopback(self.listen):
+            return []
+        address = self.advertise or self.listen if is_everywhere(self.listen) else self.listen
+        interface = interface_of(host_of(address))
+        return None if interface is None else [interface, *rdma_ports()]
 
     def actor_settings(self, incarnation: int) -> Settings:
         """The part that the actors need."""

@@ -90,7 +90,7 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
-        self._transport = StripedTransport(open_transports(agents, loop))
+        self._transport = StripedTransport(open_transports(agents, loop, devices=config.network_devices()))
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,

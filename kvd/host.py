@@ -1,8 +1,12 @@
 """What kvd reads of the host that it runs on."""
 
+import ipaddress
 import math
 import os
+import socket
+import struct
 from pathlib import Path
+from typing import Final
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -31,3 +35,50 @@ def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
             if quota != "max":
                 found = min(found, math.ceil(int(quota) / int(period)))
     return found
+def rdma_ports() -> list[str]:
+    """Every port of those devices, `device:port`."""
+    found = [(name, port) for name in rdma_devices() for port in (_RDMA_DEVICES / name / "ports").iterdir()]
+    return sorted(f"{name}:{port.name}" for name, port in found)
+
+
+_HEADER: Final = struct.Struct("=IHHII")
+"""`nlmsghdr`: length, type, flags, sequence number, port."""
+_ADDRESS: Final = struct.Struct("=BBBBI")
+"""`ifaddrmsg`: family, length of the prefix, flags, scope, index of the interface."""
+_ATTRIBUTE: Final = struct.Struct("=HH")
+_GET_ADDRESSES, _NEW_ADDRESS, _ADDRESS_OF_INTERFACE, _LOCAL_ADDRESS = 22, 20, 1, 2
+_REQUEST_ALL: Final = 0x301
+
+
+def interface_of(host: str) -> str | None:
+    """The interface that has this IP address; None where none has, or it is no address.
+
+    Asked by netlink: the older calls leave out all but the first address of an interface.
+    """
+    try:
+        wanted = ipaddress.ip_address(host).packed
+    except ValueError:
+        return None
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as kernel:
+        kernel.send(
+            _HEADER.pack(_HEADER.size + _ADDRESS.size, _GET_ADDRESSES, _REQUEST_ALL, 1, 0) + bytes(_ADDRESS.size)
+        )
+        while True:
+            data = kernel.recv(1 << 16)
+            while data:
+                size, kind, _, _, _ = _HEADER.unpack_from(data)
+                if kind != _NEW_ADDRESS:  # NLMSG_DONE, or an error
+                    return None
+                message, data = data[_HEADER.size : size], data[(size + 3) & ~3 :]
+                if wanted == _address_in(message[_ADDRESS.size :]):
+                    return socket.if_indextoname(_ADDRESS.unpack_from(message)[4])
+
+
+def _address_in(attributes: bytes) -> bytes | None:
+    """The interface's own address in a message about one; between two points IFA_ADDRESS is that of the other end."""
+    found: dict[int, bytes] = {}
+    while attributes:
+        size, kind = _ATTRIBUTE.unpack_from(attributes)
+        found[kind] = attributes[_ATTRIBUTE.size : size]
+        attributes = attributes[(size + 3) & ~3 :]
+    return found.get(_LOCAL_ADDRESS, found.get(_ADDRESS_OF_INTERFACE))

@@ -1,11 +1,11 @@
-"""What is read of the host, on cgroups made of files."""
+"""What is read of the host; cgroups are made of files."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from kvd.host import cores
+from kvd import host
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,15 @@ def test_a_cgroups_quota_of_time_counts_as_fewer_cores(
         if quota:
             (tmp_path / "cgroups" / folder / "cpu.max").write_text(f"{quota}\n")
     (tmp_path / "cgroup").write_text("1:cpu:/\n0::/kubepods/kvd\n")
-    assert cores(tmp_path / "cgroup", tmp_path / "cgroups") == expected
+    assert host.cores(tmp_path / "cgroup", tmp_path / "cgroups") == expected
     (tmp_path / "cgroup").write_text("1:cpu:/\n")
-    assert cores(tmp_path / "cgroup", tmp_path / "cgroups") == 8
+    assert host.cores(tmp_path / "cgroup", tmp_path / "cgroups") == 8
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_an_address_leads_to_the_interface_that_has_it(address: str) -> None:
+    assert host.interface_of(address) == "lo"
+
+
+@pytest.mark.parametrize("address", ["203.0.113.77", "2001:db8::77", "decode.example", "eth0", ""])
+def test_what_no_interface_has_leads_to_none(address: str) -> None:
+    assert host.interface_of(address) is None

@@ -22,7 +22,7 @@ from kvd.bench.hosts import Host, Hosts
 from kvd.bench.pair import Pair, Place
 from kvd.errors import ErrorCode, InternalError
 from kvd.limits import KIB
-from kvd.transport.nixl import TCP_SETTINGS
+from kvd.transport.ucx import TCP_SETTINGS
 
 BLOCK: Final = 256 * KIB
 BLOCKS: Final = 256

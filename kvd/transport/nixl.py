@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.outbox import Outbox
 from kvd.transport.queue import Slices
+from kvd.transport.ucx import backend_parameters, choose_settings
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -34,49 +35,37 @@ if TYPE_CHECKING:
 STOP_SECONDS = 5.0
 """How long `stop` waits for slices that are posted: at memory speed 64 MiB take 10 ms, over a bad network seconds."""
 
-TCP_SETTINGS = {
-    "UCX_TCP_TX_SEG_SIZE": "512k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
-    "UCX_TCP_RX_SEG_SIZE": "512k",  # and must fit here
-}
 
-ENVIRONMENT = {
-    "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
-    "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
-    "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
-    "UCX_DEBUG_SIGNO": "0",  # it takes SIGHUP to turn its debug log on; here SIGHUP reads the allow-list again
-}
-"""What NIXL and UCX read once, when they are loaded."""
-
-
-def choose_settings(environment: MutableMapping[str, str]) -> None:
-    """Adds our settings; values that the operator set stay, and where one of TCP's is set, these are left alone."""
-    chosen = ENVIRONMENT if TCP_SETTINGS.keys() & environment else ENVIRONMENT | TCP_SETTINGS
-    for variable, value in chosen.items():
-        environment.setdefault(variable, value)
-
-
-def open_agent(name: str) -> Any:
+def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
     """A NIXL agent with the UCX backend and without a progress thread: whoever holds it makes the progress.
 
+    `devices` are as in `choose_settings`; what the first agent of a process is given holds for all.
+
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    choose_settings(os.environ)
+    choose_settings(os.environ, devices)
     import nixl  # noqa: PLC0415 - workers and tests import this package without it
 
-    return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.create_backend("UCX", backend_parameters())
+    return agent
 
 
-def open_transports(agents: Sequence[str], loop: asyncio.AbstractEventLoop) -> list[NixlTransport]:
+def open_transports(
+    agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, devices: Collection[str] | None = None
+) -> list[NixlTransport]:
     """The transports of one process, each with a thread of its own; the first tells by which path a peer is reached.
+
+    `devices` are as in `choose_settings`.
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
 
     """
-    others = [NixlTransport(agent, loop, beside=None) for agent in agents[1:]]
-    return [NixlTransport(agents[0], loop, beside=others), *others]
+    others = [NixlTransport(agent, loop, beside=None, devices=devices) for agent in agents[1:]]
+    return [NixlTransport(agents[0], loop, beside=others, devices=devices), *others]
 
 
 class NixlTransport:
@@ -93,9 +82,10 @@ class NixlTransport:
         loop: asyncio.AbstractEventLoop,
         *,
         beside: Sequence[NixlTransport] | None = (),
+        devices: Collection[str] | None = None,
     ) -> None:
         """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks."""
-        handle = open_agent(agent)
+        handle = open_agent(agent, devices)
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent

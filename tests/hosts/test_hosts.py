@@ -8,6 +8,7 @@ from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from tests.e2e.engines import engines, model, move, seeded, specs
+from tests.e2e.ports import endpoint, listening
 from tests.hosts.stage import HEARTBEAT, MEGABITS, SHORT
 
 pytestmark = pytest.mark.timeout(180)
@@ -42,6 +43,13 @@ def slow(stage):
 def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
     move_between_engines(stage, *layouts)
     assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {"tcp/eth0"}
+
+
+def test_a_daemon_of_several_hosts_listens_on_the_interface_of_its_peers_alone(stage):
+    for name, daemon in stage.daemons.items():
+        own, http = stage.hosts[name].address, endpoint(daemon.serving()["http"])
+        opened = listening(daemon.child.pid)
+        assert {host for host, _ in opened - {http}} == {own}
 
 
 @pytest.mark.parametrize("cut", CUTS)

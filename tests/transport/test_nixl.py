@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from kvd.transport.contract import CHECKS
-from kvd.transport.nixl import TCP_SETTINGS, choose_settings
 
 pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 
@@ -18,6 +17,7 @@ OWN_CHECKS = (
 )
 WAYS = {
     "same_host": ({}, 1),
+    "no_network": ({"UCX_TLS": "self,sm,cuda"}, 1),
     "tcp": ({"UCX_TLS": "tcp"}, 1),
     "striped": ({}, 2),
     "striped_tcp": ({"UCX_TLS": "tcp"}, 2),
@@ -49,16 +49,3 @@ def test_nixl_keeps_the_contract(results: dict[str, str | None], check: str) -> 
 
 def test_a_process_that_stopped_its_transports_and_lost_a_peer_exits_cleanly(results: dict[str, str | None]) -> None:
     assert results[""] is None
-
-
-def test_sizes_of_segments_are_chosen_where_the_operator_has_set_none() -> None:
-    environment: dict[str, str] = {}
-    choose_settings(environment)
-    assert environment.items() >= TCP_SETTINGS.items()
-
-
-def test_what_the_operator_set_stays_and_no_size_is_chosen_that_would_not_go_with_it() -> None:
-    environment = {"UCX_TCP_RX_SEG_SIZE": "64k", "UCX_LOG_LEVEL": "info"}
-    choose_settings(environment)
-    assert (environment["UCX_TCP_RX_SEG_SIZE"], environment["UCX_LOG_LEVEL"]) == ("64k", "info")
-    assert "UCX_TCP_TX_SEG_SIZE" not in environment

@@ -1,0 +1,37 @@
+"""What a process listens on, as the kernel tells it."""
+
+import ipaddress
+import os
+from pathlib import Path
+
+LISTENING = "0A"
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address and port of every TCP socket that a process listens on."""
+    inodes = set()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        name = os.readlink(f"/proc/{pid}/fd/{entry}")
+        if name.startswith("socket:["):
+            inodes.add(name[len("socket:[") : -1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                host, _, port = fields[1].partition(":")
+                found.add((_address(host), int(port, 16)))
+    return found
+
+
+def _address(text: str) -> str:
+    """The kernel writes an address as words of the machine's own byte order."""
+    words = [int(text[start : start + 8], 16).to_bytes(4, "little") for start in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """The same of `host:port`, with or without `tcp://`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
