@@ -12,7 +12,14 @@ from kvd.actors.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import host_of, is_everywhere, is_loopback
+from kvd.protocol.address import host_of, is_everywhere, is_local, is_unix
+
+_OPEN = (
+    "lets in whoever reaches it, on loopback every user of this host, to read every pool; set curve_key and "
+    "curve_peers (`kvd keys generate` makes a key), say --insecure, or leave listen out: then peers are this user's "
+    "daemons on this host"
+)
+_ONLY_TCP = "insecure is about tcp://, and peers use a Unix socket where listen is not set; name `listen`, too"
 
 
 class Config(BaseSettings):
@@ -35,10 +42,14 @@ class Config(BaseSettings):
         None, description="TOML file: which other users may attach under which names, with which quota of bytes."
     )
     listen: str = Field(
-        "tcp://127.0.0.1:0", description="Where peers connect, tcp://host:port; port 0 takes a free one."
+        "",
+        description="Where peers connect: tcp://host:port (0: a free one), or unset the Unix socket `<socket>.peers`, "
+        "for daemons of this host and user.",
     )
     advertise: str | None = Field(
-        None, description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT)."
+        None,
+        pattern=r"^tcp://",
+        description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT).",
     )
     peers: Path | None = Field(
         None, description="Peer file: a line `<name> <address>` for each daemon to meet ahead; read when it changes."
@@ -58,9 +69,7 @@ class Config(BaseSettings):
         None,
         description="Allow-list: a line `<public key> <name> [pool ...]` for each daemon; read again on SIGHUP.",
     )
-    insecure: bool = Field(
-        False, description="Listen beyond loopback without CURVE: whoever reaches the port may read every offer."
-    )
+    insecure: bool = Field(False, description="tcp:// without CURVE: whoever reaches the port may read every pool.")
     http: str = Field(
         "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
     )
@@ -106,23 +115,27 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _listen_beside_the_socket(self) -> Self:
+        self.listen = self.listen or f"ipc://{self.socket.absolute()}.peers"
+        return self
+
+    @model_validator(mode="after")
     def _check_security(self) -> Self:
         if (self.curve_key is None) != (self.curve_peers is None):
             raise ValueError("curve_key and curve_peers come together: a key to show, and the keys to believe")
         if self.curve_key is not None and self.insecure:
             raise ValueError("curve_key and insecure contradict each other; leave one out")
-        if self.curve_key is None and not self.insecure and not is_loopback(self.listen):
-            raise ValueError(
-                f"listen ({self.listen}) is reachable from other hosts, and without CURVE whoever reaches it may read "
-                "every offer; set curve_key and curve_peers (`kvd keys generate` makes a key), or say --insecure"
-            )
+        if self.curve_key is None and is_unix(self.listen) == self.insecure:
+            raise ValueError(_ONLY_TCP if self.insecure else f"listen ({self.listen}) {_OPEN}")
         return self
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
         if self.advertise is None:
             return self
-        if is_everywhere(self.advertise) or (is_loopback(self.advertise) and not is_loopback(self.listen)):
+        if is_unix(self.listen):
+            raise ValueError(f"advertise ({self.advertise}) stands for a tcp:// address; set `listen` to that one, too")
+        if is_everywhere(self.advertise) or (is_local(self.advertise) and not is_local(self.listen)):
             raise ValueError(
                 f"advertise ({self.advertise}) would travel in tickets, and on another host it means that host itself; "
                 f"name an address by which other hosts reach listen ({self.listen})"
@@ -149,7 +162,7 @@ class Config(BaseSettings):
         Those of other hosts come by the interface of `listen`, or of `advertise` where `listen` stands for all, and by
         every port of an RDMA device.
         """
-        if is_loopback(self.listen):
+        if is_local(self.listen):
             return []
         address = self.advertise or self.listen if is_everywhere(self.listen) else self.listen
         interface = interface_of(host_of(address))

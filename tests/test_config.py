@@ -33,9 +33,18 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
         ({"config": "/nowhere.toml"}, r"no file '/nowhere.toml'"),
         ({"colour": "red"}, r"colour: .*"),
-        ({"listen": "tcp://0.0.0.0:7071"}, r"listen \(tcp://0.0.0.0:7071\) is reachable .* or say --insecure"),
+        (
+            {"listen": "tcp://0.0.0.0:7071"},
+            r"listen \(tcp://0.0.0.0:7071\) lets in whoever reaches it.* say --insecure",
+        ),
+        ({"listen": "tcp://127.0.0.1:0"}, r"on loopback every user of this host.* or leave listen out"),
+        ({"insecure": "true"}, r"insecure is about tcp://.*; name `listen`, too"),
+        ({"advertise": "tcp://10.0.0.7:1"}, r"stands for a tcp:// address; set `listen` to that one, too"),
         ({"listen": "tcp://gpu-7:7071"}, r"set curve_key and curve_peers"),
-        ({"advertise": "tcp://0.0.0.0:7071"}, r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets"),
+        (
+            {"listen": "tcp://[::1]:1", "advertise": "tcp://0.0.0.0:7071", "insecure": "true"},
+            r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets",
+        ),
         (
             {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
             r"on another host it means that host itself; name an address",
@@ -53,15 +62,19 @@ def test_a_wrong_value_is_named_with_what_it_may_be(flags, text):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"listen": "tcp://127.0.0.2:7071"},
-        {"listen": "tcp://[::1]:7071"},
-        {"listen": "tcp://localhost:0"},
+        {"listen": "ipc:///run/kvd/decode.peers"},
+        {"listen": "tcp://127.0.0.2:7071", "insecure": "true"},
         {"listen": "tcp://0.0.0.0:7071", "insecure": "true"},
         {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
     ],
 )
-def test_loopback_curve_or_an_explicit_word_is_enough_to_listen(flags):
+def test_a_unix_socket_curve_or_an_explicit_word_is_enough_to_listen(flags):
     assert load(flags).listen == flags["listen"]
+
+
+def test_peers_connect_to_a_unix_socket_beside_that_of_the_workers_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load({"socket": "d.sock"}).listen == f"ipc://{tmp_path}/d.sock.peers"
 
 
 def test_a_key_file_that_cannot_be_used_ends_serve_with_the_fix(tmp_path, capsys):

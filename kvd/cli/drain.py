@@ -10,7 +10,8 @@ from typing import Any
 
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.net.inquiry import DaemonIdentity, Inquiry
+from kvd.net.inquiry import Inquiry
+from kvd.net.unix import Credentials
 from kvd.protocol.status import StatusReport, decode
 
 _LOOK_SECONDS = 0.5
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if gone else 1
 
 
-def _open(identity: DaemonIdentity, args: argparse.Namespace) -> int:
+def _open(identity: Credentials, args: argparse.Namespace) -> int:
     if identity.pid == 0:
         text = f"the daemon behind {socket_of(args)} runs in another PID namespace; run this in its container"
         raise BadRequest(ErrorCode.NOT_PERMITTED, text)
@@ -58,7 +59,7 @@ def _open(identity: DaemonIdentity, args: argparse.Namespace) -> int:
         raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon (pid {identity.pid}) is gone already") from error
 
 
-def _terminate(process: int, identity: DaemonIdentity) -> None:
+def _terminate(process: int, identity: Credentials) -> None:
     try:
         signal.pidfd_send_signal(process, signal.SIGTERM)
     except PermissionError as error:

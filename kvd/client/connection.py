@@ -4,7 +4,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 from enum import Enum, auto
 
 import zmq
@@ -12,10 +11,9 @@ import zmq
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
+from kvd.net.unix import credentials
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
-
-_UCRED = struct.Struct("=iII")
 
 
 class Phase(Enum):
@@ -67,7 +65,7 @@ class Connection:
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-            pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            pid = credentials(sock).pid
         except OSError:
             sock.close()
             raise

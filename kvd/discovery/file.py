@@ -65,8 +65,8 @@ class PeersFile:
         words = line.split()
         if not words:
             return None
-        if len(words) != 2 or not words[1].startswith("tcp://") or is_everywhere(words[1]):
-            text = f"{self._path}, line {number}: {line[:100]!r} is not `<name> tcp://host:port`"
+        if len(words) != 2 or not words[1].startswith(("tcp://", "ipc:///")) or is_everywhere(words[1]):
+            text = f"{self._path}, line {number}: {line[:100]!r} is not `<name> tcp://host:port`, nor `ipc:///path`"
             raise BadRequest(ErrorCode.BAD_CONFIG, text)
         name, address = words
         if name == self._name:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.protocol.address import is_loopback
+from kvd.protocol.address import is_local
 
 
 def check_mutual(own: str, addresses: Iterable[str]) -> None:
@@ -13,8 +13,8 @@ def check_mutual(own: str, addresses: Iterable[str]) -> None:
         BadRequest: `BAD_CONFIG`, one of them is on another host, and `own` means that host itself there.
 
     """
-    abroad = sorted(address for address in addresses if not is_loopback(address))
-    if abroad and is_loopback(own):
+    abroad = sorted(address for address in addresses if not is_local(address))
+    if abroad and is_local(own):
         text = (
             f"peers would look for this daemon at {own.partition('#')[0]}, which on {abroad[0]}'s host means "
             "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"

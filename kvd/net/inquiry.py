@@ -3,25 +3,13 @@
 import os
 import select
 import socket
-import struct
 import time
-from dataclasses import dataclass
-from typing import Final
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.stream import FrameStream
+from kvd.net.unix import credentials
 from kvd.protocol.codec import encode, session_replies
 from kvd.protocol.worker import Refused, SessionReply, Status, StatusRequest
-
-_UCRED: Final = struct.Struct("=iII")
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonIdentity:
-    """Who listens, as the kernel says. `pid` is 0 where the daemon runs in a PID namespace that we cannot see."""
-
-    pid: int
-    uid: int
 
 
 class Inquiry:
@@ -44,8 +32,7 @@ class Inquiry:
         except OSError as error:
             connected.close()
             raise Unavailable(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
-        pid, uid, _gid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        self.identity = DaemonIdentity(pid, uid)
+        self.identity = credentials(connected)
         self._path = path
         self._stream = FrameStream(connected)
         self._calls = 0

@@ -16,8 +16,8 @@ class Kind(Enum):
 
     WORKER_ROUTER = "the daemon's end for workers, ipc"
     WORKER_DEALER = "a worker's end, ipc"
-    PEER_ROUTER = "the daemon's end for peers that connect to it, tcp"
-    PEER_DEALER = "the daemon's end for a peer it connects to, tcp"
+    PEER_ROUTER = "the daemon's end for peers that connect to it, tcp or ipc"
+    PEER_DEALER = "the daemon's end for a peer it connects to, tcp or ipc"
 
 
 _ROUTERS: Final = (Kind.WORKER_ROUTER, Kind.PEER_ROUTER)

@@ -3,10 +3,16 @@
 An address says where a daemon is and, with CURVE, whose word counts there: `tcp://host:port#<public key>`, the key in
 64 hexadecimal digits. Tickets carry it whole, so that a peer is known by both: a ticket that names a daemon's place
 with another's key is about another peer, and spoils nothing for the tickets that name the right one.
+
+On a Unix socket, `ipc:///path.peers`, no key is needed: the kernel says which user is at the other end, and both ends
+talk to daemons of their own user only.
 """
 
+import contextlib
 import itertools
+import os
 import re
+import socket as sockets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +20,19 @@ import zmq
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
+from kvd.net.lock import PathLock
 from kvd.net.options import Kind, apply
 from kvd.net.pump import SocketPump
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
+from kvd.net.unix import MAX_PATH_BYTES, WITNESS, created_with, credentials, user_of
 
 _ADDRESS = re.compile(
-    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5}))(#(?P<key>[0-9a-f]{64}))?"
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s]+\.peers))"
+    r"(#(?P<key>[0-9a-f]{64}))?"
+)
+_TCP_WITHOUT_KEYS = (
+    "is reached over TCP, where nobody says who answers; give both daemons `curve_key` and `curve_peers`, and this one "
+    "`listen` at tcp://, or that and `--insecure` where everybody on the network is trusted"
 )
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 
@@ -36,7 +49,7 @@ class _Link:
 class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
-    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one). `routing_id` names this daemon and its
+    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `routing_id` names this daemon and its
     incarnation to every peer, 1 to 255 bytes. `advertise` is the address that peers use where it is not the bound one.
     With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
     """
@@ -58,6 +71,8 @@ class PeerSockets:
                 ErrorCode.BAD_CONFIG, f"{listen!r} listens on every address: say which one peers reach (`advertise`)"
             )
         self._listen = listen
+        self._path: str | None = match["path"]
+        self._lock: PathLock | None = None
         self._routing_id = routing_id
         self._advertise = advertise
         self._trust = trust
@@ -84,6 +99,8 @@ class PeerSockets:
             BadRequest: `BAD_CONFIG`, the address cannot be bound (in use, not ours).
 
         """
+        if self._path is not None:
+            self._lock = PathLock(self._path)
         socket = self._context.socket(zmq.ROUTER)
         apply(socket, Kind.PEER_ROUTER)
         if self._trust is not None:
@@ -91,12 +108,16 @@ class PeerSockets:
             self._monitor = HandshakeMonitor(socket, self._on_rejected)
             self._trust.secure_server(socket)
         try:
-            socket.bind(self._listen)
+            with created_with(0o600) if self._path else contextlib.nullcontext():
+                socket.bind(self._listen)
         except zmq.ZMQError as error:
             self._stop_guards()
             socket.close(0)
+            self.close()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._listen!r}: {error}") from error
-        if self._advertise is None:
+        if self._path is not None:
+            self._advertise = self._listen
+        elif self._advertise is None:
             # The host as it was given: the socket would name an IPv4 address the way IPv6 does.
             port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
             self._advertise = f"{self._listen.rpartition(':')[0]}:{port}"
@@ -111,10 +132,23 @@ class PeerSockets:
             if self._may_speak(parts[0], key):
                 asked(parts, key)
 
-        if self._trust is None:
-            self._router = SocketPump(socket, asked)
-        else:
+        def asked_by_user(parts: list[bytes]) -> None:
+            if self._is_ours(user_of(parts.pop())):
+                asked(parts)
+
+        if self._trust is not None:
             self._router = SocketPump(socket, asked_with_key, witness="User-Id")
+        elif self._path is not None:
+            self._router = SocketPump(socket, asked_by_user, witness=WITNESS)
+        else:
+            self._router = SocketPump(socket, asked)
+
+    def _is_ours(self, user: int) -> bool:
+        """Whether a message over a Unix socket counts: it comes from a process of our own user."""
+        if user == os.geteuid():
+            return True
+        self._on_rejected(Rejection(Reason.OTHER_USER, address=f"user {user}"))
+        return False
 
     def _may_speak(self, sender: bytes, key: str) -> bool:
         """Whether a message counts: its key is still allowed, and is that of the daemon it speaks for."""
@@ -130,7 +164,8 @@ class PeerSockets:
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`, with a `#key` where we use CURVE and none
-                where we do not; `NOT_PERMITTED`, its key is not on the allow-list.
+                where we do not; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
+                user's daemon on this host, or one that only TCP reaches although we are one of this host.
 
         """
         on_event = self._on_event
@@ -138,6 +173,9 @@ class PeerSockets:
             raise RuntimeError("start the sockets before connecting")
         match = _check(address, ErrorCode.BAD_TICKET)
         key = self._server_key(match)
+        by_user = self._trust is None and match["path"] is not None
+        if by_user:
+            _check_user(match["path"])
         socket = self._context.socket(zmq.DEALER)
         apply(socket, Kind.PEER_DEALER)
         socket.setsockopt(zmq.ROUTING_ID, self._routing_id)
@@ -151,10 +189,11 @@ class PeerSockets:
         link = next(self._numbers)
 
         def answered(parts: list[bytes]) -> None:
-            if self._still_allowed(key):
+            ours = not by_user or self._is_ours(user_of(parts.pop()))
+            if ours and self._still_allowed(key):
                 on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
 
-        self._links[link] = _Link(SocketPump(socket, answered), key)
+        self._links[link] = _Link(SocketPump(socket, answered, witness=WITNESS if by_user else ""), key)
         return link
 
     def _server_key(self, match: re.Match[str]) -> bytes | None:
@@ -162,6 +201,8 @@ class PeerSockets:
         place, text = match["place"], match["key"]
         if self._trust is None:
             if text is None:
+                if match["path"] is None and self._path is not None:
+                    raise BadRequest(ErrorCode.NOT_PERMITTED, f"the daemon at {place} {_TCP_WITHOUT_KEYS}")
                 return None
             wrong = f"the daemon at {place} uses CURVE and this one does not; give it `curve_key` and `curve_peers`"
             raise BadRequest(ErrorCode.BAD_TICKET, wrong)
@@ -202,6 +243,11 @@ class PeerSockets:
             self._router.close()
             self._router = None
         self._context.term()
+        if self._lock is not None and self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._lock.release()
+            self._lock = None
 
     def _stop_guards(self) -> None:
         if self._monitor is not None:
@@ -215,12 +261,37 @@ class PeerSockets:
 def _check_own(address: str) -> re.Match[str]:
     match = _check(address, ErrorCode.BAD_CONFIG)
     if match["key"] is not None:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; write tcp://host:port")
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; leave it out")
     return match
+
+
+def _check_user(path: str) -> None:
+    """Asks the kernel who listens at `path`; where nobody does yet, each answer will say."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+            user = credentials(probe).uid
+        except PermissionError:
+            user = -1
+        except OSError:
+            return
+    if user != os.geteuid():
+        who = f"as user {user}" if user >= 0 else "as another user"
+        raise BadRequest(
+            ErrorCode.NOT_PERMITTED,
+            f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
+            "one user; run both as one, or give both `listen` at tcp:// with `curve_key` and `curve_peers`",
+        )
 
 
 def _check(address: str, code: ErrorCode) -> re.Match[str]:
     match = _ADDRESS.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
-        raise BadRequest(code, f"address {address[:200]!r} is not tcp://host:port")
+    if match is None or int(match["port"] or 0) > 65535:
+        raise BadRequest(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
+    path = match["path"]
+    if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
+        raise BadRequest(
+            code, f"path {path[:200]!r} of a Unix socket is not the shortest spelling, or above {MAX_PATH_BYTES} bytes"
+        )
     return match

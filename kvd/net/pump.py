@@ -23,7 +23,7 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
 
-    With `witness`, a property of libzmq's such as `User-Id`, what the connection of a ROUTER was found to have there is
+    With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is
     appended as one more part, empty where it was not found: it is known from the connection, no message can claim it.
     """
 
@@ -36,6 +36,7 @@ class SocketPump:
         self._socket = socket
         self._on_message = on_message
         self._witness = witness
+        self._routes = socket.getsockopt(zmq.TYPE) == zmq.ROUTER
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -82,7 +83,8 @@ class SocketPump:
     def _take(self) -> list[bytes]:
         if not self._witness:
             return self._socket.recv_multipart(zmq.NOBLOCK)
-        parts = [self._socket.recv(zmq.NOBLOCK)]  # as bytes: a frame costs more, and the sender's has no properties
+        # A ROUTER's first part as bytes: a frame costs more, and the sender's id has no properties.
+        parts = [self._socket.recv(zmq.NOBLOCK)] if self._routes else []
         more = True
         while more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)

@@ -27,6 +27,8 @@ class Reason(StrEnum):
     """has a key that is not on the allow-list"""
     WRONG_NAME = "wrong_name"
     """is allowed, and speaks in another daemon's name"""
+    OTHER_USER = "other_user"
+    """runs as another user, and came over a Unix socket"""
     NO_HANDSHAKE = "no_handshake"
     """came as far as no key: speaks NULL or PLAIN security, took us for another daemon, or sent garbage"""
 
@@ -39,7 +41,7 @@ class Rejection:
     key: str = ""
     """In hexadecimal, where the other end has shown one."""
     address: str = ""
-    """Where it came from, where libzmq says so."""
+    """Where it came from, where libzmq says so: an IP address, or a user."""
 
 
 OnRejected = Callable[[Rejection], None]

@@ -5,8 +5,7 @@ import contextlib
 import itertools
 import os
 import socket
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -18,11 +17,9 @@ from kvd.net.lock import PathLock
 from kvd.net.options import BACKLOG, Kind, apply
 from kvd.net.pump import SocketPump
 from kvd.net.stream import FrameStream
+from kvd.net.unix import MAX_PATH_BYTES, WITNESS, created_with, credentials, user_of
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
-
-MAX_PATH_BYTES: Final = 107
-"""What the kernel takes as the path of a Unix socket."""
 
 MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS
 """Open sessions, attached or not; more are hung up on, so that idle connections cannot use up our descriptors."""
@@ -35,8 +32,6 @@ HANG_UP_SECONDS: Final = 1.0
 
 ACCEPT_PAUSE_SECONDS: Final = 0.5
 """Pause of accepting after the system had no descriptor for us."""
-
-_UCRED = struct.Struct("=iII")
 
 
 class WorkerSockets:
@@ -82,7 +77,7 @@ class WorkerSockets:
         router = self._context.socket(zmq.ROUTER)
         apply(router, Kind.WORKER_ROUTER)
         try:
-            with _created_with(self._mode):
+            with created_with(self._mode):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
                 router.bind(self.endpoint)
@@ -92,7 +87,7 @@ class WorkerSockets:
             router.close(0)
             self.close()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
-        self._router = SocketPump(router, self._received, witness="Peer-Address")
+        self._router = SocketPump(router, self._received, witness=WITNESS)
         self._watch_listener()
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -149,9 +144,7 @@ class WorkerSockets:
 
     def _received(self, parts: list[bytes]) -> None:
         # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
-        # libzmq asks the kernel as well (SO_PEERCRED): the witness ends in `:uid:gid:pid`.
-        witness = parts.pop()
-        uid = int(witness.rsplit(b":", 3)[1]) if witness else -1
+        uid = user_of(parts.pop())
         self._on_event(WorkerFrame(parts[0], parts[1] if len(parts) == 2 else b"", uid))
 
     def _watch_listener(self) -> None:
@@ -172,7 +165,7 @@ class WorkerSockets:
         if len(self._sessions) >= MAX_CONNECTIONS:
             accepted.close()
             return
-        pid, uid, gid = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, uid, gid = credentials(accepted)
         connection = next(self._numbers)
         self._sessions[connection] = _Session(accepted, connection, self._session_event)
         self._on_event(SessionOpened(connection, pid, uid, gid))
@@ -262,13 +255,3 @@ class _Session:
     def _lost(self, error: BadRequest | None) -> None:
         self.close()
         self._on_event(SessionClosed(self._connection, error))
-
-
-@contextlib.contextmanager
-def _created_with(mode: int) -> Iterator[None]:
-    """Files made inside get `mode` from their first moment: a mode set afterwards would leave a gap."""
-    before = os.umask(0o777 & ~mode)
-    try:
-        yield
-    finally:
-        os.umask(before)

@@ -1,4 +1,7 @@
-"""What the address of a daemon, `tcp://host:port` with or without a `#key`, says about who can reach it."""
+"""What the address of a daemon says about who can reach it.
+
+It is `tcp://host:port`, or for daemons of the same host `ipc:///path`, a Unix socket; with CURVE `#<key>` follows.
+"""
 
 import ipaddress
 from typing import Final
@@ -11,13 +14,18 @@ def host_of(address: str) -> str:
     return address.partition("#")[0].removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of the daemon's own host can reach it."""
+def is_unix(address: str) -> bool:
+    """Whether it is a Unix socket's: the kernel says which user is at the other end."""
+    return address.startswith("ipc://")
+
+
+def is_local(address: str) -> bool:
+    """Whether only processes of the daemon's own host can reach it: a Unix socket, or loopback."""
     host = host_of(address)
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return is_unix(address) or host == "localhost"
 
 
 def is_everywhere(address: str) -> bool:

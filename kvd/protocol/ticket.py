@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.protocol.address import is_loopback
+from kvd.protocol.address import is_local
 from kvd.protocol.types import Address, Count, Message, Name, RequestId, Spans
 
 _PREFIX = "kvd1."
@@ -114,9 +114,9 @@ def join(texts: Iterable[str]) -> str:
 
 
 def _check_addresses(ranks: list[TicketRank]) -> None:
-    local = [rank for rank in ranks if is_loopback(rank.address)]
+    local = [rank for rank in ranks if is_local(rank.address)]
     if local and len(local) < len(ranks):
-        abroad = next(rank for rank in ranks if not is_loopback(rank.address))
+        abroad = next(rank for rank in ranks if not is_local(rank.address))
         fix = f"start {local[0].daemon!r} with `listen` (or `advertise`) at an address that other hosts reach"
         text = f"the ranks are on several hosts: {abroad.daemon!r} at {abroad.address}, and {local[0].daemon!r} at"
         raise BadRequest(ErrorCode.BAD_TICKET, f"{text} {local[0].address}, which only its own host reaches; {fix}")

@@ -35,8 +35,8 @@ def test_a_key_that_is_left_out_is_the_one_allowed_for_the_name(tmp_path):
 @pytest.mark.parametrize(
     ("text", "own", "reason"),
     [
-        ("host-b\n", ABROAD, r"line 1: 'host-b' is not `<name> tcp://host:port`"),
-        ("\nhost-b ipc:///x\n", ABROAD, "line 2"),
+        ("host-b\n", ABROAD, r"line 1: 'host-b' is not `<name> tcp://host:port`, nor `ipc:///path`"),
+        ("\nhost-b udp://x:1\n", ABROAD, "line 2"),
         ("host-b tcp://0.0.0.0:1\n", ABROAD, "line 1"),
         ("host-z tcp://10.0.0.9:1\n", ABROAD, "line 1: 'host-z' is not on the allow-list"),
         (

@@ -15,6 +15,7 @@ from kvd.bench.spec import flat_spec
 from kvd.net.options import Kind, apply
 from kvd.net.stream import FrameStream
 from kvd.protocol import codec
+from kvd.protocol.peer import Hello
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Offer
 from tests.e2e.fleet import Fleet, until
@@ -61,6 +62,15 @@ def offer_in_the_name_of(endpoint, session):
         for _ in range(ATTEMPTS):
             thief.send(codec.encode(offer))
         return [bool(thief.poll(300))]
+
+
+def hello_to(address):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        apply(stranger, Kind.PEER_DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(address)
+        stranger.send(codec.encode(Hello("stranger", 1)))
+        return [bool(stranger.poll(1000))]
 
 
 def as_nobody(work, *arguments):
@@ -115,3 +125,10 @@ def test_another_user_with_a_workers_session_id_is_neither_answered_nor_obeyed(d
     with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
         assert "kvd_leases_active 0.0" in answer.read().decode()
     owner.close()
+
+
+def test_another_user_that_says_hello_as_a_peer_is_not_welcome(daemon):
+    address = daemon.serving()["address"]
+    assert address == f"ipc://{daemon.socket}.peers"
+    assert hello_to(address) == [True]
+    assert as_nobody(hello_to, address) == [False]

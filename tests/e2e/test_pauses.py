@@ -23,7 +23,7 @@ main()
 
 
 def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp_path):
-    flags = ["serve", "--name", "d", "--socket", str(tmp_path / "d.sock"), "--listen", "tcp://127.0.0.1:0"]
+    flags = ["serve", "--name", "d", "--socket", str(tmp_path / "d.sock")]
     command = [sys.executable, "-c", SERVE_UNTIL_READY, *flags, "--http", "127.0.0.1:0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("objects")]

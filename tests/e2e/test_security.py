@@ -96,7 +96,7 @@ def test_a_daemon_in_the_peer_file_is_met_before_anybody_pulls(fleet: Fleet, tmp
 def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_path):
     ring = Keyring(fleet, tmp_path)
     start_p, start_d = ring.daemon("p"), ring.daemon("d")
-    producer = start_p()
+    producer = start_p(listen="tcp://127.0.0.1:0")
     port = producer.serving()["address"].partition("#")[0].rpartition(":")[2]
     with Responder() as responder:
         responder.records["_kvd._tcp.p.example", "SRV"] = (5, f"0 0 {port} p.example.")

@@ -194,7 +194,10 @@ async def test_random_bytes_on_the_port_change_nothing(producer: Daemon, consume
     [
         "",
         "inproc://kvd",
+        "ipc://run/kvd.sock.peers",
         "ipc:///run/kvd.sock",
+        "ipc://@abstract.peers",
+        "ipc:///run/kvd sock.peers",
         "tcp://",
         "tcp://host",
         "tcp://host:99999",

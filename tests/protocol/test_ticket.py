@@ -105,7 +105,9 @@ def ticket_at(daemon: str, address: str) -> str:
     return Ticket(7, (TicketRank(daemon, address, 1, "p", "o", 0),), ((),)).encode()
 
 
-@pytest.mark.parametrize("local", ["tcp://127.0.0.1:7700", "tcp://localhost:7700#" + "0" * 64, "tcp://[::1]:7700"])
+@pytest.mark.parametrize(
+    "local", ["tcp://127.0.0.1:7700", "tcp://localhost:7700#" + "0" * 64, "tcp://[::1]:7700", "ipc:///a.peers"]
+)
 def test_ranks_on_several_hosts_do_not_join_with_an_address_that_only_one_host_reaches(local: str) -> None:
     with pytest.raises(BadRequest, match=r"only its own host reaches; start 'a' with `listen`") as caught:
         ticket.join([ticket_at("a", local), ticket_at("b", "tcp://10.0.0.8:7700")])

@@ -97,12 +97,11 @@ class Daemon(Service):
         self.flags: tuple[str, ...] = ()
         """More flags, from the next start on; and environment variables."""
         self.variables: dict[str, str] = {}
-        self._port = free_port()
 
     def command(self) -> Sequence[str]:
         """It runs `kvd serve`."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
-        command += ["--listen", f"tcp://127.0.0.1:{self._port}", "--http", "127.0.0.1:0", "--log-format", "json"]
+        command += ["--http", "127.0.0.1:0", "--log-format", "json"]
         return with_environment(self.variables, [*command, *self.flags])
 
     @property

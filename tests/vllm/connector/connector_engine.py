@@ -30,7 +30,6 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd.engines.vllm import KvdConnector
-from kvd.engines.vllm_lab.servers import free_port
 from kvd.processes import Child, Processes
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
@@ -240,19 +239,17 @@ def _step(worker: KvdConnector, metadata: Any) -> KVConnectorOutput:
 
 
 class Daemons:
-    """Daemons by name, each with a fixed port, so that it can be started again."""
+    """Daemons by name."""
 
     def __init__(self, processes: Processes, folder: Path) -> None:
         self._processes = processes
         self._folder = folder
-        self._ports: dict[str, int] = {}
         self._running: dict[str, Child] = {}
 
     def start(self, *names: str) -> None:
         """Starts daemons (again); returns when all of them listen."""
         for name in names:
-            port = self._ports.setdefault(name, free_port())
-            flags = {"name": name, "socket": self.socket(name), "listen": f"tcp://127.0.0.1:{port}", "claim-wait": "60"}
+            flags = {"name": name, "socket": self.socket(name), "claim-wait": "60"}
             arguments = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
             self._running[name] = self._processes.start(name, "kvd.cli.main", "serve", *arguments)
         until = time.monotonic() + PATIENCE
