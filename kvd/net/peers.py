@@ -49,8 +49,8 @@ class _Link:
 class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
-    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `routing_id` names this daemon and its
-    incarnation to every peer, 1 to 255 bytes. `advertise` is the address that peers use where it is not the bound one.
+    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `routing_id`
+    names this daemon and its incarnation to every peer, 1 to 255 bytes. `advertise` is the address that peers use where it is not the bound one.
     With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
     """
 
@@ -107,6 +107,11 @@ class PeerSockets:
             self._zap = ZapHandler(self._context, self._trust, self._on_rejected)
             self._monitor = HandshakeMonitor(socket, self._on_rejected)
             self._trust.secure_server(socket)
+        self._bind(socket)
+        self._on_event = on_event
+        self._router = self._pump(socket, on_event)
+
+    def _bind(self, socket: "zmq.Socket[bytes]") -> None:
         try:
             with created_with(0o600) if self._path else contextlib.nullcontext():
                 socket.bind(self._listen)
@@ -121,8 +126,8 @@ class PeerSockets:
             # The host as it was given: the socket would name an IPv4 address the way IPv6 does.
             port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
             self._advertise = f"{self._listen.rpartition(':')[0]}:{port}"
-        self._on_event = on_event
 
+    def _pump(self, socket: "zmq.Socket[bytes]", on_event: Callable[[PeerEvent], None]) -> SocketPump:
         def asked(parts: list[bytes], key: str = "") -> None:
             # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
             on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b"", key))
@@ -137,11 +142,10 @@ class PeerSockets:
                 asked(parts)
 
         if self._trust is not None:
-            self._router = SocketPump(socket, asked_with_key, witness="User-Id")
-        elif self._path is not None:
-            self._router = SocketPump(socket, asked_by_user, witness=WITNESS)
-        else:
-            self._router = SocketPump(socket, asked)
+            return SocketPump(socket, asked_with_key, witness="User-Id")
+        if self._path is not None:
+            return SocketPump(socket, asked_by_user, witness=WITNESS)
+        return SocketPump(socket, asked)
 
     def _is_ours(self, user: int) -> bool:
         """Whether a message over a Unix socket counts: it comes from a process of our own user."""
