@@ -101,6 +101,19 @@ MAX_RENEWALS: Final = 65_536
 NOTIFICATIONS_PER_BATCH: Final = 256
 """Notifications in one message to a worker."""
 
+# --- HTTP -----------------------------------------------------------------------------------------------------------
+MAX_HTTP_CONNECTIONS: Final = 64
+"""Open at a time; a scraper and a kubelet have a handful. One more, and one of the address with most is hung up on."""
+
+MAX_HTTP_REQUEST_BYTES: Final = 16 * KIB
+"""Request line and headers together."""
+
+HTTP_BACKLOG: Final = 128
+"""Connections that the kernel keeps while the thread is busy with a scrape."""
+
+HTTP_SECONDS: Final = 10.0
+"""From a connection's begin to its end, however slowly the other side sends or reads; a scrape takes milliseconds."""
+
 # --- transport ------------------------------------------------------------------------------------------------------
 SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one.

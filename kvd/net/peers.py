@@ -50,7 +50,8 @@ class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
     `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `routing_id`
-    names this daemon and its incarnation to every peer, 1 to 255 bytes. `advertise` is the address that peers use where it is not the bound one.
+    names this daemon and its incarnation to every peer, 1 to 255 bytes.
+    `advertise` is the address that peers use where it is not the bound one.
     With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
     """
 

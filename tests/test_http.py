@@ -1,0 +1,104 @@
+"""The HTTP port, asked by those who mean well, slowly and badly."""
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvd import limits
+from kvd.errors import BadRequest
+from kvd.health import Health
+from kvd.http import HttpServer
+from kvd.metrics import Metrics
+
+SLOW = 2000
+
+
+class Served:
+    def __init__(self) -> None:
+        self.metrics = Metrics(CollectorRegistry())
+        self.health = Health(self.metrics)
+        self.server = HttpServer("127.0.0.1:0", self.metrics.registry, self.health)
+        host, _, port = self.server.address.rpartition(":")
+        self.place = host, int(port)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{self.server.address}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def send(self, data: bytes) -> bytes:
+        with socket.create_connection(self.place, timeout=5) as connection:
+            connection.sendall(data)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.server.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "kvd-http"] == []
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * SLOW), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_three_paths_say_how_the_daemon_is(served: Served) -> None:
+    assert served.get("/livez") == (200, "alive\n")
+    assert served.get("/readyz") == (503, "starting: the daemon has not finished starting\n")
+    served.health.set("starting", None)
+    assert served.get("/readyz?verbose") == (200, "ready\n")
+    status, text = served.get("/metrics")
+    assert status == 200
+    assert "kvd_ready 1.0" in text
+    assert served.get("/else") == (404, "paths: /metrics, /livez, /readyz\n")
+
+
+def test_what_is_no_request_is_refused_and_changes_nothing(served: Served) -> None:
+    assert served.send(b"\x00\xff\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert served.send(b"POST /livez HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+    long = b"GET /livez HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 2 * limits.MAX_HTTP_REQUEST_BYTES
+    assert served.send(long).startswith(b"HTTP/1.1 431 ")
+    assert served.get("/livez") == (200, "alive\n")
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_two_thousand_slow_connections_take_neither_threads_nor_descriptors_nor_liveness(served: Served) -> None:
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with contextlib.ExitStack() as stack:
+        for _ in range(SLOW):
+            slow = stack.enter_context(socket.create_connection(served.place, timeout=5))
+            with contextlib.suppress(OSError):  # it was hung up on already
+                slow.send(b"GET /livez HTTP/1.1\r\nX: ")
+        assert served.get("/livez") == (200, "alive\n")
+        assert threading.active_count() == threads
+        until = time.monotonic() + 5
+        while len(os.listdir("/proc/self/fd")) > before + SLOW + limits.MAX_HTTP_CONNECTIONS:
+            assert time.monotonic() < until
+            assert served.get("/livez") == (200, "alive\n")
+
+
+def test_a_connection_that_says_nothing_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HTTP_SECONDS", 0.2)
+    assert served.send(b"GET /livez") == b""
+
+
+def test_an_address_that_cannot_be_bound_is_named(served: Served) -> None:
+    with pytest.raises(BadRequest, match=f"http: cannot listen on '{served.server.address}'"):
+        HttpServer(served.server.address, CollectorRegistry(), served.health)
