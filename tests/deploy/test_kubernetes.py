@@ -10,8 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvd.actors.policy import Policy, Rule
 from kvd.config import Config
 from tests.deploy.gotemplate import Renderer
 
@@ -24,9 +26,6 @@ KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
 CHART = KUBERNETES / "helm/kvd"
 VERSION = "1.34"
 GPU = {"rdma": {"enabled": True}, "gpuClaim": {"enabled": True}, "podMonitor": {"enabled": True}}
-
-
-KEYS = {"curve": {"enabled": True}, "kvd": {"insecure": False}}
 
 
 @cache
@@ -68,11 +67,9 @@ def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
 
 MANIFESTS = {
     "kustomize cpu": lambda: kustomized("cpu"),
-    "kustomize cpu with keys": lambda: kustomized("cpu-curve"),
     "kustomize gpu-rdma": lambda: kustomized("gpu-rdma"),
     "chart": lambda: charted({}),
     "chart with gpu and rdma": lambda: charted(GPU),
-    "chart with keys": lambda: charted(KEYS),
 }
 
 
@@ -145,17 +142,33 @@ def test_the_kubelet_waits_longer_than_the_daemon_drains(manifests: list[dict[st
     assert pod(manifests)["terminationGracePeriodSeconds"] > int(grace) + 15
 
 
-def test_the_daemon_has_keys_or_says_that_it_does_without(manifests: list[dict[str, Any]]) -> None:
+def test_the_daemon_has_keys(manifests: list[dict[str, Any]]) -> None:
     daemon = sidecar(manifests)
     variables = {entry["name"]: entry.get("value") for entry in daemon["env"]}
-    if variables.get("KVD_INSECURE") == "true":
-        assert "KVD_CURVE_KEY" not in variables
-        return
+    assert "KVD_INSECURE" not in variables
     mounted = {mount["mountPath"]: mount["name"] for mount in daemon["volumeMounts"] if mount.get("readOnly")}
     volumes = {volume["name"]: volume for volume in pod(manifests)["volumes"]}
     for name in ("KVD_CURVE_KEY", "KVD_CURVE_PEERS"):
         secret = volumes[mounted[str(Path(variables[name]).parent)]]["secret"]
         assert secret["defaultMode"] == 0o440
+
+
+def test_vllm_may_attach_and_is_another_user_that_cannot_look_into_the_daemon(manifests: list[dict[str, Any]]) -> None:
+    (engine,) = pod(manifests)["containers"]
+    user, owner = engine["securityContext"]["runAsUser"], pod(manifests)["securityContext"]["runAsUser"]
+    assert user != owner
+    (workers,) = of_kind(manifests, "ConfigMap")
+    (volume,) = [volume for volume in pod(manifests)["volumes"] if volume["name"] == "workers"]
+    assert volume["configMap"]["name"] == workers["metadata"]["name"]
+    rules = msgspec.toml.decode(workers["data"]["workers.toml"], type=dict[str, list[Rule]])["workers"]
+    assert Policy(owner, rules).permit(user, owner, "vllm-0-0") is None
+    assert "secret" not in json.dumps(engine)
+
+
+def test_images_are_named_by_digest_and_containers_are_bounded(manifests: list[dict[str, Any]]) -> None:
+    for container in (sidecar(manifests), *pod(manifests)["containers"]):
+        assert re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", container["image"])
+        assert {"memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
 
 
 def test_without_rdma_everything_is_at_the_restricted_level() -> None:
@@ -201,7 +214,6 @@ def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
         return kept
 
     assert essence(pod(charted({}))) == essence(pod(kustomized("cpu")))
-    assert beyond_restricted(pod(charted(KEYS))) == beyond_restricted(pod(kustomized("cpu-curve"))) == []
 
 
 def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None:
@@ -213,6 +225,8 @@ def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None
         jsonschema.validate({**values, "kvdd": {}}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**values, "kvd": {**values["kvd"], "device": "tpu"}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**values, "kvd": {**values["kvd"], "image": "registry.example/kvd:0.1.0"}}, schema)
 
 
 def test_the_containerfile_has_nothing_that_hadolint_minds() -> None:

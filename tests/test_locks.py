@@ -1,0 +1,27 @@
+"""What is installed is what was looked at: every version, and every file of it by its hash."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_every_requirement_has_one_version_and_hashes(lock: Path) -> None:
+    lines = [line for line in lock.read_text().replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+( +--hash=sha256:[0-9a-f]{64})+", line), line[:80]
+
+
+@pytest.mark.parametrize("place", ["Makefile", "deploy/kubernetes/Containerfile"])
+def test_locks_are_installed_by_their_hashes_and_nothing_else_is_resolved(place: str) -> None:
+    installs = re.findall(
+        r"^.*(?:\(PIP_INSTALL\)|pip install --no-cache-dir).*$", (ROOT / place).read_text(), re.MULTILINE
+    )
+    assert sum("--require-hashes --no-deps" in line for line in installs) == 2
+    for line in installs:  # torch has a version alone: a machine may have a build of its own
+        assert "--no-deps" in line or "torch==" in line, line
