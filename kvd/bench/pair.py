@@ -135,11 +135,15 @@ class Place:
 class Pair:
     """Starts everything under `folder`, and ends it when the `with` block is left.
 
-    With `places`, sides are on hosts of their own; this process should be on the consumer's.
+    With `places`, sides are on hosts of their own; this process should be on the consumer's. `daemons_within` is a
+    command that becomes the one after it, and gives daemons cores or a weight.
     """
 
-    def __init__(self, folder: Path, places: Mapping[str, Place] | None = None) -> None:
+    def __init__(
+        self, folder: Path, places: Mapping[str, Place] | None = None, *, daemons_within: Sequence[str] = ()
+    ) -> None:
         self._places = places or {}
+        self._daemons_within = tuple(daemons_within)
         self.sockets = {side: folder / f"{side}.sock" for side in ("producer", "consumer")}
         self._processes = Processes(folder)
         self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -164,7 +168,9 @@ class Pair:
         flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
         if side in self._places:
             flags += ["--listen", f"tcp://{self._places[side].address}:{_PORT}", "--insecure"]
-        return self._processes.start(side, "kvd.cli.main", "serve", *flags, within=self._within(side))
+        return self._processes.start(
+            side, "kvd.cli.main", "serve", *flags, within=[*self._within(side), *self._daemons_within]
+        )
 
     @property
     def remote(self) -> bool:

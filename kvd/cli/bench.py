@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -42,6 +43,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="processes that spin beside what the daemons do (default: 0)"
     )
+    parser.add_argument(
+        "--within", default="", metavar="COMMAND", help="starts the daemons, to place them: 'taskset --cpu-list 1'"
+    )
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         figures = _between_daemons(args)
     if args.json:
-        document = {"machine": report.machine(), "busy": args.busy, **figures}
+        document = {"machine": report.machine(), "busy": args.busy, "within": args.within, **figures}
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return 0
 
@@ -99,7 +103,7 @@ def _between_daemons(args: argparse.Namespace) -> dict[str, object]:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
-        Pair(Path(folder)) as pair,
+        Pair(Path(folder), daemons_within=shlex.split(args.within)) as pair,
         Spinners(args.busy, Path(folder)),
     ):
         if args.load:
