@@ -1,0 +1,46 @@
+"""`kvd bench vllm` around the measurement, which is played."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvd.bench import vllm
+from kvd.bench.vllm_report import FIGURES
+from kvd.cli import bench_vllm
+from kvd.cli.main import main
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(bench_vllm, "write_models", lambda *_: None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_was_measured_before_the_time_was_over_is_printed_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def measure(
+        _models: Path, _folder: Path, _plan: vllm.Plan, sides: list[vllm.Side], advance: Callable[[], None]
+    ) -> None:
+        figures = {figure.name: 0.25 for figure in FIGURES}
+        sides += [vllm.Side("kvd", "pinned", [figures]), vllm.Side("NixlConnector", "pinned", [figures])]
+        advance()
+        raise TimeoutError
+
+    monkeypatch.setattr(vllm, "measure", measure)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["bench", "vllm", "--json", str(tmp_path / "figures.json")]) == 2
+    said = capsys.readouterr()
+    assert "NixlConnector" in said.out
+    assert "ended before the last round: TimeoutError" in said.err
+    assert '"rounds"' in (tmp_path / "figures.json").read_text()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("flags", [("--rounds", "0"), ("--concurrent", "4", "0"), ("--prompt-tokens", "9999")])
+def test_a_plan_that_measures_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "vllm", *flags]) == 2
+    assert flags[0] in capsys.readouterr().err
