@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 import kvd
+from kvd import limits
 from kvd.actors import policy
 from kvd.actors.actor import Actor
 from kvd.actors.house import House
@@ -25,13 +26,14 @@ from kvd.discovery.file import PeersFile
 from kvd.discovery.names import PeerNames
 from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.health import Health
+from kvd.host import raise_open_files
 from kvd.http import HttpServer
 from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
 from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
 from kvd.net import keys
-from kvd.net.peers import PeerSockets
+from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
@@ -82,6 +84,7 @@ class Daemon:
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
+        raise_open_files(limits.MAX_PEERS * DESCRIPTORS_PER_LINK)
         self._trust = self._load_trust()
         self._directory = self._make_directory()
         loop.add_signal_handler(signal.SIGHUP, self._reload)

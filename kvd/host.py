@@ -1,8 +1,9 @@
-"""What kvd reads of the host that it runs on."""
+"""What kvd reads of the host that it runs on, and the open files that it asks it for."""
 
 import ipaddress
 import math
 import os
+import resource
 import socket
 import struct
 from pathlib import Path
@@ -17,6 +18,14 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def boot_id() -> str:
     """The same for all processes of one running kernel, whatever containers they are in."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def raise_open_files(wanted: int) -> None:
+    """Lets this process have `wanted` files and sockets open, or as many as the host gives it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def rdma_devices() -> list[str]:

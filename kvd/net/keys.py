@@ -2,9 +2,9 @@
 
 Keys are written as 64 hexadecimal digits. A key file has two lines, `public = ...` and `secret = ...`. An allow-list
 has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. A name that ends in
-`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do. Names of pools may
-follow, or patterns of them (`prefill.*`): then it may read these and no others. Empty lines and `#` comments are
-skipped.
+`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do; but a daemon that has
+a line of its own, or one that covers its name more closely, has the key of that line only. Names of pools may follow,
+or patterns of them (`prefill.*`): then it may read these and no others. Empty lines and `#` comments are skipped.
 """
 
 import os

@@ -53,7 +53,8 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         zmq.SNDHWM,
         SEND_MESSAGES,
         _ALL,
-        "messages waiting for one reader: as many as one worker has requests; a full queue is told to the sender",
+        "messages waiting for one reader: as many as one worker has requests; a full queue is told to the sender. To a "
+        "peer that is a few KiB each at most, but for welcomes, which lie in memory once",
     ),
     (
         zmq.RCVHWM,

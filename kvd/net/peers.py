@@ -6,19 +6,26 @@ with another's key is about another peer, and spoils nothing for the tickets tha
 
 On a Unix socket, `ipc:///path.peers`, no key is needed: the kernel says which user is at the other end, and both ends
 talk to daemons of their own user only.
+
+Each link has a routing id of its own, `<daemon>#<incarnation>#<token>`: two links to one daemon do not take the
+connection from each other, and nobody else can, who would have to guess the token.
 """
 
 import contextlib
 import itertools
 import os
 import re
+import resource
+import secrets
 import socket as sockets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import zmq
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.lock import PathLock
 from kvd.net.options import Kind, apply
@@ -35,6 +42,12 @@ _TCP_WITHOUT_KEYS = (
     "`listen` at tcp://, or that and `--insecure` where everybody on the network is trusted"
 )
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
+_OWN_SOCKETS = 8
+"""Of a context, beside those of links: for peers, the ZAP handler, monitors."""
+DESCRIPTORS_PER_LINK = 4
+"""The socket's own, its connection's, one for the peer's connection to us, and as many for everything else."""
+_SHARED_BYTES = 4096
+"""Longer answers lie in memory once, however many peers do not read them: they are welcomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +62,17 @@ class _Link:
 class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
-    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `routing_id`
-    names this daemon and its incarnation to every peer, 1 to 255 bytes.
-    `advertise` is the address that peers use where it is not the bound one.
+    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `identity`
+    names this daemon and its incarnation to every peer, 1 to 220 bytes. `advertise` is the address that peers use where
+    it is not the bound one.
     With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
+    Without, a daemon at a Unix socket connects to Unix sockets only; one at `tcp://` trusts its network.
     """
 
     def __init__(
         self,
         listen: str,
-        routing_id: bytes,
+        identity: bytes,
         advertise: str | None = None,
         *,
         trust: Trust | None = None,
@@ -74,11 +88,13 @@ class PeerSockets:
         self._listen = listen
         self._path: str | None = match["path"]
         self._lock: PathLock | None = None
-        self._routing_id = routing_id
+        self._identity = identity
         self._advertise = advertise
         self._trust = trust
         self._on_rejected = on_rejected
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, limits.MAX_PEERS + _OWN_SOCKETS)
+        self._shared = lru_cache(maxsize=16)(_shared)
         self._zap: ZapHandler | None = None
         self._monitor: HandshakeMonitor | None = None
         self._router: SocketPump | None = None
@@ -158,7 +174,7 @@ class PeerSockets:
     def _may_speak(self, sender: bytes, key: str) -> bool:
         """Whether a message counts: its key is still allowed, and is that of the daemon it speaks for."""
         assert self._trust is not None  # noqa: S101 - nobody is asked for a key without it
-        if self._trust.speaks_for(key, sender):
+        if self._trust.speaks_for(key, sender.partition(b"#")[0].decode(errors="replace")):
             return True
         known = self._trust.name_of(bytes.fromhex(key)) is not None
         self._on_rejected(Rejection(Reason.WRONG_NAME if known else Reason.UNKNOWN_KEY, key))
@@ -171,6 +187,7 @@ class PeerSockets:
             BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`, with a `#key` where we use CURVE and none
                 where we do not; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
                 user's daemon on this host, or one that only TCP reaches although we are one of this host.
+            Unavailable: `OVERLOADED`, the process has no room for another socket.
 
         """
         on_event = self._on_event
@@ -181,9 +198,9 @@ class PeerSockets:
         by_user = self._trust is None and match["path"] is not None
         if by_user:
             _check_user(match["path"])
-        socket = self._context.socket(zmq.DEALER)
+        socket = self._new_dealer()
         apply(socket, Kind.PEER_DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self._routing_id)
+        socket.setsockopt(zmq.ROUTING_ID, self._identity + b"#" + secrets.token_hex(8).encode())
         if self._trust is not None and key is not None:
             self._trust.secure_client(socket, key)
         try:
@@ -200,6 +217,17 @@ class PeerSockets:
 
         self._links[link] = _Link(SocketPump(socket, answered, witness=WITNESS if by_user else ""), key)
         return link
+
+    def _new_dealer(self) -> "zmq.Socket[bytes]":
+        """A socket for a link, where there is room for one: sessions and metrics need descriptors, too."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._links) >= most // DESCRIPTORS_PER_LINK:
+            text = f"{len(self._links)} peers are as many as {most} open files allow; raise LimitNOFILE (ulimit -n)"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        try:
+            return self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise Unavailable(ErrorCode.OVERLOADED, f"no socket for another peer: {error}") from error
 
     def _server_key(self, match: re.Match[str]) -> bytes | None:
         """The key that the daemon at an address has to prove."""
@@ -230,7 +258,8 @@ class PeerSockets:
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends a frame to a daemon that connected to us; False where its queue is full or it is gone."""
-        return self._router is not None and self._router.send([sender, frame])
+        content = frame if len(frame) < _SHARED_BYTES else self._shared(frame)
+        return self._router is not None and self._router.send([sender, content])
 
     def disconnect(self, link: int) -> None:
         """Closes a link and drops what waits on it; an unknown one is ignored."""
@@ -261,6 +290,11 @@ class PeerSockets:
         if self._zap is not None:
             self._zap.close()
             self._zap = None
+
+
+def _shared(frame: bytes) -> zmq.Frame:
+    """A frame that libzmq sends again and again without a copy for each."""
+    return zmq.Frame(frame, copy=True)
 
 
 def _check_own(address: str) -> re.Match[str]:

@@ -6,7 +6,7 @@ look again before relying on the descriptor: after a wake-up the pump receives u
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
@@ -43,7 +43,7 @@ class SocketPump:
         self._loop.add_reader(self._descriptor, self._receive)
         self._look_again()
 
-    def send(self, parts: list[bytes]) -> bool:
+    def send(self, parts: Sequence[bytes | zmq.Frame]) -> bool:
         """Sends without blocking; False where the queue is full or (ROUTER) nobody has that routing id."""
         try:
             for part in parts[:-1]:

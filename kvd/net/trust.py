@@ -59,6 +59,9 @@ class Trust:
         """Another allow-list holds from now on, for connections that stand as well."""
         own = allowed[self.pair.public].name if self.pair.public in allowed else self._own
         self._allowed = {**allowed, self.pair.public: Allowed(own if covers(own, self._own) else self._own)}
+        self._exact = {known.name: key for key, known in self._allowed.items() if not known.name.endswith("*")}
+        patterns = [(known.name[:-1], key) for key, known in self._allowed.items() if known.name.endswith("*")]
+        self._patterns = sorted(patterns, key=lambda pattern: -len(pattern[0]))
 
     def pools_of(self, key: str) -> tuple[str, ...]:
         """Patterns of the pools that the daemon with `key` (hexadecimal) may read; none where it is not allowed."""
@@ -71,15 +74,17 @@ class Trust:
         return known.name if known else None
 
     def key_of(self, name: str) -> bytes | None:
-        """The key that the daemon called `name` is allowed under, or None."""
-        return next((key for key, known in self._allowed.items() if covers(known.name, name)), None)
+        """The key that the daemon called `name` is allowed under, or None.
 
-    def speaks_for(self, key: str, sender: bytes) -> bool:
-        """Whether `key` (hexadecimal) may use the routing id `sender`, `<name>#<incarnation>`."""
-        known = self.name_of(bytes.fromhex(key))
-        if known is None:
-            return False
-        return sender.startswith(known[:-1].encode() if known.endswith("*") else f"{known}#".encode())
+        A name has one key: that of its own line, else that of the longest pattern that covers it.
+        """
+        if name in self._exact:
+            return self._exact[name]
+        return next((key for prefix, key in self._patterns if name.startswith(prefix)), None)
+
+    def speaks_for(self, key: str, name: str) -> bool:
+        """Whether `key` (hexadecimal) is that of the daemon called `name`."""
+        return self.key_of(name) == bytes.fromhex(key)
 
     def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
         """Makes a socket that is not bound yet accept CURVE connections that the ZAP handler allows, and no others."""

@@ -10,7 +10,8 @@ from kvd import limits
 VERSION = 1
 """Version of the protocol, said in the first message on each socket. A peer that says another is refused."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES, pattern=r"^[A-Za-z0-9._:@/-]+$")]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES, pattern=r"^[A-Za-z0-9._:@/-]+$(?!\n)")]
+"""`$` alone lets a newline follow in Python's expressions."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_BYTES)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]

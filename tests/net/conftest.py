@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvd.net.interface import PeerAsked
+
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -55,6 +57,11 @@ class Inbox:
         await self.until(lambda events: any(isinstance(event, kind) for event in events))
         index = next(i for i, event in enumerate(self.events) if isinstance(event, kind))
         return self.events.pop(index)
+
+
+def without_token(asked: PeerAsked) -> PeerAsked:
+    """As if the routing id of its link were the daemon's identity alone."""
+    return PeerAsked(asked.sender.rpartition(b"#")[0], asked.frame, asked.key)
 
 
 @pytest.fixture

@@ -1,15 +1,17 @@
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.peers import PeerSockets
-from tests.net.conftest import Inbox
+from tests.net.conftest import Inbox, without_token
 
 
 class Daemon:
@@ -37,7 +39,7 @@ async def test_an_ask_is_answered_over_the_same_link(producer: Daemon, consumer:
     link = consumer.port.connect(producer.port.address)
     assert consumer.port.ask(link, b"hello")
     asked = await producer.inbox.next(PeerAsked)
-    assert asked == PeerAsked(b"consumer/1", b"hello")
+    assert without_token(asked) == PeerAsked(b"consumer/1", b"hello")
     assert producer.port.answer(asked.sender, b"welcome")
     assert await consumer.inbox.next(PeerAnswered) == PeerAnswered(link, b"welcome")
 
@@ -137,21 +139,100 @@ async def test_a_daemon_that_comes_back_under_its_address_is_reached_over_the_ol
     while not second.inbox.events:
         consumer.port.ask(link, b"two")
         await asyncio.sleep(0.01)
-    assert second.inbox.events[0] == PeerAsked(b"consumer/1", b"two")
+    assert without_token(second.inbox.events[0]) == PeerAsked(b"consumer/1", b"two")
     second.port.close()
 
 
-async def test_a_successor_takes_over_its_predecessors_routing_id(producer: Daemon) -> None:
+async def test_who_says_the_same_name_does_not_take_over_anothers_link(producer: Daemon) -> None:
     first, second = Daemon(b"consumer/1"), Daemon(b"consumer/1")
-    first.port.ask(first.port.connect(producer.port.address), b"from the first")
-    await producer.inbox.next(PeerAsked)
-    link = second.port.connect(producer.port.address)
-    second.port.ask(link, b"from the second")
+    link = first.port.connect(producer.port.address)
+    first.port.ask(link, b"from the first")
     asked = await producer.inbox.next(PeerAsked)
-    producer.port.answer(asked.sender, b"for the second")
-    assert await second.inbox.next(PeerAnswered) == PeerAnswered(link, b"for the second")
+    second.port.ask(second.port.connect(producer.port.address), b"from the second")
+    await producer.inbox.next(PeerAsked)
+    assert producer.port.answer(asked.sender, b"for the first")
+    assert await first.inbox.next(PeerAnswered) == PeerAnswered(link, b"for the first")
+    assert second.inbox.events == []
     first.port.close()
     second.port.close()
+
+
+async def test_two_links_to_one_daemon_each_get_their_own_answers(producer: Daemon, consumer: Daemon) -> None:
+    place = producer.port.address
+    links = [consumer.port.connect(address) for address in (place, place.replace("127.0.0.1", "localhost"))]
+    asked = []
+    for _ in range(3):
+        for link in links:
+            assert consumer.port.ask(link, b"%d" % link)
+            asked.append(await producer.inbox.next(PeerAsked))
+    for each in asked:
+        assert producer.port.answer(each.sender, each.frame)
+    await consumer.inbox.until(lambda events: len(events) == len(asked))
+    assert all(int(event.frame) == event.link for event in consumer.inbox.events)
+
+
+async def test_a_link_that_connects_again_is_the_same_asker(consumer: Daemon) -> None:
+    first = Daemon(b"producer/1")
+    address = first.port.address
+    link = consumer.port.connect(address)
+    consumer.port.ask(link, b"one")
+    before = (await first.inbox.next(PeerAsked)).sender
+    first.port.close()
+    second = Daemon(b"producer/1", address)
+    while not second.inbox.events:
+        consumer.port.ask(link, b"two")
+        await asyncio.sleep(0.01)
+    assert second.inbox.events[0].sender == before
+    second.port.close()
+
+
+async def test_more_peers_than_libzmq_takes_by_default_can_be_connected_to(consumer: Daemon) -> None:
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    if room < 1100:
+        pytest.skip("`ulimit -n` leaves no room for so many links")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        assert len({consumer.port.connect(address) for _ in range(1100)}) == 1100
+
+
+async def test_links_leave_descriptors_for_everything_else(consumer: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (8, 8))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        consumer.port.connect(address)
+        consumer.port.connect(address)
+        with pytest.raises(Unavailable, match="2 peers are as many as 8 open files allow") as caught:
+            consumer.port.connect(address)
+    assert caught.value.code is ErrorCode.OVERLOADED
+
+
+async def test_a_context_without_room_for_a_socket_refuses_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PEERS", -7)
+    port = PeerSockets("tcp://127.0.0.1:0", b"full/1")
+    port.start(lambda event: None)
+    with pytest.raises(Unavailable, match="no socket for another peer") as caught:
+        port.connect(port.address)
+    assert caught.value.code is ErrorCode.OVERLOADED
+    port.close()
+
+
+async def test_welcomes_that_nobody_reads_lie_in_memory_once(producer: Daemon) -> None:
+    welcome = os.urandom(2 * limits.MIB)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        greedy.setsockopt(zmq.LINGER, 0)
+        greedy.setsockopt(zmq.RCVHWM, 1)
+        greedy.connect(producer.port.address)
+        greedy.send(b"hello")
+        asked = await producer.inbox.next(PeerAsked)
+        before = resident_bytes()
+        for _ in range(200):
+            assert producer.port.answer(asked.sender, bytes(bytearray(welcome)))
+        assert resident_bytes() - before < 64 * limits.MIB
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 async def test_an_oversize_message_costs_its_sender_the_connection_and_nothing_else(
@@ -169,7 +250,7 @@ async def test_an_oversize_message_costs_its_sender_the_connection_and_nothing_e
 async def test_a_message_in_several_parts_is_passed_up_as_an_empty_frame(producer: Daemon, consumer: Daemon) -> None:
     link = consumer.port.connect(producer.port.address)
     consumer.port._links[link].pump.send([b"hello", b"there"])
-    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer/1", b"")
+    assert without_token(await producer.inbox.next(PeerAsked)) == PeerAsked(b"consumer/1", b"")
 
 
 async def test_random_bytes_on_the_port_change_nothing(producer: Daemon, consumer: Daemon) -> None:
@@ -184,7 +265,7 @@ async def test_random_bytes_on_the_port_change_nothing(producer: Daemon, consume
     link = consumer.port.connect(producer.port.address)
     consumer.port.ask(link, b"hello")
     # Some bytes are a greeting of an old ZMTP: what follows them is a frame, for the actor to refuse.
-    await producer.inbox.until(lambda events: PeerAsked(b"consumer/1", b"hello") in events)
+    await producer.inbox.until(lambda events: PeerAsked(b"consumer/1", b"hello") in map(without_token, events))
     for connection in raw:
         connection.close()
 

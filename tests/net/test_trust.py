@@ -12,7 +12,7 @@ from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
-from tests.net.conftest import Inbox
+from tests.net.conftest import Inbox, without_token
 
 KEYS = {name: keys.generate() for name in ("producer", "consumer", "stranger")}
 
@@ -56,8 +56,9 @@ async def asks_in_vain(asker: PeerSockets, address: str, producer: Daemon, reaso
 async def test_daemons_that_allow_each_other_talk(producer: Daemon, consumer: Daemon) -> None:
     link = consumer.port.connect(producer.port.address)
     consumer.port.ask(link, b"hello")
-    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())
-    assert producer.port.answer(b"consumer#1", b"welcome")
+    asked = await producer.inbox.next(PeerAsked)
+    assert without_token(asked) == PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())
+    assert producer.port.answer(asked.sender, b"welcome")
     assert await consumer.inbox.next(PeerAnswered) == PeerAnswered(link, b"welcome")
     assert producer.rejected.events == []
 
@@ -110,7 +111,8 @@ async def test_random_bytes_on_the_port_let_nobody_in(producer: Daemon, consumer
         connection.sendall(greeting.ljust(64 if greeting else 0, b"\0") + os.urandom(400))
     consumer.port.ask(consumer.port.connect(producer.port.address), b"hello")
     await producer.inbox.until(lambda events: len(events) > 0)
-    assert producer.inbox.events == [PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())]
+    [asked] = producer.inbox.events
+    assert without_token(asked) == PeerAsked(b"consumer#1", b"hello", KEYS["consumer"].public.hex())
     for connection in raw:
         connection.close()
 
@@ -135,7 +137,8 @@ async def test_a_key_taken_off_the_list_is_refused_on_the_connection_that_stands
     assert producer.inbox.events == []
     producer.trust.replace({KEYS["consumer"].public: Allowed("consumer")})
     consumer.port.ask(link, b"again")
-    assert await producer.inbox.next(PeerAsked) == PeerAsked(b"consumer#1", b"again", KEYS["consumer"].public.hex())
+    asked = await producer.inbox.next(PeerAsked)
+    assert without_token(asked) == PeerAsked(b"consumer#1", b"again", KEYS["consumer"].public.hex())
 
 
 async def test_a_producer_taken_off_the_list_is_neither_asked_nor_believed(producer: Daemon, consumer: Daemon) -> None:
@@ -224,10 +227,22 @@ async def test_bytes_recorded_on_the_wire_let_nobody_in_when_they_are_played_aga
 async def test_replicas_that_share_a_key_speak_for_every_name_of_theirs_and_no_other() -> None:
     shared, other = KEYS["producer"], KEYS["consumer"]
     trust = Trust(shared, "decode-7f-x", {shared.public: Allowed("decode-*"), other.public: Allowed("prefill-*")})
-    assert trust.speaks_for(shared.public.hex(), b"decode-7f-y#1")
-    assert trust.speaks_for(other.public.hex(), b"prefill-0#1")
-    assert not trust.speaks_for(other.public.hex(), b"decode-7f-y#1")
+    assert trust.speaks_for(shared.public.hex(), "decode-7f-y")
+    assert trust.speaks_for(other.public.hex(), "prefill-0")
+    assert not trust.speaks_for(other.public.hex(), "decode-7f-y")
     assert trust.key_of("prefill-3") == other.public
     misnamed = Trust(shared, "decode-7f-x", {shared.public: Allowed("prefill-*")})
-    assert misnamed.speaks_for(shared.public.hex(), b"decode-7f-x#1")
-    assert not misnamed.speaks_for(shared.public.hex(), b"prefill-0#1")
+    assert misnamed.speaks_for(shared.public.hex(), "decode-7f-x")
+    assert not misnamed.speaks_for(shared.public.hex(), "prefill-0")
+
+
+async def test_replicas_do_not_speak_for_a_daemon_that_has_a_line_of_its_own() -> None:
+    own, replicas, seventh, gpus = (keys.generate() for _ in range(4))
+    names = {replicas: "decode-*", seventh: "decode-7", gpus: "decode-gpu-*"}
+    trust = Trust(own, "prefill", {pair.public: Allowed(name) for pair, name in names.items()})
+    spoken_for = {
+        pair: [name for name in ("decode-1", "decode-7", "decode-gpu-1") if trust.speaks_for(pair.public.hex(), name)]
+        for pair in names
+    }
+    assert spoken_for == {replicas: ["decode-1"], seventh: ["decode-7"], gpus: ["decode-gpu-1"]}
+    assert trust.key_of("decode-7") == seventh.public

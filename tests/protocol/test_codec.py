@@ -157,3 +157,9 @@ def test_values_outside_their_bounds_are_refused() -> None:
         with pytest.raises(BadRequest) as caught:
             codec.worker_requests.decode(codec.encode(message))
         assert caught.value.code is ErrorCode.BAD_MESSAGE
+
+
+def test_a_newline_at_the_end_of_a_name_is_refused() -> None:
+    assert codec.peer_requests.decode(codec.encode(peer.Hello("decode-7", 1))) == peer.Hello("decode-7", 1)
+    with pytest.raises(BadRequest, match="matching regex"):
+        codec.peer_requests.decode(codec.encode(peer.Hello("decode-7\n", 1)))
