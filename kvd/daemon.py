@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -16,6 +16,7 @@ from kvd import limits
 from kvd.actors import policy
 from kvd.actors.actor import Actor
 from kvd.actors.house import House
+from kvd.actors.introductions import anybody
 from kvd.actors.messages import Drain, ExpectPeers, RightsChanged, Stop
 from kvd.actors.reception import everything
 from kvd.actors.supervisor import LoggingSupervisor
@@ -28,7 +29,6 @@ from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.health import Health
 from kvd.host import raise_open_files
 from kvd.http import HttpServer
-from kvd.memory.interface import Memory
 from kvd.memory.provider import provider_for
 from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
@@ -44,6 +44,8 @@ from kvd.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from kvd.tracing import Traces
+
+T = TypeVar("T")
 
 _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
@@ -126,6 +128,7 @@ class Daemon:
             policy=policy.Policy(os.geteuid(), rules),
             stamps=HostStamps(),
             rights=self._trust.pools_of if self._trust else everything,
+            speaks_for=self._trust.speaks_for if self._trust else anybody,
         )
         furnish(self.house, fittings)
         self._watchdog = Watchdog(
@@ -284,13 +287,13 @@ def _traces(config: Config) -> "Traces | None":
 
 
 class _Background:
-    """Runs allocations on a thread: faulting in gigabytes takes seconds."""
+    """Runs what takes long on a thread: faulting in gigabytes takes seconds, reading a spec milliseconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def __call__(self, work: Callable[[], Memory], done: Callable[[Memory | KvdError], None]) -> None:
-        def attempt() -> Memory | KvdError:
+    def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        def attempt() -> T | KvdError:
             try:
                 return work()
             except KvdError as error:

@@ -41,6 +41,12 @@ MAX_GROUPS: Final = 256
 MAX_RANKS: Final = 1024
 """Producer ranks in one ticket."""
 
+MAX_POOLS: Final = 1024
+"""Pools of one daemon, kept ones included; a daemon serves one GPU, a handful is usual."""
+
+MAX_METADATA_BYTES: Final = MIB
+"""The transport's metadata of a daemon: 1 KiB, and some hundred bytes a pool."""
+
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one planned transfer: 400 MB of arrays; beyond that the layouts are wrong for each other."""
 
@@ -86,6 +92,9 @@ MAX_WORKERS: Final = 256
 
 MAX_PEERS: Final = 4096
 """Daemons that one daemon talks to."""
+
+MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
+"""Of them that pulls of one worker have led to: a ticket names `MAX_RANKS` addresses, and may have made them up."""
 
 MAX_HANDSHAKES: Final = 16
 """Handshakes under way at a time; further ones wait their turn. Taking a peer's metadata in keeps the transport from

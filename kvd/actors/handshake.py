@@ -5,17 +5,16 @@ a ping every heartbeat. For the peers that connect to us (they pull from us) it 
 passes the rest to the leases.
 """
 
-from itertools import chain, islice
-
 import structlog
 from msgspec import Struct
 
 from kvd import limits
-from kvd.actors.actor import Actor, OnFailure, handles
+from kvd.actors.actor import OnFailure, handles
+from kvd.actors.background import Background
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
+from kvd.actors.introductions import Introductions, SpeaksFor, SpecRead, check_welcome
 from kvd.actors.messages import (
-    AnswerPeer,
     AskPeer,
     ExpectPeers,
     ForgetPeer,
@@ -23,19 +22,19 @@ from kvd.actors.messages import (
     PeerAnswers,
     PeerDown,
     PeerIdle,
+    PeerPool,
     PeerUp,
-    PoolDown,
-    PoolUp,
     Report,
     Reported,
-    RightsChanged,
 )
 from kvd.actors.peer import Peer
-from kvd.actors.reception import Reception, Rights
+from kvd.actors.peers import Peers
+from kvd.actors.reception import Receiving, Reception
 from kvd.actors.turns import Turns
 from kvd.errors import BadRequest, ErrorCode, KvdError
-from kvd.net.interface import PeerAnswered, PeerAsked, PeerPort
+from kvd.net.interface import PeerAnswered, PeerPort
 from kvd.protocol import codec
+from kvd.protocol.address import key_of
 from kvd.protocol.peer import (
     Broken,
     Grant,
@@ -49,7 +48,7 @@ from kvd.protocol.peer import (
 from kvd.protocol.types import VERSION
 from kvd.state import peer as machine
 from kvd.state.peer import Effect, Event, State
-from kvd.transport.interface import Described, PeerAdded, PeerFailed, Transport
+from kvd.transport.interface import PeerAdded, PeerFailed, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 
@@ -63,6 +62,9 @@ _PATIENCE = 0.1
 """Heartbeats that a hello waits for its answer before another peer gets its turn. Dead peers keep those that live from
 being met for so long; an answer that comes later counts all the same."""
 
+_LOADING = 30.0
+"""Seconds that the transport may take to reach a peer: milliseconds, or a second where it tries it out first."""
+
 
 class _Beat(Struct, frozen=True, gc=False):
     """The heartbeat of one peer: each has its own moments, so that a thousand do not come at one."""
@@ -71,30 +73,37 @@ class _Beat(Struct, frozen=True, gc=False):
 
 
 class _Unanswered(Struct, frozen=True, gc=False):
-    """A hello got no answer while it was its peer's turn."""
+    """A hello, or the transport's attempt to reach the peer, got no answer while it was its peer's turn."""
 
     link: int
 
 
-class HandshakeActor(Actor):
+class HandshakeActor(Receiving):
     """See the module's text. A failure concerns one message of one peer: it is reported, and the others go on."""
 
     name = "handshake"
     on_failure = OnFailure.RESUME
 
-    def __init__(self, house: House, port: PeerPort, transport: Transport, stamps: int, rights: Rights) -> None:
-        super().__init__(house.post)
+    def __init__(
+        self,
+        house: House,
+        port: PeerPort,
+        transport: Transport,
+        reception: Reception,
+        *,
+        background: Background,
+        speaks_for: SpeaksFor,
+    ) -> None:
+        super().__init__(house.post, port, reception)
         self._house = house
-        self._port = port
         self._transport = transport
-        self._reception = Reception(house, port, transport, stamps, rights)
-        self._peers: dict[str, Peer] = {}
-        self._by_link: dict[int, Peer] = {}
+        self._speaks_for = speaks_for
+        self._introductions = Introductions(background, self.tell, self._introduced)
+        self._known = Peers()
+        self._peers, self._by_link = self._known.by_address, self._known.by_link
         self._turns: Turns[int] = Turns(limits.MAX_HANDSHAKES)
         """By link: who is being greeted or loaded, and who waits for that."""
         self._answers_due: Expiry[int] = Expiry(house.loop, lambda link: self.tell(_Unanswered(link)))
-        self._troubled: dict[int, Peer] = {}
-        """By link: those that are not ready, or slow."""
         self._expected: frozenset[str] = frozenset()
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
@@ -105,15 +114,15 @@ class HandshakeActor(Actor):
         peer = self._peers.get(message.address)
         if peer is None:
             try:
-                peer = self._open(message.address)
-            except BadRequest as error:
+                peer = self._open(message.address, message.worker)
+            except KvdError as error:
                 self._house.scheduler.tell(PeerDown(message.address, error.text))
                 return
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
             peer.heard = now  # nobody has waited for it since it was lost: who does now gets three heartbeats
         peer.asked, peer.wanted = now, True
-        self._turns.hurry(peer.link)
+        self._turns.hurry(peer.link, peer.worker)
         if message.stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):
@@ -126,7 +135,7 @@ class HandshakeActor(Actor):
         for address in sorted(message.addresses - self._expected):
             try:
                 peer = self._peers.get(address) or self._open(address, at_once=False)
-            except BadRequest as error:
+            except KvdError as error:
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
                 continue
             peer.asked = now
@@ -135,13 +144,11 @@ class HandshakeActor(Actor):
                 self._peers[address].asked = now
         self._expected = message.addresses
 
-    def _open(self, address: str, *, at_once: bool = True) -> Peer:
+    def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
         """A new peer; where nobody waits for it, it is greeted at its first heartbeat."""
-        if len(self._peers) >= limits.MAX_PEERS:
-            raise BadRequest(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
-        peer = Peer(address, self._port.connect(address), heard=self.loop.time(), wanted=at_once)
-        self._peers[address] = peer
-        self._by_link[peer.link] = self._troubled[peer.link] = peer
+        self._known.check_room(worker)
+        peer = Peer(address, self._port.connect(address), heard=self.loop.time(), wanted=at_once, worker=worker)
+        self._known.add(peer)
         self._house.metrics.peers.labels(peer.state).inc()
         if at_once:
             self._take_turn(peer)
@@ -152,7 +159,7 @@ class HandshakeActor(Actor):
 
     def _take_turn(self, peer: Peer) -> None:
         """Goes on with a handshake, now or when it is its turn: those first that a pull waits for."""
-        if self._turns.enter(peer.link, urgent=peer.wanted):
+        if self._turns.enter(peer.link, urgent=peer.wanted, owner=peer.worker):
             self._go_on(peer)
 
     def _go_on(self, peer: Peer) -> None:
@@ -160,6 +167,7 @@ class HandshakeActor(Actor):
         settings = self._house.settings
         if peer.state is State.LOADING:
             assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
+            self._answers_due.set(peer.link, self.loop.time() + _LOADING)
             self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata)
         else:
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
@@ -174,9 +182,11 @@ class HandshakeActor(Actor):
 
     @handles(_Unanswered)
     def unanswered(self, message: _Unanswered) -> None:
-        """Others get their turn; this one is asked again by its next heartbeat."""
+        """Others get their turn; this one is asked again by its next heartbeat, or greeted anew."""
         peer = self._by_link.get(message.link)
-        if peer is not None and peer.state is not State.LOADING:
+        if peer is not None and peer.state is State.LOADING:
+            self._lose(peer, Event.SILENT, f"the transport has not reached it within {_LOADING:g} s")
+        elif peer is not None:
             self._end_turn(peer)
 
     @handles(AskPeer)
@@ -212,37 +222,70 @@ class HandshakeActor(Actor):
             self._house.scheduler.tell(PeerAnswers(peer.address, reply))
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
-        if peer.state not in (State.GREETING, State.REFRESHING):
+        if peer.state not in (State.GREETING, State.REFRESHING) or peer.link in self._introductions:
             return
         if reply.version != VERSION:
             self._lose(peer, Event.SILENT, f"it speaks version {reply.version} of the protocol, we {VERSION}")
             return
-        if peer.state is State.REFRESHING and peer.welcome and reply.incarnation != peer.welcome.incarnation:
+        known = peer.welcome if peer.agent else None
+        if known is not None and (reply.incarnation, reply.agent) != (known.incarnation, known.agent):
             self._lose(peer, Event.RESTARTED, "it was restarted")
             return
         try:
-            peer.introduced(reply)
-        except BadRequest as error:
-            self._lose(peer, Event.SILENT, f"it described its pools wrongly: {error.text}")
-            return
-        self._answers_due.unset(peer.link)
-        self._step(peer, Event.WELCOME)
+            check_welcome(reply, key_of(peer.address), self._speaks_for)
+        except KvdError as error:
+            self._misspoke(peer, error)
+        else:
+            self._introductions.read(peer.link, reply)
+
+    @handles(SpecRead)
+    def spec_read(self, message: SpecRead) -> None:
+        """A part of a welcome is read."""
+        self._introductions.take(message)
+
+    def _introduced(self, link: int, welcome: Welcome, pools: dict[str, PeerPool] | KvdError) -> None:
+        """All of a welcome is read, whose peer is still greeted or asked again."""
+        peer = self._by_link[link]
+        if isinstance(pools, KvdError):
+            self._misspoke(peer, pools)
+        elif self._agrees(peer, welcome):
+            peer.welcome, peer.pools = welcome, pools
+            self._answers_due.unset(link)
+            self._step(peer, Event.WELCOME)
+
+    def _misspoke(self, peer: Peer, error: KvdError) -> None:
+        self._house.metrics.refused.labels("peer", error.code).inc()
+        self._lose(peer, Event.SILENT, f"it described itself wrongly: {error.text}")
+
+    def _agrees(self, peer: Peer, welcome: Welcome) -> bool:
+        """Whether nobody who came before speaks otherwise of this agent.
+
+        Two links may lead to one daemon, by two spellings of its address. The first one speaks for its agent: what is
+        told over the other is the same, or comes too early (the first is asked again, the other by its heartbeat), or
+        is another daemon's word.
+        """
+        first = min(self._known.using(welcome.agent), key=lambda user: user.link, default=peer)
+        if first.link >= peer.link or first.welcome == welcome:
+            return True
+        if key_of(first.address) != key_of(peer.address):
+            taken = f"the agent {welcome.agent!r} is that of {first.address}"
+            self._misspoke(peer, BadRequest(ErrorCode.NOT_PERMITTED, taken))
+        else:
+            self._step(first, Event.REFRESH)
+        return False
 
     @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:
         """The transport can reach the memory of a peer."""
-        for peer in self._with_agent(event.agent):
+        for peer in self._known.using(event.agent):
             peer.reached_by(event.path, self._house)
             self._step(peer, Event.LOADED)
 
     @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
         """The transport lost a peer, or never reached it."""
-        for peer in self._with_agent(event.agent):
+        for peer in self._known.using(event.agent):
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
-
-    def _with_agent(self, agent: str) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.welcome is not None and peer.welcome.agent == agent]
 
     @handles(_Beat)
     def beat(self, message: _Beat) -> None:
@@ -256,6 +299,8 @@ class HandshakeActor(Actor):
         if now - peer.heard > _MISSED * settings.heartbeat:
             peer.heard = now
             self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
+            if not peer.met and peer.address not in self._expected:
+                self._house.scheduler.tell(PeerIdle(peer.address))  # perhaps nobody has ever been there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_turn(peer)
         else:
@@ -282,11 +327,9 @@ class HandshakeActor(Actor):
             self._house.metrics.peers.labels(peer.state).dec()
             self._house.metrics.peers.labels(step.state).inc()
         peer.state = step.state
-        if peer.state is State.READY and not peer.slow:
-            self._troubled.pop(peer.link, None)
-        elif peer.state is not State.CLOSED:
-            self._troubled[peer.link] = peer
+        self._known.entered(peer)
         if event not in (Event.WELCOME, Event.REFRESH):
+            self._introductions.forget(peer.link)
             self._end_turn(peer)
         for effect in step.effects:
             self._carry_out(effect, peer, event)
@@ -303,57 +346,22 @@ class HandshakeActor(Actor):
                 self._house.scheduler.tell(PeerDown(peer.address, peer.loss, event is Event.RESTARTED))
             case Effect.FORGET:
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
-                self._transport.remove_peer(peer.welcome.agent)
+                if not any(user is not peer for user in self._known.using(peer.welcome.agent)):
+                    self._transport.remove_peer(peer.welcome.agent)
                 peer.forgotten(self._house)
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)
-                del self._peers[peer.address], self._by_link[peer.link]
-                self._troubled.pop(peer.link, None)
+                self._known.remove(peer)
                 self._turns.forget(peer.link)
 
     def _announce(self, peer: Peer) -> None:
-        peer.wanted = False
+        peer.wanted, peer.met = False, True
         self._house.scheduler.tell(PeerUp(peer.view()))
 
-    # --- peers that connect to us -----------------------------------------------------------------------------------
-
-    @handles(PeerAsked)
-    def asked(self, event: PeerAsked) -> None:
-        """One ask of a peer."""
-        self._reception.asked(event)
-
-    @handles(AnswerPeer)
-    def answer(self, message: AnswerPeer) -> None:
-        """Passes an answer of the leases on."""
-        self._port.answer(message.sender, codec.encode(message.message))
-
-    # --- own pools, status ------------------------------------------------------------------------------------------
-
-    @handles(PoolUp)
-    def pool_up(self, message: PoolUp) -> None:
-        """Peers that say hello from now on hear of this pool."""
-        self._reception.pool_up(message.pool, message.metadata)
-
-    @handles(PoolDown)
-    def pool_down(self, message: PoolDown) -> None:
-        """Peers that say hello from now on do not hear of this pool any more."""
-        self._reception.pool_down(message.pool)
-
-    @handles(RightsChanged)
-    def rights_changed(self, _message: RightsChanged) -> None:
-        """Another allow-list holds."""
-        self._reception.rights_changed()
-
-    @handles(Described)
-    def described(self, event: Described) -> None:
-        """Metadata of some of the pools."""
-        self._reception.described(event)
+    # --- status -----------------------------------------------------------------------------------------------------
 
     @handles(Report)
     def report(self, message: Report) -> None:
         """Peers that we connect to: so many at most, those in trouble first."""
-        now, everybody = self.loop.time(), self._peers.values()
-        well = (peer for peer in everybody if peer.link not in self._troubled)
-        told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
-        content = [peer.report(now) for peer in told]
+        content = self._known.reports(self.loop.time())
         self._house.gateway.tell(Reported(message.token, self.name, content))

@@ -190,10 +190,14 @@ class PoolDown(Struct, frozen=True, gc=False):
 
 
 class NeedPeer(Struct, frozen=True, gc=False):
-    """The scheduler will ask this peer: `PeerUp` or `PeerDown` follows. `stale` is set where its pools have changed."""
+    """The scheduler will ask this peer: `PeerUp` or `PeerDown` follows. `stale` is set where its pools have changed.
+
+    `worker` is whose pull needs it.
+    """
 
     address: str
     stale: bool = False
+    worker: str = ""
 
 
 class ExpectPeers(Struct, frozen=True, gc=False):

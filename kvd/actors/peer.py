@@ -1,26 +1,19 @@
 """What is known of a daemon that we connect to."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import structlog
 
-from kvd import limits
 from kvd.actors.house import House
 from kvd.actors.messages import PeerPool, PeerView
-from kvd.errors import BadRequest, ErrorCode
-from kvd.layout import CacheSpec
-from kvd.protocol.peer import PoolInfo, Welcome
+from kvd.protocol.peer import Welcome
 from kvd.state import peer as machine
 from kvd.state.peer import State
 from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
 
-_ADDRESSES = 1 << 64
-
-_decode_spec = lru_cache(maxsize=16)(CacheSpec.decode)
-"""The ranks of an engine, and its replicas, describe their pools alike; reading a description takes a millisecond."""
+_LOADED = frozenset({State.LOADING, State.READY, State.REFRESHING})
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +28,10 @@ class Peer:
     """When it was last needed."""
     wanted: bool = False
     """A pull waits for it."""
+    worker: str = ""
+    """Whose pull was the first to need it; empty where it was met ahead."""
+    met: bool = False
+    """It was ready once."""
     state: State = machine.TABLE.initial
     welcome: Welcome | None = None
     pools: dict[str, PeerPool] = field(default_factory=dict)
@@ -47,18 +44,10 @@ class Peer:
     """Under which path the metrics count it."""
     counted_slow: bool = False
 
-    def introduced(self, welcome: Welcome) -> None:
-        """It said who it is.
-
-        Raises:
-            BadRequest: `BAD_SPEC`, it described its memory wrongly.
-
-        """
-        pools = {info.pool: _pool_of(info) for info in welcome.pools}
-        stamps_end = int.from_bytes(welcome.stamps, "little") + limits.MAX_STAMPS * limits.STAMP_BYTES
-        if stamps_end > _ADDRESSES:
-            raise BadRequest(ErrorCode.BAD_SPEC, f"its stamps end at {stamps_end:#x}, where no memory can be")
-        self.welcome, self.pools = welcome, pools
+    @property
+    def agent(self) -> str:
+        """The transport's agent that reaches its memory; empty where none does."""
+        return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
 
     def reached_by(self, path: str, house: House) -> None:
         """Notes the path to it, and warns of a slow one the first time."""
@@ -105,11 +94,3 @@ class Peer:
             "silent_seconds": round(now - self.heard, 3),
             "last_loss": self.loss,
         }
-
-
-def _pool_of(info: PoolInfo) -> PeerPool:
-    spec = _decode_spec(info.spec)
-    if spec.pool_bytes > info.size:
-        text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {spec.pool_bytes}"
-        raise BadRequest(ErrorCode.BAD_SPEC, text)
-    return PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, spec)

@@ -9,13 +9,12 @@ them is not trusted any more, the pool is made quiet by force, registered anew, 
 fabrics check no keys, and there zeros lie at the old one.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import structlog
 from msgspec import Struct
 
+from kvd import limits
 from kvd.actors.actor import Actor, handles
+from kvd.actors.background import Background
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
@@ -42,13 +41,6 @@ from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
 
 _log = structlog.get_logger("kvd.pools")
-
-
-class Background(Protocol):
-    """Runs what takes long (faulting in gigabytes) beside the loop."""
-
-    def __call__(self, work: Callable[[], Memory], done: Callable[[Memory | KvdError], None]) -> None:
-        """Calls `done` on the loop with what `work` returned or raised."""
 
 
 class _Made(Struct, frozen=True):
@@ -109,6 +101,9 @@ class PoolsActor(Actor):
 
     def _make_within_quota(self, request: AttachPool) -> None:
         size = request.spec.pool_bytes
+        if len(self._records) >= limits.MAX_POOLS:
+            self._refuse(request, Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already"))
+            return
         held = sum(record.pool.size for record in self._records.values() if record.request.uid == request.uid)
         if request.quota is None or held + size <= request.quota:
             self._make(request)

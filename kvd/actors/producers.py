@@ -3,6 +3,7 @@
 from kvd.actors.messages import PeerView
 from kvd.actors.pulls import Pull
 from kvd.actors.routes import RouteKey, Source, make_route, route_key
+from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol.ticket import Ticket
 
 
@@ -44,6 +45,19 @@ class Producers:
             for rank in ticket.ranks
             if rank.address not in known or rank.incarnation > known[rank.address].incarnation
         }
+
+    def check_names(self, ticket: Ticket) -> None:
+        """That the daemons which answer at a ticket's addresses are those that it names.
+
+        Raises:
+            BadRequest: `BAD_TICKET`, one is not.
+
+        """
+        for rank in ticket.ranks:
+            found = self._views[rank.address].daemon
+            if found != rank.daemon:
+                text = f"the ticket is about {rank.daemon!r} at {rank.address}, where {found!r} answers"
+                raise BadRequest(ErrorCode.BAD_TICKET, text)
 
     def without_pool(self, ticket: Ticket) -> set[str]:
         """Where a ticket's ranks are whose daemon has not named their pool, which may be younger than what it said."""

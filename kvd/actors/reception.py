@@ -12,8 +12,9 @@ from typing import Final
 import msgspec
 
 from kvd import limits
+from kvd.actors.actor import Actor, Post, handles
 from kvd.actors.house import House
-from kvd.actors.messages import PeerAsks, Pool, RenewPool
+from kvd.actors.messages import AnswerPeer, PeerAsks, Pool, PoolDown, PoolUp, RenewPool, RightsChanged
 from kvd.errors import ErrorCode, KvdError
 from kvd.net.interface import EVERY_POOL, PeerAsked, PeerPort
 from kvd.protocol import codec
@@ -156,6 +157,45 @@ class Reception:
 
     def _answer(self, sender: bytes, message: Message) -> None:
         self._port.answer(sender, codec.encode(message))
+
+
+class Receiving(Actor):
+    """The half of the handshake that concerns peers which connect to us."""
+
+    def __init__(self, post: Post, port: PeerPort, reception: Reception) -> None:
+        super().__init__(post)
+        self._port = port
+        self._reception = reception
+
+    @handles(PeerAsked)
+    def asked(self, event: PeerAsked) -> None:
+        """One ask of a peer."""
+        self._reception.asked(event)
+
+    @handles(AnswerPeer)
+    def answer(self, message: AnswerPeer) -> None:
+        """Passes an answer of the leases on."""
+        self._port.answer(message.sender, codec.encode(message.message))
+
+    @handles(PoolUp)
+    def pool_up(self, message: PoolUp) -> None:
+        """Peers that say hello from now on hear of this pool."""
+        self._reception.pool_up(message.pool, message.metadata)
+
+    @handles(PoolDown)
+    def pool_down(self, message: PoolDown) -> None:
+        """Peers that say hello from now on do not hear of this pool any more."""
+        self._reception.pool_down(message.pool)
+
+    @handles(RightsChanged)
+    def rights_changed(self, _message: RightsChanged) -> None:
+        """Another allow-list holds."""
+        self._reception.rights_changed()
+
+    @handles(Described)
+    def described(self, event: Described) -> None:
+        """Metadata of some of the pools."""
+        self._reception.described(event)
 
 
 def _covers(patterns: tuple[str, ...], pool: str) -> bool:

@@ -108,10 +108,15 @@ class SchedulerActor(Actor):
 
     def _need(self, pull: Pull) -> None:
         for address in sorted(pull.awaited):
-            self._house.handshake.tell(NeedPeer(address, stale=address in self._producers))
+            self._house.handshake.tell(NeedPeer(address, stale=address in self._producers, worker=pull.key[0]))
 
     def _route(self, pull: Pull) -> None:
         """All producers are known: one transfer for each that this pull has to do with."""
+        try:
+            self._producers.check_names(pull.ticket)
+        except KvdError as error:
+            self._end(pull, error)
+            return
         missing = self._producers.without_pool(pull.ticket)
         if missing and pull.looks < _LOOKS:
             self._look(pull, missing)

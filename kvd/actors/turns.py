@@ -1,4 +1,7 @@
-"""Who of many may be at it: so many at a time, the others wait for their turn."""
+"""Who of many may be at it: so many at a time, the others wait for their turn.
+
+Whoever makes many urgent waits for its own: owners of urgent keys take turns.
+"""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -7,20 +10,24 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Turns(Generic[K]):
-    """Keys that are in, at most `places` of them, and keys that wait: the urgent ones first, then as they came."""
+    """Keys that are in, at most `places` of them, and keys that wait: the urgent ones first.
+
+    Owners of urgent keys take turns; keys of one owner, and those that are not urgent, come as they came.
+    """
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._in: set[K] = set()
-        self._urgent: dict[K, None] = {}
+        self._urgent: dict[str, dict[K, None]] = {}
+        """By owner."""
         self._patient: dict[K, None] = {}
 
     @property
     def waiting(self) -> int:
         """How many wait."""
-        return len(self._urgent) + len(self._patient)
+        return sum(map(len, self._urgent.values())) + len(self._patient)
 
-    def enter(self, key: K, *, urgent: bool) -> bool:
+    def enter(self, key: K, *, urgent: bool, owner: str = "") -> bool:
         """Whether `key` is in, from now on or since before; else it waits."""
         if key not in self._in and len(self._in) < self._places:
             self.forget(key)
@@ -29,16 +36,15 @@ class Turns(Generic[K]):
             return True
         if urgent:
             self._patient.pop(key, None)
-            self._urgent[key] = None
-        elif key not in self._urgent:
+            self._urgent.setdefault(owner, {})[key] = None
+        elif not any(key in keys for keys in self._urgent.values()):
             self._patient[key] = None
         return False
 
-    def hurry(self, key: K) -> None:
+    def hurry(self, key: K, owner: str = "") -> None:
         """Makes a key that waits urgent."""
         if key in self._patient:
-            del self._patient[key]
-            self._urgent[key] = None
+            self.enter(key, urgent=True, owner=owner)
 
     def leave(self, key: K) -> None:
         """Gives the place of a key back; one that waits goes on waiting."""
@@ -46,16 +52,20 @@ class Turns(Generic[K]):
 
     def forget(self, key: K) -> None:
         """Neither in nor waiting any more."""
-        for keys in (self._urgent, self._patient):
+        for keys in (*self._urgent.values(), self._patient):
             keys.pop(key, None)
+        self._urgent = {owner: keys for owner, keys in self._urgent.items() if keys}
         self._in.discard(key)
 
     def next(self) -> K | None:
         """Lets the next one in and says which; None where nobody waits or no place is free."""
-        queue = self._urgent or self._patient
-        if not queue or len(self._in) >= self._places:
+        if not self.waiting or len(self._in) >= self._places:
             return None
+        owner = next(iter(self._urgent), None)
+        queue = self._patient if owner is None else self._urgent.pop(owner)
         key = next(iter(queue))
         del queue[key]
+        if owner is not None and queue:
+            self._urgent[owner] = queue
         self._in.add(key)
         return key

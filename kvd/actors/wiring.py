@@ -6,14 +6,16 @@ The daemon and the simulator use the same wiring; they differ in what they hand 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvd.actors.background import Background
 from kvd.actors.completion import CompletionActor
 from kvd.actors.gateway import GatewayActor
 from kvd.actors.handshake import HandshakeActor
 from kvd.actors.house import House
+from kvd.actors.introductions import SpeaksFor, anybody
 from kvd.actors.leases import LeasesActor
 from kvd.actors.policy import Policy
-from kvd.actors.pools import Background, PoolsActor
-from kvd.actors.reception import STAMPS, Rights, everything
+from kvd.actors.pools import PoolsActor
+from kvd.actors.reception import STAMPS, Reception, Rights, everything
 from kvd.actors.scheduler import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps
@@ -50,6 +52,7 @@ class Fittings:
     stamps: StampMemory
     transport_answered: Callable[[int], None] = lambda _number: None
     rights: Rights = everything
+    speaks_for: SpeaksFor = anybody
     store: PoolStore = field(default_factory=NoStore)
 
 
@@ -61,7 +64,10 @@ def furnish(house: House, fittings: Fittings) -> None:
     house.leases = LeasesActor(house, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
     house.scheduler = SchedulerActor(house, transport)
     house.completion = CompletionActor(house)
-    house.handshake = HandshakeActor(house, peer_port, transport, stamps.base, fittings.rights)
+    reception = Reception(house, peer_port, transport, stamps.base, fittings.rights)
+    house.handshake = HandshakeActor(
+        house, peer_port, transport, reception, background=fittings.background, speaks_for=fittings.speaks_for
+    )
     house.gateway = GatewayActor(
         house,
         worker_port,

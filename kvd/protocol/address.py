@@ -28,6 +28,11 @@ def is_local(address: str) -> bool:
         return is_unix(address) or host == "localhost"
 
 
+def key_of(address: str) -> str:
+    """The public key that the daemon there proves, in hexadecimal; empty without CURVE."""
+    return address.partition("#")[2]
+
+
 def is_everywhere(address: str) -> bool:
     """Whether it stands for every address of a host: good to listen on, and nowhere to connect to."""
     return host_of(address) in _EVERY_HOST

@@ -106,8 +106,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
     daemon: Name
     incarnation: Count
     agent: Annotated[str, Meta(max_length=2 * limits.MAX_NAME_BYTES)]
-    metadata: bytes
-    pools: tuple[PoolInfo, ...]
+    """Begins with `<daemon>#`."""
+    metadata: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
+    pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=limits.MAX_POOLS)]
     version: int = VERSION
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
     """The same for all daemons on one running kernel: the consumer expects a fast path to those on its own."""

@@ -1,6 +1,7 @@
 """The daemons of a simulated world: the same actors and the same wiring as the real one, over simulated parts."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -11,7 +12,6 @@ from kvd.actors.policy import Policy, Rule
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
 from kvd.errors import KvdError
-from kvd.memory.interface import Memory
 from kvd.metrics import Metrics
 from kvd.sim.fabric import SimFabric, SimTransport
 from kvd.sim.loop import Process
@@ -26,6 +26,8 @@ CLAIM_WAIT = 0.5
 TOMBSTONE = 2.0
 POOL_LINGER = 2.0
 PEER_IDLE = 1.5
+T = TypeVar("T")
+
 _ALLOCATION = 0.01
 """Seconds that an allocation takes at most."""
 _METRICS = Metrics(CollectorRegistry())
@@ -120,10 +122,10 @@ class Daemon:
         self._mapped.append(base)
         return base
 
-    def _background(self, work: Callable[[], Memory], done: Callable[[Memory | KvdError], None]) -> None:
+    def _background(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
         def run() -> None:
             try:
-                result: Memory | KvdError = work()
+                result: T | KvdError = work()
             except KvdError as error:
                 result = error
             done(result)

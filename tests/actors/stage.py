@@ -3,10 +3,12 @@
 from prometheus_client import CollectorRegistry
 
 from kvd.actors.house import House
+from kvd.actors.introductions import anybody
 from kvd.actors.policy import Policy
 from kvd.actors.reception import everything
 from kvd.actors.settings import Settings
 from kvd.actors.wiring import Fittings, furnish
+from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec
@@ -46,7 +48,7 @@ class Memory:
 class Stage:
     """Everything outside the actors; `sent` and `asked` hold what they said."""
 
-    def __init__(self, rights=everything, **settings):
+    def __init__(self, rights=everything, speaks_for=anybody, **settings):
         self.loop = VirtualLoop()
         self.failures = []
         self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
@@ -67,13 +69,14 @@ class Stage:
             peer_port=_PeerPort(self),
             transport=_Transport(self),
             provider=_Provider(self),
-            background=lambda work, done: done(work()),
+            background=_at_once,
             draw_session=self._draw,
             describe=lambda: {"daemon": "d"},
             transport_died=self.failures.append,
             policy=Policy(1000),
             stamps=SimStamps(lambda _words: STAMPS),
             rights=rights,
+            speaks_for=speaks_for,
         )
         self.sessions = 0
         furnish(self.house, self.fittings)
@@ -157,8 +160,18 @@ class Stage:
         self.run()
 
 
-def make_ticket(pool="there", offer="o", blocks=(0, 1), address="tcp://peer:1", incarnation=0, raw_ids=None):
-    rank = TicketRank("peer", address, incarnation, pool, offer, 0)
+def _at_once(work, done):
+    try:
+        result = work()
+    except KvdError as error:
+        result = error
+    done(result)
+
+
+def make_ticket(
+    pool="there", offer="o", blocks=(0, 1), address="tcp://peer:1", incarnation=0, raw_ids=None, daemon="peer"
+):
+    rank = TicketRank(daemon, address, incarnation, pool, offer, 0)
     return Ticket(4, (rank,), ((Span(0, 0, ids(*blocks) if raw_ids is None else raw_ids),),)).encode()
 
 

@@ -167,7 +167,7 @@ def test_a_spec_that_is_none_makes_a_peer_lost(stage):
     stage.peer_says(Welcome("peer", 5, "peer#1", b"m", (info,)))
     [failed] = stage.notified
     assert failed.code == ErrorCode.PEER_LOST
-    assert "pools wrongly" in failed.text
+    assert "described itself wrongly" in failed.text
 
 
 def test_stamps_where_no_memory_can_be_make_a_peer_lost(stage):
@@ -235,7 +235,7 @@ class _Handshakes:
 
     def welcomed(self, link: int) -> None:
         welcome = welcome_of()
-        self.stage.peer_says(Welcome(welcome.daemon, 5, f"agent-{link}", b"m", welcome.pools), link)
+        self.stage.peer_says(Welcome(welcome.daemon, 5, f"peer#{link}", b"m", welcome.pools), link)
 
     def added(self) -> None:
         self.stage.transport_says(PeerAdded(self.adding.pop(0)))
@@ -267,7 +267,7 @@ def test_peers_that_do_not_answer_keep_the_others_waiting_for_a_tenth_of_a_heart
     assert crowd.adding == []
     crowd.stage.run(0.2)
     assert crowd.greeted[4:6] == [5, 6]
-    assert crowd.adding == ["agent-1"]
+    assert crowd.adding == ["peer#1"]
 
 
 def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(monkeypatch):
@@ -285,7 +285,7 @@ def test_a_handshake_that_fails_lets_the_next_begin(monkeypatch):
     monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
     crowd = _Handshakes(3)
     crowd.welcomed(1)
-    crowd.stage.transport_says(PeerFailed("agent-1", "no route"))
+    crowd.stage.transport_says(PeerFailed("peer#1", "no route"))
     assert crowd.greeted == [1, 2]
     crowd.stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"), 2)
     assert crowd.greeted == [1, 2, 3]

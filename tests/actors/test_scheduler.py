@@ -262,7 +262,7 @@ def test_a_grant_of_a_younger_pool_waits_until_the_peer_has_told_of_it(stage):
 def two_ranks():
     """A ticket of an engine of two ranks, each beside a daemon of its own."""
     spans = (Span(0, 0, ids(0, 1)),)
-    ranks = [TicketRank("peer", f"tcp://{name}:1", 0, name, "o", 0) for name in ("a", "b")]
+    ranks = [TicketRank(name, f"tcp://{name}:1", 0, name, "o", 0) for name in ("a", "b")]
     return join(Ticket(4, (rank,), (spans,)).encode() for rank in ranks)
 
 

@@ -54,3 +54,21 @@ def test_one_that_waits_and_leaves_waits_on():
     turns.leave("b")
     turns.leave("a")
     assert turns.next() == "b"
+
+
+def test_owners_of_urgent_keys_take_turns():
+    turns = Turns(1)
+    turns.enter("in", urgent=True, owner="a")
+    for key in ("a1", "a2", "a3"):
+        turns.enter(key, urgent=True, owner="a")
+    turns.enter("late", urgent=False)
+    turns.enter("b1", urgent=True, owner="b")
+    turns.enter("patient", urgent=False)
+    turns.hurry("patient", owner="c")
+    came = []
+    turns.leave("in")
+    while (key := turns.next()) is not None:
+        came.append(key)
+        turns.leave(key)
+    assert came == ["a1", "b1", "patient", "a2", "a3", "late"]
+    assert turns.waiting == 0

@@ -1,0 +1,94 @@
+"""Specs of peers are read beside the loop, one at a time."""
+
+import msgspec
+import pytest
+from stage import CACHE, Stage, make_ticket, welcome_of
+
+from kvd.protocol.peer import Claim, PoolInfo
+from kvd.protocol.worker import Attached
+
+
+class Slow(Stage):
+    """What is to be done beside the loop is done when `work` is called."""
+
+    def __init__(self, **settings):
+        super().__init__(heartbeat=1.0, **settings)
+        self.attach()
+        self.waiting = []
+        self.house.handshake._introductions._background = lambda work, done: self.waiting.append((work, done))
+
+    def work(self):
+        work, done = self.waiting.pop(0)
+        done(work())
+        self.run()
+
+    def welcomed(self, link, *dtypes):
+        """The peer of a link describes a pool for each dtype."""
+        pools = tuple(
+            PoolInfo(f"p{number}", 1, bytes(8), CACHE.spec.pool_bytes, spec_of(dtype))
+            for number, dtype in enumerate(dtypes)
+        )
+        welcome = welcome_of()
+        self.peer_says(msgspec.structs.replace(welcome, agent=f"peer#{link}", pools=pools), link)
+
+    def met(self):
+        return [link for link, peer in self.house.handshake._by_link.items() if peer.met]
+
+
+def spec_of(dtype):
+    return msgspec.structs.replace(CACHE.spec, dtype=dtype).encode()
+
+
+@pytest.fixture
+def stage():
+    stage = Slow()
+    for number, name in enumerate("abc", 1):
+        pool = "p0" if name == "c" else f"none-of-{name}"
+        ticket = make_ticket(pool, address=f"tcp://{name}:1")
+        stage.pull(name, (number,), ticket=ticket, timeout=600.0)
+    return stage
+
+
+def test_one_spec_is_read_at_a_time_and_peers_take_turns(stage):
+    stage.welcomed(1, *(f"a{number}" for number in range(40)))
+    stage.welcomed(2, *(f"b{number}" for number in range(40)))
+    stage.welcomed(3, CACHE.spec.dtype)
+    for _ in range(3):
+        assert len(stage.waiting) == 1
+        assert stage.asks(Claim) == []
+        stage.work()
+    assert len(stage.asks(Claim)) == 1
+    assert isinstance(stage.on_sessions[-1], Attached)
+    reads = 3
+    while stage.waiting:
+        assert len(stage.waiting) == 1
+        stage.work()
+        reads += 1
+    assert reads == 81
+
+
+def test_a_spec_that_is_known_is_not_read_again(stage):
+    stage.welcomed(1, "x", "y")
+    for _ in range(2):
+        stage.work()
+    stage.welcomed(2, "y", "x", "x")
+    assert stage.waiting == []
+    assert stage.met() == [1, 2]
+
+
+def test_a_peer_that_goes_while_its_spec_is_read_is_greeted_anew(stage):
+    stage.welcomed(1, "x")
+    stage.run(4.5)
+    [failed] = [item for item in stage.notified if item.request == "a"]
+    assert "no answer for 3 heartbeats" in failed.text
+    stage.work()
+    assert stage.met() == []
+    assert stage.waiting == []
+
+
+def test_a_second_welcome_does_not_take_the_place_of_the_one_that_is_read(stage):
+    stage.welcomed(1, "x")
+    stage.welcomed(1, "y")
+    stage.work()
+    assert stage.waiting == []
+    assert stage.met() == [1]
