@@ -86,7 +86,8 @@ class Service(ABC):
         """Has all threads of the process, and of all that it started, run on these cores only, as `taskset -a` does."""
         for pid in self._members():
             for task in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setaffinity(int(task), cores)
+                with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
+                    os.sched_setaffinity(int(task), cores)
 
     def processor_seconds(self) -> float:
         """What the process, and all that it started and that run, have computed so far."""
