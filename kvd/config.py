@@ -89,7 +89,10 @@ class Config(BaseSettings):
         5.0, gt=0, le=600, description="How long a silent consumer keeps its claims. Raise it if daemons are paused."
     )
     claim_wait: float = Field(
-        10.0, gt=0, le=600, description="How long a claim that is not asked again waits for its offer."
+        10.0,
+        gt=0,
+        le=600,
+        description="How long a claim waits, from its first asking, for an offer to come.",
     )
     attach_wait: float = Field(
         10.0, gt=0, le=600, description="How long a successor waits for its predecessor's transfers to end."

@@ -77,11 +77,23 @@ MAX_STATUSES_PER_SECOND: Final = 4000
 MAX_UNACKNOWLEDGED: Final = 65_536
 """Notifications kept for one worker until it acknowledges them; when full its new requests are refused."""
 
-MAX_CLAIMS_WAITING: Final = 4096
-"""Claims of all peers that wait for an offer that has not come yet."""
+MAX_CLAIMS_WAITING: Final = 16_384
+"""Claims of all peers that wait for an offer that has not come yet: about 10 MiB."""
+
+MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
+"""Of them, those of one peer: half the pulls that one worker may have open, so that eight peers that do nothing but
+wait leave no room for others, and one does."""
 
 MAX_CLAIMS_PER_OFFER: Final = 2 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of another one that a router tried too."""
+
+MAX_CONSUMERS: Final = 1024
+"""Consumers that an offer may count before it ends, and that may have begun to finish it; an offer without an end of
+its own is for more."""
+
+MAX_WRONG_PROOFS: Final = 64
+"""Claims of one peer with a wrong proof that are answered at once, and as many a minute after that; the others get no
+answer. A guess of 128 bits needs no slowing: the work of answering does, and a peer that spoils tickets shows."""
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered so that a late ask gets its reason; above it the oldest are forgotten
@@ -104,8 +116,8 @@ MAX_REPORTED_PEERS: Final = 16
 """Peers that a status tells of, those in trouble first: with a thousand it would be 200 KiB, and stop the daemon for
 milliseconds. How many there are in each state, `kvd_peers` says."""
 
-MAX_RENEWALS: Final = 65_536
-"""Claims that one message renews; more are renewed by several."""
+MAX_RENEWALS: Final = 4096
+"""Claims that one message renews, in 4 ms; more are renewed by several, so that other messages come in between."""
 
 NOTIFICATIONS_PER_BATCH: Final = 256
 """Notifications in one message to a worker."""
@@ -136,6 +148,9 @@ MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 
 MAX_SETTLED: Final = 256
 """Reads in one message to their producer; 200 bytes each."""
+
+SECRET_BYTES: Final = 16
+"""An offer's secret, and the proof of knowing it: 128 bits, which nobody guesses."""
 
 STAMP_BYTES: Final = 8
 """A lease's stamp: one word, which every machine reads and writes at once."""

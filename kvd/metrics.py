@@ -39,6 +39,9 @@ class Metrics:
         self.leases_active = gauge("kvd_leases_active", "Offers whose blocks are promised.")
         self.claims = counter("kvd_claims_total", "Claims of peers, by answer (granted, refused).", "answer")
         self.claims_active = gauge("kvd_claims_active", "Claims of peers that are held.")
+        self.wrong_proofs = counter(
+            "kvd_wrong_proofs_total", "Claims of peers that do not have the secret of the offer, or name other blocks."
+        )
         self.fences = counter("kvd_fences_total", "Fences of peers, by answer (held, broken).", "answer")
         self.peers = gauge("kvd_peers", "Peers that this daemon connects to, by state.", "state")
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")

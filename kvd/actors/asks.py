@@ -10,7 +10,6 @@ from kvd.actors.house import House
 from kvd.actors.messages import AskPeer
 from kvd.actors.pulls import Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
-from kvd.protocol.ticket import digest
 from kvd.protocol.types import Message
 from kvd.state.transfer import State
 
@@ -144,7 +143,9 @@ class Asks:
             pool=rank.pool,
             offer=rank.offer,
             incarnation=rank.incarnation,
-            digest=digest(pull.ticket.tokens, pull.ticket.spans(rank)),
+            generation=rank.generation,
+            proof=pull.ticket.proof(rank),
+            consumer=pull.consumer,
             reader=pull.pool.spec.shard.rank,
             readers=transfer.source.readers,
             ttl=self._house.settings.claim_ttl,

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, handles
+from kvd.actors.batch import Batch
 from kvd.actors.claims import Claims
 from kvd.actors.house import House
 from kvd.actors.messages import (
@@ -34,20 +35,24 @@ _LAST_CALL_SECONDS = 0.5
 """How long a drain leaves offers that nobody has claimed: their tickets travel, and short reads are not claimed."""
 
 
-class _OfferExpired(Struct, frozen=True, gc=False):
-    key: OfferKey
+class _OffersExpired(Struct, frozen=True, gc=False):
+    """The time of some offers is over."""
 
 
-class _ClaimExpired(Struct, frozen=True, gc=False):
-    key: ClaimKey
+class _ClaimsExpired(Struct, frozen=True, gc=False):
+    """Some claims were not renewed."""
 
 
-class _WaitOver(Struct, frozen=True, gc=False):
-    key: ClaimKey
+class _WaitsOver(Struct, frozen=True, gc=False):
+    """Some claims have waited for long enough."""
 
 
 class _LastCall(Struct, frozen=True, gc=False):
     pass
+
+
+class _TellBroken(Struct, frozen=True, gc=False):
+    """Claims were broken whose consumers have not been told."""
 
 
 class _Sweep(Struct, frozen=True, gc=False):
@@ -74,20 +79,24 @@ class LeasesActor(Actor):
         self._tombstones: Tombstones[OfferKey | ClaimKey] = Tombstones(
             house.loop, house.settings.tombstone, limits.MAX_TOMBSTONES, self._forget, lambda: self.tell(_Sweep())
         )
+        self._expired_offers: Batch[OfferKey] = Batch(lambda: self.tell(_OffersExpired()))
+        self._expired_claims: Batch[ClaimKey] = Batch(lambda: self.tell(_ClaimsExpired()))
+        self._waits_over: Batch[ClaimKey] = Batch(lambda: self.tell(_WaitsOver()))
         self._offers = Offers(
             self.name,
             house,
             stamps,
-            expired=lambda key: self.tell(_OfferExpired(key)),
+            expired=self._expired_offers.put,
             ended=self._tombstones.bury,
             break_claims=self._break_claims,
         )
         self._claims = Claims(
             house,
             self._offers,
-            wait_over=lambda key: self.tell(_WaitOver(key)),
-            expired=lambda key: self.tell(_ClaimExpired(key)),
+            wait_over=self._waits_over.put,
+            expired=self._expired_claims.put,
             ended=self._tombstones.bury,
+            broke=lambda: self.tell(_TellBroken()),
             expect_readers=expect_readers,
         )
 
@@ -113,6 +122,7 @@ class LeasesActor(Actor):
             pool=lease.pool.worker,
             offer=offer.offer,
             blocks=0,
+            secret=offer.secret,
             generation=lease.generation,
             epoch=lease.pool.epoch,
             stamp=lease.stamp,
@@ -130,12 +140,13 @@ class LeasesActor(Actor):
             return
         self._offers.step(lease, Event.REVOKE, "withdrawn")
 
-    @handles(_OfferExpired)
-    def offer_expired(self, message: _OfferExpired) -> None:
-        """The time of an offer is over: it ends now, or with its last claim."""
-        lease = self._offers.find(*message.key)
-        if lease is not None:
-            self._offers.step(lease, Event.EXPIRE, "expired")
+    @handles(_OffersExpired)
+    def offers_expired(self, _message: _OffersExpired) -> None:
+        """The time of offers is over: they end now, or with their last claim."""
+        for key in self._expired_offers.take():
+            lease = self._offers.find(*key)
+            if lease is not None and self.loop.time() >= lease.expires:
+                self._offers.step(lease, Event.EXPIRE, "expired")
 
     # --- claims -----------------------------------------------------------------------------------------------------
 
@@ -147,15 +158,22 @@ class LeasesActor(Actor):
         """One ask of a consumer's daemon."""
         self._claims.asked(message)
 
-    @handles(_WaitOver)
-    def wait_over(self, message: _WaitOver) -> None:
-        """The offer that a claim waited for did not come."""
-        self._claims.wait_over(message.key)
+    @handles(_WaitsOver)
+    def waits_over(self, _message: _WaitsOver) -> None:
+        """The offers that claims waited for did not come."""
+        for key in self._waits_over.take():
+            self._claims.wait_over(key)
 
-    @handles(_ClaimExpired)
-    def claim_expired(self, message: _ClaimExpired) -> None:
-        """A consumer went silent."""
-        self._claims.expired(message.key)
+    @handles(_ClaimsExpired)
+    def claims_expired(self, _message: _ClaimsExpired) -> None:
+        """Consumers went silent."""
+        for key in self._expired_claims.take():
+            self._claims.expired(key)
+
+    @handles(_TellBroken)
+    def tell_broken(self, _message: _TellBroken) -> None:
+        """Many claims may have been broken at once: each consumer's daemon hears of all of its own together."""
+        self._claims.tell_broken()
 
     # --- what has ended ---------------------------------------------------------------------------------------------
 

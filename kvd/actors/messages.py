@@ -244,9 +244,10 @@ class CancelRequest(Struct, frozen=True, gc=False):
 
 
 class PeerAsks(Struct, frozen=True, gc=False):
-    """A request of a peer that concerns leases."""
+    """A request of a peer that concerns leases. `peer` is who it is, whatever its run and its connection."""
 
     sender: bytes
+    peer: str
     request: (
         peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Settle | peer_protocol.Release
     )

@@ -35,7 +35,10 @@ class Lease:
     key: OfferKey
     pool: Pool
     generation: int
-    digest: int
+    proof: bytes = field(repr=False)
+    """What a claim has to show."""
+    consumers: int
+    """How many may finish before it ends, 0 for any number."""
     expires: float
     stamp: int
     """The word in which its stamp lies while it is alive, 0 for none."""
@@ -44,8 +47,24 @@ class Lease:
     """Why it ended, in the words of `Released.reason`."""
     claims: dict[ClaimKey, Claim] = field(default_factory=dict)
     """Those that are held."""
-    finished: set[int] = field(default_factory=set)
-    """Readers that have all they wanted."""
+    finished: dict[str, set[int]] = field(default_factory=dict)
+    """Readers that have all they wanted, by consumer; not kept where consumers are not counted."""
+    done: set[str] = field(default_factory=set)
+    """Consumers all of whose readers have."""
+
+    def finish(self, claim: Claim) -> None:
+        """One reader has all it wanted."""
+        if self.consumers:
+            readers = self.finished.setdefault(claim.consumer, set())
+            readers.add(claim.reader)
+            if len(readers) >= claim.readers:
+                self.done.add(claim.consumer)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether as many consumers have finished as were offered it, and none that has not is at it."""
+        enough = 0 < self.consumers <= len(self.done)
+        return enough and all(claim.consumer in self.done for claim in self.claims.values())
 
 
 class Offers:
@@ -94,14 +113,15 @@ class Offers:
         key = (pool.worker, offer.offer)
         self._check(key, pool, offer.ttl)
         self._last_generation += 1
-        content = ticket.digest(offer.tokens, offer.spans)
+        proof = ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans)
         lease = Lease(
             key=key,
             pool=pool,
             generation=self._last_generation,
-            digest=content,
+            proof=proof,
+            consumers=offer.consumers,
             expires=self._house.loop.time() + offer.ttl,
-            stamp=self._stamps.put(ticket.stamp(self._last_generation, content)),
+            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof)),
         )
         self._leases[key] = lease
         self._count_standing(pool.id, +1)
@@ -135,7 +155,7 @@ class Offers:
         return Effect.GRANT in step.effects
 
     def unclaim(self, lease: Lease) -> None:
-        """The last claim is gone, and not every reader has finished: it stands on, unless its end waited for that."""
+        """The last claim is gone, and consumers are to come: it stands on, unless its end waited for that."""
         self.step(lease, Event.UNCLAIMED)
         if self.draining or lease.pool.id in self._quiescing:
             self.step(lease, Event.REVOKE, "withdrawn")
@@ -149,7 +169,7 @@ class Offers:
         if Effect.RELEASE in step.effects:
             self._stamps.wipe(lease.stamp)  # before anybody is told: who finds the stamp knows that nobody was
         if Effect.BREAK in step.effects:
-            self._break_claims(lease, f"the offer {lease.key[1]!r} has ended ({reason})")
+            self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
             self._count_standing(lease.pool.id, -1)

@@ -8,7 +8,7 @@ from kvd.actors.routes import Source, plan_read
 from kvd.actors.spans import PullSpan, TransferSpan
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
-from kvd.protocol.ticket import Ticket, TicketRank, digest, stamp
+from kvd.protocol.ticket import Ticket, TicketRank, stamp
 from kvd.protocol.types import Message, Spans
 from kvd.state import transfer as machine
 from kvd.state.transfer import State
@@ -51,10 +51,16 @@ class Transfer(Struct, eq=False):
         return self.pull.ticket.ranks[self.source.rank]
 
     @property
+    def incarnation(self) -> int:
+        """The run of the producer's daemon that told us about the pool."""
+        return self.pull.views[self.address].incarnation
+
+    @property
     def claims_late(self) -> bool:
         """Whether it may read before it claims: the ticket names the lease, and its memory is of this host."""
         rank = self.rank
-        return self.direct and bool(rank.generation) and rank.epoch == self.source.pool.epoch
+        known = (self.incarnation, self.source.pool.epoch)
+        return self.direct and bool(rank.generation) and (rank.incarnation, rank.epoch) == known
 
     def plan(self) -> None:
         """Works the descriptors out, the first time.
@@ -76,7 +82,7 @@ class Transfer(Struct, eq=False):
         stamps = self.pull.views[rank.address].stamps
         if not self.direct or not stamps or not rank.stamp:
             return 0
-        self.stamp = stamp(self.generation, digest(ticket.tokens, ticket.spans(rank)))
+        self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank))
         return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
 
@@ -98,6 +104,8 @@ class Pull(Struct, eq=False):
     views: dict[str, PeerView] = field(default_factory=dict)
     """The producers as they were when the pull was routed: one that has done its part may be gone since."""
     span: PullSpan | None = None
+    consumer: str = ""
+    """What producers know it as, together with those of the engine's other ranks."""
 
     def asks(self, address: str) -> bool:
         """Whether one of its producer ranks is there."""

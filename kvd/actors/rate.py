@@ -1,6 +1,10 @@
 """A bound on how often somebody may do something: so many at once, so many a second after that."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,16 @@ class Rate:
     def is_full(self, now: float) -> bool:
         """Whether nothing of it has been used lately, so that it need not be remembered."""
         return self._left + (now - self._at) * self._pace.per_second >= self._pace.burst
+
+
+class Rates(Generic[K]):
+    """How much of a `Pace` each of many has left; who has all of it is not remembered."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._rates: dict[K, Rate] = {}
+
+    def take(self, who: K, now: float) -> bool:
+        """Whether `who` may do it now; counts it if so."""
+        self._rates = {each: rate for each, rate in self._rates.items() if not rate.is_full(now)}
+        return self._rates.setdefault(who, Rate(self._pace, now)).take(now)

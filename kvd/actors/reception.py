@@ -14,11 +14,11 @@ import msgspec
 from kvd import limits
 from kvd.actors.actor import Actor, Post, handles
 from kvd.actors.house import House
-from kvd.actors.messages import AnswerPeer, PeerAsks, Pool, PoolDown, PoolUp, RenewPool, RightsChanged
+from kvd.actors.messages import AnswerPeer, LeaseAsk, PeerAsks, Pool, PoolDown, PoolUp, RenewPool, RightsChanged
 from kvd.errors import ErrorCode, KvdError
 from kvd.net.interface import EVERY_POOL, PeerAsked, PeerPort
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Fence, Hello, Ping, Pong, PoolInfo, Refuse, Release, Renew, Settle, Welcome
+from kvd.protocol.peer import Claim, Fence, Hello, Ping, Pong, PoolInfo, Refuse, Settle, Welcome
 from kvd.protocol.types import VERSION, Message
 from kvd.transport.interface import Described, Transport
 
@@ -91,23 +91,28 @@ class Reception:
             case _:
                 self._pass_on(event, request)
 
-    def _pass_on(self, event: PeerAsked, request: Claim | Fence | Settle | Renew | Release) -> None:
+    def _pass_on(self, event: PeerAsked, request: LeaseAsk) -> None:
         """To the leases, without what concerns pools that this peer may not read."""
         patterns = self._rights(event.key)
         named = () if patterns == EVERY_POOL else _pools_in(request)
         forbidden = {pool for pool in named if not _covers(patterns, pool)}
         if not forbidden:
-            self._house.leases.tell(PeerAsks(event.sender, request))
+            self._tell_leases(event, request)
             return
         self._house.metrics.refused.labels("peer", ErrorCode.NOT_PERMITTED).inc()
         if isinstance(request, Claim):
             text = f"this daemon may not read the pool {request.pool!r}; name it in its line of `curve_peers` there"
             self._answer(event.sender, Refuse(request.claim, ErrorCode.NOT_PERMITTED, text))
         elif isinstance(request, Fence):
-            self._house.leases.tell(PeerAsks(event.sender, _unclaim(request, forbidden)))
+            self._tell_leases(event, _unclaim(request, forbidden))
         elif isinstance(request, Settle):
             fences = tuple(_unclaim(fence, forbidden) for fence in request.fences)
-            self._house.leases.tell(PeerAsks(event.sender, Settle(fences)))
+            self._tell_leases(event, Settle(fences))
+
+    def _tell_leases(self, event: PeerAsked, request: LeaseAsk) -> None:
+        # The key is the peer where there is one: a name is as its sender likes it, before the `#` of its run.
+        peer = event.key or event.sender.partition(b"#")[0].decode(errors="replace")
+        self._house.leases.tell(PeerAsks(event.sender, peer, request))
 
     def _greeted(self, event: PeerAsked, request: Hello) -> None:
         settings = self._house.settings

@@ -89,7 +89,8 @@ class SchedulerActor(Actor):
             return
         now = self.loop.time()
         awaited = self._producers.unknown(message.ticket)
-        record = Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited)
+        consumer = pull.consumer or pull.request
+        record = Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited, consumer=consumer)
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record

@@ -20,7 +20,7 @@ class Settings:
     claim_ttl: float = 5.0
     """How long a claim lives without being renewed; it is renewed three times in that span."""
     claim_wait: float = 10.0
-    """How long a claim waits for an offer that has not come yet."""
+    """How long a claim waits for an offer that has not come yet, from its first asking."""
     tombstone: float = 60.0
     """How long an offer that ended is remembered, so that a late claim or fence gets its reason at once."""
     attach_wait: float = 10.0

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvd.actors.asks import Asks, Overdue
 from kvd.actors.house import House
-from kvd.actors.messages import NeedPeer, PeerAnswers
+from kvd.actors.messages import LeaseAnswer, NeedPeer, PeerAnswers
 from kvd.actors.producers import Producers
 from kvd.actors.pulls import Pull, Transfer
 from kvd.actors.routes import Source
@@ -109,6 +109,7 @@ class Transfers:
         """What was asked of this peer is lost."""
         for transfer in list(self._open.values()):
             if transfer.address == address:
+                self._asks.answered(transfer)
                 self._step(transfer, Event.REFUSED, error)
 
     # --- what the producer says -------------------------------------------------------------------------------------
@@ -116,34 +117,42 @@ class Transfers:
     def answered(self, message: PeerAnswers) -> None:
         """An answer to a claim or a fence; answers to what has ended are dropped."""
         reply = message.reply
-        if isinstance(reply, Settled):
-            self._settled(message.address, reply.claims)
-            return
-        transfer = self._open.get(reply.claim)
-        if transfer is None or transfer.address != message.address:
-            return
+        for number in reply.claims if isinstance(reply, Settled | Broken) else (reply.claim,):
+            transfer = self._open.get(number)
+            if transfer is not None and transfer.address == message.address:
+                self._answered(transfer, reply)
+
+    def _answered(self, transfer: Transfer, reply: LeaseAnswer) -> None:
         match reply:
             case Grant():
                 self._granted(transfer, reply)
             case Held():
                 if transfer.state in (State.FENCING, State.SETTLING):
                     self._step(transfer, Event.PROVEN)
+            case Settled():
+                if transfer.state is State.SETTLING:
+                    self._step(transfer, Event.PROVEN)
             case Refuse() | Broken():
+                self._asks.answered(transfer)
                 self._step(transfer, Event.REFUSED, error_from_code(reply.code, reply.text))
 
-    def _settled(self, address: str, claims: tuple[int, ...]) -> None:
-        for number in claims:
-            transfer = self._open.get(number)
-            if transfer is not None and transfer.address == address and transfer.state is State.SETTLING:
-                self._step(transfer, Event.PROVEN)
-
     def _granted(self, transfer: Transfer, grant: Grant) -> None:
-        if transfer.state is State.READING and not transfer.granted:
-            self._asks.answered(transfer)
-            transfer.granted = True
-        if transfer.state is not State.CLAIMING:
+        rank = transfer.rank
+        if transfer.granted or transfer.state not in (State.CLAIMING, State.READING, State.DRAINING):
             return
-        if grant.epoch != transfer.source.pool.epoch and not self._replan(transfer, grant):
+        if rank.generation not in (0, grant.generation) or rank.incarnation not in (0, grant.incarnation):
+            text = f"the ticket names lease {rank.generation} of run {rank.incarnation} of {rank.daemon!r}"
+            text += f", which grants {grant.generation} of {grant.incarnation}"
+            error = Unavailable(ErrorCode.OFFER_GONE, text)
+            self._outcomes.transfer_failed(transfer.pull, error)
+            return
+        known = (grant.incarnation, grant.epoch) == (transfer.incarnation, transfer.source.pool.epoch)
+        if transfer.state is not State.CLAIMING:
+            if known:
+                self._asks.answered(transfer)
+                transfer.granted = True
+            return
+        if not known and not self._replan(transfer, grant):
             # The pool is another one than the peer told us about: ask, and use the grant when we know it.
             transfer.early_grant = grant
             self._house.handshake.tell(NeedPeer(transfer.address, stale=True))
@@ -168,6 +177,8 @@ class Transfers:
             return False
         view = self._producers[rank.address]
         if rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
+            return False
+        if view.incarnation != grant.incarnation:
             return False
         transfer.planned = False
         pull.views[rank.address] = view
@@ -242,7 +253,8 @@ class Transfers:
     def _step(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
         step = machine.TABLE.step(transfer.state, event)
         if step.state is not transfer.state:
-            self._asks.answered(transfer)
+            if (event, step.state) != (Event.STOP, State.DRAINING):  # what is read on is to be held on
+                self._asks.answered(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
         transfer.state = step.state

@@ -139,7 +139,7 @@ _FAULT: Mapping[type[Exception], str] = {
 # --- golden frames --------------------------------------------------------------------------------------------------
 
 _SPAN = Span(0, 2, b"\x07\0\0\0\x01\x02\0\0")
-_RANK = TicketRank("node-a", "tcp://10.0.0.1:7100", 5, "prefill.0", "req-1", 0)
+_RANK = TicketRank("node-a", "tcp://10.0.0.1:7100", 5, "prefill.0", "req-1", 0, bytes(range(16)))
 _EXAMPLES: tuple[Message, ...] = (
     worker.Attach("decode.0", bytes(range(16)), b"spec"),
     worker.Detach(),
@@ -155,7 +155,7 @@ _EXAMPLES: tuple[Message, ...] = (
     ),
     worker.Detached(),
     worker.Refused("bad_spec", "the spec's pool_bytes is 0"),
-    worker.Offer(1, "req-1", 40, (_SPAN,), 30.0),
+    worker.Offer(1, "req-1", 40, (_SPAN,), 30.0, bytes(range(16))),
     worker.Pull(2, "req-1", "kvd1.kw", (_SPAN,), 5.0),
     worker.Cancel(3, "req-1"),
     worker.Acknowledge(17),
@@ -175,7 +175,16 @@ _EXAMPLES: tuple[Message, ...] = (
     worker.Status(4, b"{}"),
     peer.Hello("node-b", 6),
     peer.Claim(
-        claim=8, pool="prefill.0", offer="req-1", incarnation=5, digest=3735928559, reader=0, readers=2, ttl=5.0
+        claim=8,
+        pool="prefill.0",
+        offer="req-1",
+        incarnation=5,
+        generation=11,
+        proof=Ticket(40, (_RANK,), ((_SPAN,),)).proof(_RANK),
+        consumer="req-1",
+        reader=0,
+        readers=2,
+        ttl=5.0,
     ),
     peer.Renew((8, 9)),
     peer.Fence(8, 11),
@@ -186,10 +195,10 @@ _EXAMPLES: tuple[Message, ...] = (
     peer.Welcome(
         "node-a", 5, "node-a#5", b"metadata", (peer.PoolInfo("prefill.0", 1, b"\0\0\0\x01\0\0\0\0", 1 << 20, b"spec"),)
     ),
-    peer.Grant(8, 11, 1),
+    peer.Grant(8, 11, 1, 5),
     peer.Refuse(8, "offer_gone", "the offer 'req-1' has ended (expired)"),
     peer.Held(8),
-    peer.Broken(8, "lease_broken", "the claim was not renewed for 5 s"),
+    peer.Broken((8,), "lease_broken", "the claim was not renewed for 5 s"),
     peer.Pong(1, 5),
     Ticket(40, (_RANK,), ((_SPAN,),)),
 )

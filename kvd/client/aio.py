@@ -54,10 +54,11 @@ class AsyncWorker(Session):
         tokens: int,
         blocks: Iterable[Blocks],
         ttl: float,
+        consumers: int = 1,
         timeout: float = 10.0,  # noqa: ASYNC109
     ) -> str:
         """As `Worker.offer`."""
-        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl)
+        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
         ticket = await self._until(lambda: self._take_offer(offer), timeout)
         if ticket is None:
             raise self._offer_overdue(offer, timeout)

@@ -39,10 +39,20 @@ class Worker(Session):
             raise driver.no_answer(timeout)
         return worker
 
-    def offer(self, offer: str, *, tokens: int, blocks: Iterable[Blocks], ttl: float, timeout: float = 10.0) -> str:
-        """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds and returns the ticket for their consumer.
+    def offer(
+        self,
+        offer: str,
+        *,
+        tokens: int,
+        blocks: Iterable[Blocks],
+        ttl: float,
+        consumers: int = 1,
+        timeout: float = 10.0,
+    ) -> str:
+        """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds and returns the ticket for its `consumers`.
 
-        The blocks must not be written to until `Released` comes by `poll`. Other events that arrive wait for `poll`.
+        It ends when so many have read it, each with all its ranks; with 0 any number may, until it expires or is
+        cancelled. The blocks must not be written to until `Released` comes by `poll`. Other events wait for `poll`.
 
         Raises:
             KvdError: as `offer_nowait`; or what the daemon refused with.
@@ -50,7 +60,7 @@ class Worker(Session):
                 `OfferRefused` or `Released` comes by `poll`.
 
         """
-        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl)
+        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
         ticket = self._until(lambda: self._take_offer(offer), timeout)
         if ticket is None:
             raise self._offer_overdue(offer, timeout)

@@ -76,10 +76,13 @@ class Core:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def offer(self, offer: str, tokens: int, blocks: Iterable[Blocks], ttl: float) -> bytes:
+    def offer(
+        self, offer: str, tokens: int, blocks: Iterable[Blocks], ttl: float, *, secret: bytes, consumers: int = 1
+    ) -> bytes:
         """The frame of an offer."""
         self._check_new(offer)
-        frame = _checked(wire.Offer(self._ask(_Ask.OFFER, offer), offer, tokens, spans(blocks), ttl))
+        call = self._ask(_Ask.OFFER, offer)
+        frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers))
         self._offers.add(offer)
         return frame
 
@@ -92,11 +95,13 @@ class Core:
         now: float,
         *,
         traceparent: str | None = None,
+        consumer: str = "",
     ) -> bytes:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
-        frame = _checked(wire.Pull(self._ask(_Ask.PULL, request), request, ticket, spans(kept), timeout, traceparent))
+        call = self._ask(_Ask.PULL, request)
+        frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer))
         self._pulls.add(request, kept, now + timeout)
         return frame
 
@@ -117,10 +122,10 @@ class Core:
         self._check_connected()
         return self._status(_Ask.STATUS, "")
 
-    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks]) -> str:
+    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
         """The ticket that the daemon gives to this offer, without asking it."""
         attached = self.attached
-        rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0)
+        rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
         return Ticket(tokens, (rank,), (spans(blocks),)).encode()
 
     def status_answer(self, call: int) -> bytes | None:

@@ -4,7 +4,7 @@ Every pull ends in exactly one of `Done`, `Failed` and `Cancelled`. One that end
 one `Freed`. Every offer that stood ends in exactly one `Released`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.client.blocks import Blocks
 
@@ -14,7 +14,7 @@ class Offered:
     """The offer made by `offer_nowait` stands: `ticket` is for its consumer. The blocks must not be written to."""
 
     offer: str
-    ticket: str
+    ticket: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What the blocking client and the one for asyncio have in common."""
 
+import secrets
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event, Offered, OfferRefused
 from kvd.errors import ErrorCode, Unavailable, error_from_code
+from kvd.limits import SECRET_BYTES
 
 
 class Spec(Protocol):
@@ -68,22 +70,34 @@ class Session:
         """Which run of the daemon lent the pool last."""
         return self._driver.core.attached.incarnation
 
-    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks]) -> str:
-        """The ticket of an offer of this worker, without asking the daemon: the same text as `offer` returns.
+    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
+        """A ticket of an offer of this worker that is made with `secret`, without asking the daemon.
 
         A consumer's claim waits for an offer that has not arrived yet, so the ticket may travel ahead of it. It is of
-        use only to the incarnation that it was made under.
+        use only to the incarnation that it was made under. `secret` is 16 bytes that nobody can guess, drawn for this
+        offer alone (`secrets.token_bytes`): whoever has it may read the blocks.
 
         Raises:
             BadRequest: `BAD_BLOCKS`, an id is no unsigned 32-bit integer.
 
         """
-        return self._driver.core.ticket(offer, tokens, blocks)
+        return self._driver.core.ticket(offer, tokens, blocks, secret)
 
-    def offer_nowait(self, offer: str, *, tokens: int, blocks: Iterable[Blocks], ttl: float) -> None:
+    def offer_nowait(
+        self,
+        offer: str,
+        *,
+        tokens: int,
+        blocks: Iterable[Blocks],
+        ttl: float,
+        consumers: int = 1,
+        secret: bytes | None = None,
+    ) -> None:
         """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds; the answer comes by `poll`.
 
-        The blocks must not be written to from here on until `OfferRefused` or `Released`.
+        The blocks must not be written to from here on until `OfferRefused` or `Released`. The offer ends when as many
+        `consumers` have read it, each with all its ranks; with 0 any number may, until it expires or is cancelled.
+        `secret` is that of a ticket that was made already; one is drawn where it is None.
 
         Raises:
             BadRequest: `DUPLICATE_REQUEST`, the name is that of an open request; `BAD_BLOCKS` or `BAD_MESSAGE`, a value
@@ -92,15 +106,27 @@ class Session:
 
         """
         self._driver.check()
-        self._driver.request(self._driver.core.offer(offer, tokens, blocks, ttl), offer)
+        drawn = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+        self._driver.request(
+            self._driver.core.offer(offer, tokens, blocks, ttl, secret=drawn, consumers=consumers), offer
+        )
 
     def pull(
-        self, request: str, ticket: str, *, blocks: Iterable[Blocks], timeout: float, traceparent: str | None = None
+        self,
+        request: str,
+        ticket: str,
+        *,
+        blocks: Iterable[Blocks],
+        timeout: float,
+        traceparent: str | None = None,
+        consumer: str = "",
     ) -> None:
         """Brings what `ticket` offers at the positions of `blocks` into these blocks of the pool, within `timeout` s.
 
         Returns at once; exactly one of `Done`, `Failed` and `Cancelled` comes by `poll`. The daemons' spans, where they
-        trace, lie under the span that `traceparent` (W3C Trace Context) names.
+        trace, lie under the span that `traceparent` (W3C Trace Context) names. `consumer` is what the producer counts
+        as one consumer of the offer, whichever ranks of an engine pull it: the same for all of them, and no other
+        engine's. Where it is empty `request` is that name.
 
         Raises:
             BadRequest: `DUPLICATE_REQUEST`, the name is that of an open request, or of one whose blocks are in
@@ -110,7 +136,10 @@ class Session:
 
         """
         self._driver.check()
-        frame = self._driver.core.pull(request, ticket, blocks, timeout, time.monotonic(), traceparent=traceparent)
+        now = time.monotonic()
+        frame = self._driver.core.pull(
+            request, ticket, blocks, timeout, now, traceparent=traceparent, consumer=consumer
+        )
         self._driver.request(frame, request)
 
     def cancel(self, request: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvd import limits
-from kvd.protocol.types import VERSION, Code, Count, Message, Name, RequestId, Seconds, Text, TraceParent
+from kvd.protocol.types import VERSION, Code, Count, Message, Name, Proof, RequestId, Seconds, Text, TraceParent
 
 # --- consumer to producer -------------------------------------------------------------------------------------------
 
@@ -24,20 +24,22 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Claim(Message, frozen=True, tag="claim"):
-    """Asks to read an offer. Waits at the producer where the offer has not come yet; else `Grant` or `Refuse`.
+    """Asks to read an offer. Waits at the producer where the offer may yet come; else `Grant` or `Refuse`.
 
-    `readers` is how many ranks of the consuming engine will read this offer and `reader` is which of them asks: the
-    lease is released when all have finished. `digest` is the CRC-32 of the offered spans as the ticket gave them.
-    The claim lapses `ttl` seconds after it or its last `Renew` arrived.
+    `consumer` names the consuming engine's request, `readers` is how many of its ranks will read this offer and
+    `reader` which of them asks: it has finished when all have. The claim lapses `ttl` seconds after it or its last
+    `Renew` arrived.
     """
 
     claim: Count
     pool: Name
     offer: RequestId
     incarnation: Count
-    """The producer's incarnation that the ticket names; 0 where the ticket does not say."""
-    digest: Count
-    reader: Count
+    """The producer's incarnation that the ticket names, and `generation` the lease's; 0 where it does not say."""
+    generation: Count
+    proof: Proof
+    consumer: RequestId
+    reader: Annotated[int, Meta(ge=0, lt=limits.MAX_RANKS)]
     readers: Annotated[int, Meta(ge=1, le=limits.MAX_RANKS)]
     ttl: Seconds
     serve: bool = True
@@ -47,7 +49,7 @@ class Claim(Message, frozen=True, tag="claim"):
 
 
 class Renew(Message, frozen=True, tag="renew"):
-    """These claims are still wanted. Answered only where one is not held any more, by `Broken`."""
+    """These claims are still wanted. Answered only where some are not held any more, by one `Broken`."""
 
     claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
 
@@ -117,11 +119,12 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """The claim holds the lease of this generation; the blocks lie in the pool of this epoch."""
+    """The claim holds the lease of this generation; the blocks lie in the pool of this epoch of this incarnation."""
 
     claim: Count
     generation: Count
     epoch: Count
+    incarnation: Count
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
@@ -139,9 +142,9 @@ class Held(Message, frozen=True, tag="held"):
 
 
 class Broken(Message, frozen=True, tag="broken"):
-    """The claim is not held any more: what was read under it must not be used."""
+    """These claims are not held (any more): what was read under them must not be used."""
 
-    claim: Count
+    claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
     code: Code
     text: Text
 

@@ -1,14 +1,14 @@
 """Tickets: the JSON-safe description of an offer that travels with the request through the router.
 
 A ticket is `kvd1.` and the URL-safe base64 of a msgpack array. One ticket names every rank of the producing engine;
-`join` makes it of the tickets of single ranks. Whoever holds a ticket may claim what it names: it is opaque to
-routers and to workers, and a daemon treats it as untrusted input.
+`join` makes it of the tickets of single ranks. Whoever holds a ticket may claim what it names, and nothing else: each
+rank has a secret that was drawn for this offer. It is opaque to routers and to workers, and a daemon treats it as
+untrusted input.
 """
 
 import base64
 import binascii
 import hashlib
-import zlib
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from msgspec import Meta
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol.address import is_local
-from kvd.protocol.types import Address, Count, Message, Name, RequestId, Spans
+from kvd.protocol.types import Address, Count, Message, Name, RequestId, Secret, Spans
 
 _PREFIX = "kvd1."
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # base64's own decoder makes this table anew for each ticket
@@ -34,6 +34,8 @@ class TicketRank(Message, frozen=True):
     offer: RequestId
     blocks: Annotated[int, Meta(ge=0, lt=limits.MAX_RANKS)]
     """Which entry of the ticket's `blocks` this rank offered (mostly the ranks of an engine share one)."""
+    secret: Secret
+    """Of the offer."""
     generation: Count = 0
     """Of the offer's lease, and `epoch` that of its pool; 0 where whoever made the ticket did not know them."""
     epoch: Count = 0
@@ -51,6 +53,10 @@ class Ticket(Message, frozen=True):
     def spans(self, rank: TicketRank) -> Spans:
         """The blocks that `rank` offered."""
         return self.blocks[rank.blocks]
+
+    def proof(self, rank: TicketRank) -> bytes:
+        """What a claim of the offer of `rank` has to show."""
+        return proof(rank.secret, rank.pool, rank.offer, self.tokens, self.spans(rank))
 
     def encode(self) -> str:
         """The ticket as text."""
@@ -128,15 +134,17 @@ def _check_addresses(ranks: list[TicketRank]) -> None:
             raise BadRequest(ErrorCode.BAD_TICKET, text)
 
 
-def stamp(generation: int, content: int) -> int:
-    """What lies in a lease's word while it is alive: 64 bits of its generation and its content's `digest`, never 0.
+def proof(secret: bytes, pool: str, offer: str, tokens: int, spans: Spans) -> bytes:
+    """Shows that whoever asks has the secret of an offer and means its very blocks, without giving the secret away.
 
-    The content is in it so that a ticket that was changed on its way finds no stamp.
+    A keyed hash, 16 bytes, of the offer's name and content: a ticket that was changed on its way proves nothing.
     """
-    key = generation.to_bytes(8, "little") + content.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=limits.STAMP_BYTES).digest(), "little") or 1
+    content = _encoder.encode((pool, offer, tokens, spans))
+    return hashlib.blake2b(content, key=secret, digest_size=limits.SECRET_BYTES, person=b"kvd proof").digest()
 
 
-def digest(tokens: int, spans: Spans) -> int:
-    """CRC-32 of an offer's content: a claim carries it, so that ticket and offer cannot speak of different blocks."""
-    return zlib.crc32(_encoder.encode((tokens, spans)))
+def stamp(secret: bytes, generation: int, proof: bytes) -> int:
+    """What lies in a lease's word while it is alive: 64 bits of its secret, generation and content, never 0."""
+    content = generation.to_bytes(8, "little") + proof
+    hashed = hashlib.blake2b(content, key=secret, digest_size=limits.STAMP_BYTES, person=b"kvd stamp").digest()
+    return int.from_bytes(hashed, "little") or 1

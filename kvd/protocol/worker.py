@@ -20,6 +20,7 @@ from kvd.protocol.types import (
     Name,
     RequestId,
     Seconds,
+    Secret,
     Spans,
     Text,
     TraceParent,
@@ -84,7 +85,7 @@ class Offer(Message, frozen=True, tag="offer"):
     """Blocks of a request may be read by whoever holds the ticket, for `ttl` seconds or longer while claimed.
 
     `tokens` is the length of the sequence whose KV the blocks hold. The worker must not write to the blocks until
-    `Released` names the offer.
+    `Released` names the offer. `secret` is drawn anew for each offer: the ticket carries it, and who has it may read.
     """
 
     call: Count
@@ -92,6 +93,9 @@ class Offer(Message, frozen=True, tag="offer"):
     tokens: Count
     spans: Spans
     ttl: Seconds
+    secret: Secret
+    consumers: Annotated[int, Meta(ge=0, le=limits.MAX_CONSUMERS)] = 1
+    """Consumers, with all their ranks, that finish before the offer ends; 0 for any number, until `ttl` or a cancel."""
 
 
 class Pull(Message, frozen=True, tag="pull"):
@@ -107,6 +111,8 @@ class Pull(Message, frozen=True, tag="pull"):
     timeout: Seconds
     traceparent: TraceParent | None = None
     """The worker's span, where it traces this request."""
+    consumer: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_BYTES)] = ""
+    """Names the consumer, the same for all ranks of an engine that pull it together; empty: `request` does."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -179,7 +185,7 @@ class Freed(Message, frozen=True, tag="freed"):
 class Released(Message, frozen=True, tag="released"):
     """Nobody will read the blocks of this offer and be told `done`: they are the worker's again.
 
-    `reason` is `read` (every reader finished), `expired`, `withdrawn` or `shutdown`.
+    `reason` is `read` (as many consumers as were offered it have finished), `expired`, `withdrawn` or `shutdown`.
     """
 
     offer: RequestId

@@ -57,7 +57,7 @@ class CrowdPort:
             case Ping():
                 return Pong(request.number, INCARNATION)
             case Claim():
-                return Grant(request.claim, 1, EPOCH)
+                return Grant(request.claim, 1, EPOCH, INCARNATION)
             case Fence():
                 return Held(request.claim)
             case _:

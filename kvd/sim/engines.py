@@ -1,10 +1,12 @@
 """Engines and the router between them: sequences are prefilled by one engine and pulled by another."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.errors import KvdError
 from kvd.layout import Full
+from kvd.limits import SECRET_BYTES
 from kvd.protocol import ticket
 from kvd.sim.cache import make_cache
 from kvd.sim.fleet import Daemon
@@ -106,6 +108,7 @@ class Router:
         if blocks is None:
             return
         run = worker.runs
+        secret = hashlib.blake2b(f"{sequence.name} {worker.process.name}".encode(), digest_size=SECRET_BYTES).digest()
         late = not sequence.calm and self.world.chance(0.3)
 
         def offer() -> None:
@@ -118,11 +121,11 @@ class Router:
             def answered(text: str) -> None:
                 self._have(sequence, rank, text)
 
-            worker.offer(sequence.name, sequence.tokens, blocks, ttl, None if late else answered)
+            worker.offer(sequence.name, sequence.tokens, blocks, ttl, None if late else answered, secret=secret)
 
         if late:
             # The router passes the ticket on before the offer is made, as engines that know their blocks early do.
-            self._have(sequence, rank, worker.core.ticket(sequence.name, sequence.tokens, blocks))
+            self._have(sequence, rank, worker.core.ticket(sequence.name, sequence.tokens, blocks, secret))
             worker.process.call_later(self.world.rng.random() * 0.3, offer)
         else:
             offer()

@@ -51,6 +51,7 @@ class Offering:
 
     blocks: tuple[Blocks, ...]
     answered: Callable[[str], None] | None
+    secret: bytes
     stands: bool = False
     ticket: str = ""
     """The daemon's own, which names the lease."""

@@ -16,6 +16,7 @@ from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
 _TOKENS = 99
+_GUESS = b"a bad guess 0123"
 """Longer than any sequence: a ticket that says so is wrong already."""
 
 
@@ -63,7 +64,7 @@ class Mischief:
             return
         rng = self.world.rng
         asks: tuple[Message, ...] = (
-            Claim(rng.randrange(9), "e0.0", f"s{rng.randrange(9)}", 0, rng.randrange(9), 0, 1, 0.5),
+            Claim(rng.randrange(9), "e0.0", f"s{rng.randrange(9)}", 0, rng.randrange(9), _GUESS, "c", 0, 1, 0.5),
             Renew((1, 2, 3)),
             Fence(rng.randrange(9), rng.randrange(1 << 22)),
             Release(rng.randrange(9), finished=True),
@@ -102,7 +103,7 @@ class Mischief:
     def _garbage_request(self) -> None:
         worker = self.world.rng.choice(self.workers)
         if worker.attached and worker.session is not None and worker.session.open:
-            offer = wire.Offer(1 << 50, "x", 3, (Span(0, 0, b"\1\0\0\0"),), 1.0)
+            offer = wire.Offer(1 << 50, "x", 3, (Span(0, 0, b"\1\0\0\0"),), 1.0, _GUESS)
             frame = self._garbage(codec.encode(offer))
             try:
                 codec.worker_requests.decode(frame)
@@ -126,9 +127,13 @@ class Mischief:
             )
         )
         good = Span(0, 0, b"\0\0\0\0")
-        text = ticket.Ticket(4, (ticket.TicketRank("d0", "sim://d0", 0, "e0.0", "x", 0),), ((good,),)).encode()
+        text = ticket.Ticket(4, (ticket.TicketRank("d0", "sim://d0", 0, "e0.0", "x", 0, _GUESS),), ((good,),)).encode()
         wrong: tuple[tuple[Callable[[int], Message], Promise, str], ...] = (
-            (lambda call: wire.Offer(call, f"bad{call}", 2, (bad,), 1.0), Promise.OWN_POOL, f"an offer of {bad}"),
+            (
+                lambda call: wire.Offer(call, f"b{call}", 2, (bad,), 1.0, _GUESS),
+                Promise.OWN_POOL,
+                f"an offer of {bad}",
+            ),
             (lambda call: wire.Pull(call, f"bad{call}", text, (bad,), 1.0), Promise.OWN_POOL, f"a pull into {bad}"),
             (lambda call: wire.Pull(call, f"bad{call}", "kvd1.x", (good,), 1.0), Promise.BAD_INPUT, "a bad ticket"),
             (lambda call: wire.Pull(call, f"bad{call}", text, (good,), 0.0), Promise.BAD_INPUT, "a pull without time"),
@@ -148,7 +153,7 @@ class Mischief:
             return
         rng = self.world.rng
         offering = source.offers[offer]
-        local = source.core.ticket(offer, _TOKENS, offering.blocks)
+        local = source.core.ticket(offer, _TOKENS, offering.blocks, offering.secret)
         right = msgspec.structs.replace(ticket.decode(offering.ticket or local), tokens=_TOKENS)
         rank, ids = right.ranks[0], right.blocks[0]
         replace = msgspec.structs.replace

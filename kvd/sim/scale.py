@@ -48,6 +48,7 @@ _RAW_SPEC = _SPEC.encode()
 _UID = 0
 _BLOCK = (Span(0, 0, bytes(4)),)
 _TTL = 3600.0
+_SECRET = bytes(16)
 _OFFERS_PER_WORKER = 4000
 _START_SECONDS = 60.0
 _PAUSE = 0.003
@@ -178,11 +179,12 @@ class _Daemon:
             if index % _OFFERS_PER_WORKER == 0:
                 worker = await self.worker(10 + index // _OFFERS_PER_WORKER)
             name = f"lease-{index}"
-            offered = await worker.ask(Offer(1, name, tokens_of(1), _BLOCK, _TTL), Offered)
+            offered = await worker.ask(Offer(1, name, tokens_of(1), _BLOCK, _TTL, _SECRET), Offered)
             assert isinstance(offered, Offered)  # noqa: S101 - what was waited for
-            peer, (rank,) = index * peers // leases, ticket.decode(offered.ticket).ranks
-            digest = ticket.digest(tokens_of(1), _BLOCK)
-            claim = Claim(index, rank.pool, name, rank.incarnation, digest, 0, 1, self.claim_ttl)
+            peer, text = index * peers // leases, ticket.decode(offered.ticket)
+            (rank,) = text.ranks
+            named = (rank.pool, name, rank.incarnation, rank.generation, text.proof(rank), "consumer")
+            claim = Claim(index, *named, reader=0, readers=1, ttl=self.claim_ttl)
             self.port.arrive(f"consumer-{peer}#1".encode(), claim)
             held.append(index)
             if (index + 1) * peers // leases > peer:
@@ -195,7 +197,7 @@ def _address(number: int) -> str:
 
 
 def _ticket(peer: int, number: int) -> str:
-    rank = TicketRank(_address(peer), _address(peer), INCARNATION, "there", f"offer-{number}", 0, 1, EPOCH)
+    rank = TicketRank(_address(peer), _address(peer), INCARNATION, "there", f"offer-{number}", 0, _SECRET, 1, EPOCH)
     return Ticket(tokens_of(1), (rank,), (_BLOCK,)).encode()
 
 

@@ -227,7 +227,14 @@ class Worker(Ledger):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def offer(
-        self, name: str, tokens: int, blocks: tuple[Blocks, ...], ttl: float, answered: Callable[[str], None] | None
+        self,
+        name: str,
+        tokens: int,
+        blocks: tuple[Blocks, ...],
+        ttl: float,
+        answered: Callable[[str], None] | None,
+        *,
+        secret: bytes,
     ) -> bool:
         """Fills the blocks and offers them."""
         assert self.file is not None and self.session is not None  # noqa: S101, PT018
@@ -237,11 +244,11 @@ class Worker(Ledger):
             rows[:tokens] = content(name, part.group, tokens)
             self.cache.fill(self.file.data, part.group, list(part.ids), rows)
         try:
-            frame = self.core.offer(name, tokens, blocks, ttl)
+            frame = self.core.offer(name, tokens, blocks, ttl, secret=secret)
         except KvdError:
             self.give_back(blocks)
             return False
-        self.offers[name] = Offering(blocks, answered)
+        self.offers[name] = Offering(blocks, answered, secret)
         self.session.send(frame)
         return True
 
@@ -249,7 +256,7 @@ class Worker(Ledger):
         """Pulls into blocks that were taken for it."""
         assert self.session is not None  # noqa: S101 - only the attached pull
         now = self.world.loop.now
-        frame = self.core.pull(request, ticket, pulling.blocks, timeout, now)
+        frame = self.core.pull(request, ticket, pulling.blocks, timeout, now, consumer=pulling.sequence)
         self.pulls[request] = pulling
         self.lend(pulling.blocks, lent=True)
         self.session.send(frame)

@@ -4,9 +4,11 @@ The rules, which the table below makes precise:
 
 - A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only where the
   lease is alive and the generation is that of the grant.
-- It ends when every reader has finished (`released`), when its time is over and nobody holds a claim (`expired`), or
-  when the producer takes it back (`revoked`). Ending breaks the claims that are still held, before the worker is told
-  that the blocks are its own again: from then on no fence of theirs can hold.
+- It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
+  is over and nobody holds a claim (`expired`), or when the producer takes it back (`revoked`). A consumer has finished
+  when all ranks of its engine have. An offer with an open end counts nobody: it expires or is revoked.
+- Ending breaks the claims that are still held, before the worker is told that the blocks are its own again: from then
+  on no fence of theirs can hold.
 - A claim that lapses (its consumer went silent) is broken by itself and leaves the lease to the others.
 """
 
@@ -23,7 +25,7 @@ class State(StrEnum):
     CLAIMED = "claimed"
     """at least one reader"""
     RELEASED = "released"
-    """nobody: every reader has finished"""
+    """nobody: those that it was for have finished"""
     EXPIRED = "expired"
     """nobody: its time was over"""
     REVOKED = "revoked"
@@ -36,9 +38,9 @@ class Event(StrEnum):
     CLAIM = "claim"
     """a reader asks for it"""
     UNCLAIMED = "unclaimed"
-    """the last claim that was held is gone, without all readers having finished"""
+    """the last claim that was held is gone, and consumers are to come"""
     FINISHED = "finished"
-    """all readers have finished"""
+    """as many consumers as were offered it have finished, and no other holds a claim"""
     EXPIRE = "expire"
     """the offer's time is over"""
     REVOKE = "revoke"

@@ -12,8 +12,8 @@ from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.peer import PoolInfo, Welcome
-from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.peer import Claim, PoolInfo, Welcome
+from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import Attach, Notifications, Offer, Pull
 from kvd.sim.cache import make_cache
@@ -25,6 +25,7 @@ CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20
 STAMPS = 1 << 40
 PEER_STAMPS = 1 << 41
+SECRET = b"a secret of a lease"[:16]
 
 
 def ids(*blocks):
@@ -119,8 +120,8 @@ class Stage:
         self.run()
         return [reply for _, reply in self.to_workers[before:]]
 
-    def offer(self, name="o", blocks=(0, 1), ttl=30.0, call=1):
-        return self.request(Offer(call, name, 4, (Span(0, 0, ids(*blocks)),), ttl))
+    def offer(self, name="o", blocks=(0, 1), ttl=30.0, call=1, consumers=1):
+        return self.request(Offer(call, name, 4, (Span(0, 0, ids(*blocks)),), ttl, SECRET, consumers))
 
     def pull(self, name="p", blocks=(2, 3), timeout=5.0, ticket=None, call=2, offered=(0, 1)):
         text = make_ticket(blocks=offered) if ticket is None else ticket
@@ -171,8 +172,27 @@ def _at_once(work, done):
 def make_ticket(
     pool="there", offer="o", blocks=(0, 1), address="tcp://peer:1", incarnation=0, raw_ids=None, daemon="peer"
 ):
-    rank = TicketRank(daemon, address, incarnation, pool, offer, 0)
+    rank = TicketRank(daemon, address, incarnation, pool, offer, 0, SECRET)
     return Ticket(4, (rank,), ((Span(0, 0, ids(*blocks) if raw_ids is None else raw_ids),),)).encode()
+
+
+def make_claim(
+    number=1,
+    *,
+    pool="w",
+    offer="o",
+    blocks=(0, 1),
+    secret=SECRET,
+    incarnation=INCARNATION,
+    generation=0,
+    consumer="c",
+    reader=0,
+    readers=1,
+    ttl=5.0,
+    **more,
+):
+    shown = proof(secret, pool, offer, 4, (Span(0, 0, ids(*blocks)),))
+    return Claim(number, pool, offer, incarnation, generation, shown, consumer, reader, readers, ttl, **more)
 
 
 class _WorkerPort:

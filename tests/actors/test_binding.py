@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from stage import CACHE, Stage, ids, make_ticket, welcome_of
+from stage import CACHE, SECRET, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
@@ -58,7 +58,7 @@ def test_a_daemon_that_says_another_ones_name_or_agent_is_not_read_from(daemon, 
     assert text in failed.text
     assert stage.added == ["victim#5"]
     assert [claim.claim for claim in stage.asks(Claim)] == [1]
-    stage.peer_says(Grant(1, 7, 1), link=1)
+    stage.peer_says(Grant(1, 7, 1, 5), link=1)
     stage.landed(1)
     stage.peer_says(Held(1), link=1)
     assert stage.notified[1:] == [Done("good")]
@@ -114,7 +114,7 @@ class Spelled(Stage):
     def serve(self, link):
         """The last claim is granted, its bytes land, its fence holds."""
         claim = self.asks(Claim)[-1].claim
-        self.peer_says(Grant(claim, 7, 1), link)
+        self.peer_says(Grant(claim, 7, 1, 5), link)
         self.landed(claim)
         self.peer_says(Held(claim), link)
 
@@ -241,7 +241,7 @@ def test_addresses_that_one_workers_ticket_made_up_do_not_keep_anothers_pull_wai
     stage.attach("one", 1)
     stage.attach("other", 2)
     spans = (Span(0, 0, ids(0, 1)),)
-    ranks = tuple(TicketRank("x", f"tcp://made-up-{number}:1", 0, "x", "o", 0) for number in range(100))
+    ranks = tuple(TicketRank("x", f"tcp://made-up-{number}:1", 0, "x", "o", 0, SECRET) for number in range(100))
     stage.pull("bogus", ticket=Ticket(4, ranks, (spans,)).encode(), timeout=60.0)
     stage.request(Pull(1, "honest", make_ticket(), (Span(0, 0, ids(2, 3)),), 60.0), session=b"\2" * 16)
     stage.run(0.25)

@@ -26,13 +26,13 @@ from tests.actors.lone import SPEC, Lone
 FRAMES = int(os.environ.get("KVD_FUZZ_FRAMES", "10000"))
 SEED = int(os.environ.get("KVD_FUZZ_SEED", "7"))
 SPANS = (Span(0, 0, (3).to_bytes(4, "little")),)
-RANK = ticket.TicketRank("d1", "sim://d1", 1, "p", "o", 0)
+RANK = ticket.TicketRank("d1", "sim://d1", 1, "p", "o", 0, bytes(16))
 TICKET = ticket.Ticket(16, (RANK,), (SPANS,)).encode()
 INFO = peer.PoolInfo("p", 1, bytes(8), 256, SPEC)
 SEEDS = {
     "session": [encode(worker.Attach("w", bytes(16), SPEC)), encode(worker.Detach())],
     "worker": [
-        encode(worker.Offer(1, "r", 16, SPANS, 5.0)),
+        encode(worker.Offer(1, "r", 16, SPANS, 5.0, bytes(16))),
         encode(worker.Pull(2, "q", TICKET, SPANS, 1.0)),
         encode(worker.Cancel(3, "r")),
         encode(worker.Acknowledge(1)),
@@ -40,7 +40,7 @@ SEEDS = {
     ],
     "asked": [
         encode(peer.Hello("d1", 1)),
-        encode(peer.Claim(1, "w", "r", 0, 1, 0, 2, 5.0)),
+        encode(peer.Claim(1, "w", "r", 0, 0, bytes(16), "c", 0, 2, 5.0)),
         encode(peer.Renew((1, 2))),
         encode(peer.Fence(1, 1)),
         encode(peer.Release(1, finished=True)),
@@ -48,10 +48,10 @@ SEEDS = {
     ],
     "answered": [
         encode(peer.Welcome("d1", 1, "d1#1", b"meta", (INFO,))),
-        encode(peer.Grant(1, 1, 1)),
+        encode(peer.Grant(1, 1, 1, 1)),
         encode(peer.Refuse(0, "internal", "no")),
         encode(peer.Held(1)),
-        encode(peer.Broken(1, "internal", "no")),
+        encode(peer.Broken((1,), "internal", "no")),
         encode(peer.Pong(1, 1)),
     ],
 }

@@ -70,7 +70,7 @@ def test_a_frame_above_the_bound_is_refused(stage, monkeypatch):
     ],
 )
 def test_blocks_of_no_own_pool_are_refused(stage, spans, text):
-    for request in (Offer(3, "o", 4, spans, 1.0), Pull(3, "p", make_ticket(), spans, 1.0)):
+    for request in (Offer(3, "o", 4, spans, 1.0, bytes(16)), Pull(3, "p", make_ticket(), spans, 1.0)):
         reply = refusal(stage.request(request))
         assert (reply.call, reply.code) == (3, ErrorCode.BAD_BLOCKS)
         assert text in reply.text

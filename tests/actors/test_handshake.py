@@ -1,6 +1,6 @@
 import msgspec
 import pytest
-from stage import INCARNATION, Stage, ids, make_ticket, welcome_of
+from stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.actors.messages import ExpectPeers, NeedPeer, Report, Reported
@@ -108,7 +108,7 @@ def test_a_pull_that_comes_while_the_read_of_another_drains_waits_three_heartbea
     """The claim of a read that has not ended is renewed all the time, which does not mean that somebody waits."""
     stage.pull("early", timeout=60.0)
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1))
+    stage.peer_says(Grant(1, 7, 1, 5))
     stage.run(6.6)
     assert [failed.request for failed in stage.notified] == ["early"]
     stage.pull("late", blocks=(4, 5), timeout=60.0)
@@ -150,7 +150,7 @@ def test_an_idle_peer_is_forgotten(stage):
 
 def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
     spans = (Span(0, 0, ids(0, 1)),)
-    ranks = tuple(TicketRank("peer", f"tcp://{name}:1", 0, "there", "o", 0) for name in ("a", "b"))
+    ranks = tuple(TicketRank("peer", f"tcp://{name}:1", 0, "there", "o", 0, SECRET) for name in ("a", "b"))
     stage.pull(ticket=Ticket(4, ranks, (spans,)).encode(), timeout=60.0)
     for _ in range(15):
         stage.peer_says(welcome_of(), link=1)

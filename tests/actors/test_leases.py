@@ -1,13 +1,14 @@
 import pytest
-from stage import INCARNATION, Stage, ids
+from stage import INCARNATION, SECRET, Stage, ids
+from stage import make_claim as claim
 
 from kvd import limits
-from kvd.actors.messages import Drain
+from kvd.actors.messages import Drain, Stop
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
+from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Error, Offered, Released
+from kvd.protocol.worker import Cancel, Error, Offer, Offered, Released
 
 
 @pytest.fixture
@@ -15,11 +16,6 @@ def stage():
     stage = Stage(claim_wait=2.0, tombstone=10.0)
     stage.attach()
     return stage
-
-
-def claim(number=1, offer="o", reader=0, readers=1, ttl=5.0, incarnation=INCARNATION, pool="w", blocks=(0, 1)):
-    crc = ticket.digest(4, (Span(0, 0, ids(*blocks)),))
-    return Claim(number, pool, offer, incarnation, crc, reader, readers, ttl)
 
 
 def released(stage):
@@ -35,9 +31,10 @@ def test_an_offer_is_answered_with_a_ticket(stage):
 
 def stamp_of(stage, offered):
     """What lies in the word that an offer's ticket names, and what should while its lease is alive."""
-    [rank] = ticket.decode(offered.ticket).ranks
+    named = ticket.decode(offered.ticket)
+    [rank] = named.ranks
     words = stage.fittings.stamps.words
-    return int(words[rank.stamp - 1]), ticket.stamp(rank.generation, ticket.digest(4, (Span(0, 0, ids(0, 1)),)))
+    return int(words[rank.stamp - 1]), ticket.stamp(SECRET, rank.generation, named.proof(rank))
 
 
 def test_the_stamp_of_a_lease_lies_in_its_word_until_just_before_its_worker_hears_that_it_has_ended(stage):
@@ -63,12 +60,15 @@ def test_an_offer_beyond_the_words_has_no_stamp_and_is_served_all_the_same(stage
 def test_readers_that_are_settled_are_counted_and_answered_whatever_became_of_the_lease(stage):
     [offered] = stage.offer()
     [rank] = ticket.decode(offered.ticket).ranks
-    fences = tuple(Fence(number, rank.generation, claim(number, reader=number - 1, readers=2)) for number in (1, 2))
+    fences = tuple(
+        Fence(number, rank.generation, claim(number, generation=rank.generation, reader=number - 1, readers=2))
+        for number in (1, 2)
+    )
     assert stage.asked_by_peer(Settle(fences[:1])) == [Settled((1,))]
     assert released(stage) == []
     assert stage.asked_by_peer(Settle(fences)) == [Settled((1, 2))]
     assert released(stage) == [("o", "read")]
-    assert stage.asked_by_peer(Settle((Fence(3, rank.generation, claim(3)),))) == [Settled((3,))]
+    assert stage.asked_by_peer(Settle((unclaimed(rank.generation, 3),))) == [Settled((3,))]
 
 
 def test_a_fence_with_a_claim_that_is_held_already_counts_it_once(stage):
@@ -177,7 +177,7 @@ def test_a_claim_that_is_not_renewed_lapses(stage):
 
 def test_renewing_what_is_not_held_is_answered(stage):
     [broken] = stage.asked_by_peer(Renew((99,)))
-    assert (type(broken), broken.claim, broken.code) == (Broken, 99, ErrorCode.LEASE_BROKEN)
+    assert (type(broken), broken.claims, broken.code) == (Broken, (99,), ErrorCode.LEASE_BROKEN)
 
 
 def test_a_claim_waits_for_its_offer(stage):
@@ -187,12 +187,16 @@ def test_a_claim_waits_for_its_offer(stage):
     assert isinstance(stage.answers[-1][1], Grant)
 
 
-def test_a_claim_that_is_asked_for_again_waits_on(stage):
-    for _ in range(5):
+def test_a_claim_waits_no_longer_for_being_asked_again_and_is_told_the_same_afterwards(stage):
+    for _ in range(4):
         assert stage.asked_by_peer(claim()) == []
-        stage.run(1.0)
+        stage.run(0.45)
+    stage.run(0.3)
+    [(_, refuse)] = stage.answers
+    assert (type(refuse), refuse.code) == (Refuse, ErrorCode.OFFER_GONE)
+    assert stage.asked_by_peer(claim()) == [refuse]
     stage.offer()
-    assert isinstance(stage.answers[-1][1], Grant)
+    assert stage.asked_by_peer(claim()) == [refuse]
 
 
 def test_a_claim_under_the_number_of_one_that_waits_changes_nothing(stage):
@@ -313,7 +317,7 @@ def test_too_many_offers_are_refused(stage, monkeypatch):
 
 
 def unclaimed(generation, number=1, **which):
-    return Fence(number, generation, claim(number, **which))
+    return Fence(number, generation, claim(number, generation=generation, **which))
 
 
 def test_a_read_that_was_not_claimed_is_proven_by_its_fence_alone(stage):
@@ -342,3 +346,204 @@ def test_a_read_that_was_not_claimed_is_not_proven_where_the_ticket_names_other_
     [broken] = stage.asked_by_peer(unclaimed(rank.generation, blocks=(0, 2)))
     assert broken.code == ErrorCode.BAD_TICKET
     assert released(stage) == []
+
+
+# --- secrets, and names that are used again
+
+
+def test_a_ticket_of_an_offer_that_has_ended_gets_nothing_of_a_later_offer_of_its_name(stage):
+    [first] = stage.offer()
+    [rank] = ticket.decode(first.ticket).ranks
+    stage.request(Cancel(3, "o"))
+    stage.offer()
+    [refuse] = stage.asked_by_peer(claim(generation=rank.generation))
+    assert (type(refuse), refuse.code) == (Refuse, ErrorCode.OFFER_GONE)
+    [refuse] = stage.asked_by_peer(claim(2, secret=bytes(16)))
+    assert (type(refuse), refuse.code) == (Refuse, ErrorCode.BAD_TICKET)
+
+
+def test_a_claim_whose_ticket_names_the_lease_never_waits(stage):
+    [refuse] = stage.asked_by_peer(claim(generation=INCARNATION + 1))
+    assert (type(refuse), refuse.code) == (Refuse, ErrorCode.OFFER_GONE)
+
+
+def test_a_claim_of_an_offer_to_come_waits_though_another_of_its_name_has_ended(stage):
+    stage.offer()
+    stage.request(Cancel(3, "o"))
+    assert stage.asked_by_peer(claim(secret=b"another's secret")) == []
+    stage.request(Offer(4, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, b"another's secret"))
+    assert isinstance(stage.answers[-1][1], Grant)
+
+
+def test_a_guess_hears_that_it_is_wrong_and_after_many_nothing_while_a_right_proof_is_served(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    heard = []
+    for number in range(2 * limits.MAX_WRONG_PROOFS):
+        wrong = claim(number, secret=number.to_bytes(16, "little"), generation=rank.generation)
+        ask = Fence(number, rank.generation, wrong) if number % 2 else wrong
+        heard += stage.asked_by_peer(ask, sender=b"guesser#%d" % number)
+    assert {(answer.code, answer.text) for answer in heard} == {(ErrorCode.BAD_TICKET, heard[0].text)}
+    assert len(heard) == limits.MAX_WRONG_PROOFS
+    assert stage.house.metrics.wrong_proofs._value.get() == 2 * limits.MAX_WRONG_PROOFS
+    assert isinstance(stage.asked_by_peer(claim(secret=bytes(16)), sender=b"other#1")[0], Refuse)
+    assert isinstance(stage.asked_by_peer(claim(), sender=b"guesser#1")[0], Grant)
+
+
+def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    [broken] = stage.asked_by_peer(Fence(1, rank.generation, claim(generation=rank.generation + 1)))
+    assert isinstance(broken, Broken)
+    [broken] = stage.asked_by_peer(Fence(2, rank.generation + 1, claim(2, generation=rank.generation)))
+    assert isinstance(broken, Broken)
+    assert stage.house.leases._claims._held == {}
+
+
+# --- consumers
+
+
+def fence_held(stage, number, sender, generation):
+    return [type(answer) for answer in stage.asked_by_peer(Fence(number, generation), sender)]
+
+
+def test_ranks_of_two_consumers_are_not_counted_together(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim(1, consumer="A", reader=0, readers=2), b"A0")
+    stage.asked_by_peer(claim(1, consumer="A", reader=1, readers=2), b"A1")
+    assert fence_held(stage, 1, b"A0", grant.generation) == [Held]
+    stage.asked_by_peer(Release(1, finished=False), b"A1")
+    for rank in (0, 1):
+        stage.asked_by_peer(claim(1, consumer="B", reader=rank, readers=2), b"B%d" % rank)
+    assert fence_held(stage, 1, b"B1", grant.generation) == [Held]
+    assert released(stage) == []
+    assert fence_held(stage, 1, b"B0", grant.generation) == [Held]
+    assert released(stage) == [("o", "read")]
+
+
+def test_an_offer_for_several_consumers_ends_with_the_last_of_them(stage):
+    stage.offer(consumers=2)
+    for number, consumer in enumerate("AAB", 1):
+        assert released(stage) == []
+        [grant] = stage.asked_by_peer(claim(number, consumer=consumer))
+        assert fence_held(stage, number, b"peer", grant.generation) == [Held]
+    assert released(stage) == [("o", "read")]
+
+
+def test_who_holds_a_claim_is_served_though_as_many_have_finished_as_were_offered_it(stage):
+    stage.offer()
+    [grant] = stage.asked_by_peer(claim(1, consumer="A"))
+    stage.asked_by_peer(claim(2, consumer="B"))
+    stage.asked_by_peer(claim(3, consumer="C"))
+    assert fence_held(stage, 1, b"peer", grant.generation) == [Held]
+    assert fence_held(stage, 2, b"peer", grant.generation) == [Held]
+    assert released(stage) == []
+    stage.asked_by_peer(Release(3, finished=False))
+    assert released(stage) == [("o", "read")]
+
+
+def test_an_offer_with_an_open_end_is_read_until_its_time_is_over(stage):
+    stage.offer(consumers=0, ttl=5.0)
+    for number in range(1, 9):
+        [grant] = stage.asked_by_peer(claim(number, consumer=f"c{number}"))
+        assert fence_held(stage, number, b"peer", grant.generation) == [Held]
+    [lease] = stage.house.leases._offers._leases.values()
+    assert not lease.finished
+    assert released(stage) == []
+    stage.run(5.1)
+    assert released(stage) == [("o", "expired")]
+
+
+def test_consumers_that_never_finish_leave_no_more_behind_than_their_bound(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CONSUMERS", 2)
+    stage.offer()
+    answers = []
+    for number in range(1, 7):
+        answers += stage.asked_by_peer(claim(number, consumer=f"c{number}", readers=2))
+        stage.asked_by_peer(Release(number, finished=True))
+    assert [getattr(answer, "code", "granted") for answer in answers] == ["granted"] * 4 + ["overloaded"] * 2
+
+
+# --- one peer cannot have it all
+
+
+def test_a_peer_has_its_share_of_the_claims_that_wait_whatever_run_or_connection_it_asks_by(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 2)
+    answers = [stage.asked_by_peer(claim(n, offer=f"o{n}"), b"greedy#%d" % n) for n in range(1, 5)]
+    assert [[answer.code for answer in each] for each in answers] == [[], [], ["overloaded"], ["overloaded"]]
+    assert stage.asked_by_peer(claim(5), b"modest#1") == []
+    stage.asked_by_peer(Release(1, finished=False), b"greedy#1")
+    assert stage.asked_by_peer(claim(6, offer="o6"), b"greedy#9") == []
+    stage.run(3.0)
+    waiting = stage.house.leases._claims._waiting
+    assert len(waiting) == 0
+    assert not waiting._of_peer
+
+
+def test_a_peer_with_a_key_is_known_by_it_whatever_name_it_asks_under(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 1)
+    assert stage.asked_by_peer(claim(1), b"one#1", "aa" * 32) == []
+    [refuse] = stage.asked_by_peer(claim(1), b"two#1", "aa" * 32)
+    assert refuse.code == ErrorCode.OVERLOADED
+    assert stage.asked_by_peer(claim(1), b"one#1b", "bb" * 32) == []
+
+
+def test_a_renewal_of_claims_that_nobody_holds_has_one_answer_and_leaves_nothing(stage):
+    numbers = tuple(range(limits.MAX_RENEWALS))
+    for _ in range(2):
+        [broken] = stage.asked_by_peer(Renew(numbers))
+        assert (type(broken), broken.claims) == (Broken, numbers)
+    assert not stage.house.leases._claims._broken
+    assert not len(stage.house.leases._tombstones)
+
+
+def test_a_peer_hears_once_of_all_its_claims_that_broke_together(stage):
+    for name in "ab":
+        stage.offer(name)
+        for number in range(3):
+            stage.asked_by_peer(claim(number + 10 * (name == "b"), offer=name), b"p#1")
+            stage.asked_by_peer(claim(number + 10 * (name == "b"), offer=name), b"q#1")
+    before = len(stage.answers)
+    stage.house.leases.tell(Stop())
+    stage.run()
+    told = [(sender, answer.claims) for sender, answer in stage.answers[before:]]
+    assert told == [(b"p#1", (0, 1, 2, 10, 11, 12)), (b"q#1", (0, 1, 2, 10, 11, 12))]
+
+
+def test_claims_that_lapse_at_one_moment_fill_no_mailbox(stage, monkeypatch):
+    stage.offer()
+    for number in range(100):
+        stage.asked_by_peer(claim(number, consumer=f"c{number}", ttl=1.0))
+    monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 10)
+    stage.run(6.0)
+    assert stage.house.leases._claims._held == {}
+
+
+class Traced:
+    """Spans that count."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def claim(self, _claim):
+        return self
+
+    def granted(self):
+        pass
+
+    def end(self, outcome, _error=None):
+        self.outcomes.append(outcome)
+
+
+def test_spans_of_readers_that_settle_after_their_offer_has_ended_are_ended(stage):
+    stage.house.spans = traced = Traced()
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    stage.request(Cancel(3, "o"))
+    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    for number in range(5):
+        late = claim(number, generation=rank.generation, traceparent=parent)
+        assert stage.asked_by_peer(Settle((Fence(number, rank.generation, late),))) == [Settled((number,))]
+    assert traced.outcomes == ["broken"] * 5
+    assert not stage.house.leases._claims._spans
+    assert not stage.house.leases._claims._broken

@@ -1,12 +1,10 @@
 import pytest
-from stage import CACHE, Memory, Stage, ids, welcome_of
+from stage import CACHE, Memory, Stage, make_claim, welcome_of
 
 from kvd.actors import pools
 from kvd.errors import ErrorCode, Unavailable
 from kvd.net.interface import SessionOpened
-from kvd.protocol.peer import Broken, Claim, Grant, Release
-from kvd.protocol.ticket import digest
-from kvd.protocol.types import Span
+from kvd.protocol.peer import Broken, Grant, Release
 from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached
 from kvd.sim.cache import make_cache
 
@@ -38,8 +36,7 @@ def test_a_worker_that_comes_back_gets_its_pool_at_once_with_its_bytes(stage):
 def test_a_successor_waits_until_the_offers_of_its_predecessor_have_ended(stage):
     stage.attach()
     stage.offer(ttl=30.0)
-    crc = digest(4, (Span(0, 0, ids(0, 1)),))
-    stage.asked_by_peer(Claim(1, "w", "o", 0, crc, 0, 1, 5.0))
+    stage.asked_by_peer(make_claim())
     stage.hang_up()
     before = len(stage.on_sessions)
     stage.attach(connection=2, instance=b"j" * 16)
@@ -52,8 +49,7 @@ def test_a_successor_waits_until_the_offers_of_its_predecessor_have_ended(stage)
 def test_a_successor_waits_for_a_claim_only_so_long(stage):
     stage.attach()
     stage.offer(ttl=30.0)
-    crc = digest(4, (Span(0, 0, ids(0, 1)),))
-    stage.asked_by_peer(Claim(1, "w", "o", 0, crc, 0, 1, 3600.0))
+    stage.asked_by_peer(make_claim(ttl=3600.0))
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16)
     stage.run(1.1)
@@ -153,7 +149,7 @@ def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
 
 def start_reading(stage):
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1))
+    stage.peer_says(Grant(1, 7, 1, 5))
     assert ("read", 1) in stage.commands
 
 

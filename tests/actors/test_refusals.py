@@ -9,7 +9,7 @@ from kvd import limits
 from kvd.actors.policy import Rule
 from kvd.protocol.codec import encode
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held
-from kvd.protocol.ticket import digest
+from kvd.protocol.ticket import proof
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Attached, Error, Offer, Offered, Refused, Status, StatusRequest
 from kvd.sim import fleet
@@ -17,11 +17,12 @@ from tests.actors.lone import Lone
 
 STRANGER = 1001
 ATTEMPTS = 1000
+SECRET = b"a lease's secret"
 SPANS = (Span(0, 0, (3).to_bytes(4, "little")),)
 
 
 def offer(name, call=1):
-    return encode(Offer(call, name, 16, SPANS, 60.0))
+    return encode(Offer(call, name, 16, SPANS, 60.0, SECRET))
 
 
 def refused(socket, code):
@@ -111,7 +112,7 @@ def test_replayed_claims_and_fences_of_a_peer_are_answered_as_before_and_nobody_
     session = lone.worker("prefill")
     lone.say(session, offer("r"))
     lone.run()
-    claim = encode(Claim(1, "prefill", "r", 0, digest(16, SPANS), 0, 2, 5.0))
+    claim = encode(Claim(1, "prefill", "r", 0, 0, proof(SECRET, "prefill", "r", 16, SPANS), "c", 0, 2, 5.0))
     lone.ask(b"peer#1", claim)
     (grant,) = lone.heard(b"peer#1")
     assert isinstance(grant, Grant)

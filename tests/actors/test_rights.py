@@ -1,17 +1,16 @@
 """What a peer may read, and what becomes of the pools that it was told of when it may not any more."""
 
 import pytest
-from stage import INCARNATION, Stage, ids, make_ticket
+from stage import SECRET, Stage, ids, make_claim, make_ticket
 
 from kvd.actors.messages import RightsChanged
 from kvd.errors import ErrorCode, Unavailable
 from kvd.protocol import ticket
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Hello, Refuse, Settle, Settled
+from kvd.protocol.peer import Broken, Fence, Grant, Hello, Refuse, Settle, Settled
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attached, Detach, Detached, Failed, Offer, Offered, Pull, Released
 from kvd.transport.interface import RegisterFailed
 
-DIGEST = ticket.digest(4, (Span(0, 0, ids(0, 1)),))
 ALICE, BOB = "aa" * 32, "bb" * 32
 
 
@@ -40,7 +39,7 @@ class Firm:
 
 
 def claim_of(pool, number=1):
-    return Claim(number, pool, "o", INCARNATION, DIGEST, 0, 1, 5.0)
+    return make_claim(number, pool=pool)
 
 
 @pytest.fixture
@@ -95,14 +94,14 @@ def test_a_hello_that_waited_for_metadata_is_answered_by_the_rights_of_then(firm
 
 
 def test_a_claim_on_a_pool_that_the_peer_may_not_read_is_refused(firm):
-    firm.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0), b"\1" * 16)
+    firm.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), b"\1" * 16)
     refuse = firm.claim(BOB, "one")
     assert (type(refuse), refuse.claim, refuse.code) == (Refuse, 1, ErrorCode.NOT_PERMITTED)
     assert isinstance(firm.claim(ALICE, "one"), Grant)
 
 
 def test_a_fence_on_such_a_pool_does_not_hold_without_a_claim(firm):
-    [offered] = firm.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0), b"\1" * 16)
+    [offered] = firm.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), b"\1" * 16)
     (rank,) = ticket.decode(offered.ticket).ranks
     fence = Fence(1, rank.generation, claim_of("one"))
     [broken] = firm.stage.asked_by_peer(fence, b"bob", BOB)
@@ -130,13 +129,13 @@ def test_nothing_happens_where_nobody_was_told_of_what_it_may_not_read_any_more(
 
 def test_leases_of_a_pool_that_is_registered_anew_are_broken_and_its_worker_goes_on_without_attaching(firm):
     firm.hello(BOB)
-    offer = Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0)
+    offer = Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET)
     firm.stage.request(offer, b"\2" * 16)
     assert isinstance(firm.claim(ALICE, "two"), Grant)
     firm.change(alice=("*",))
     assert [type(reply) for _, reply in firm.stage.answers[-1:]] == [Broken]
     assert [item.offer for item in firm.stage.notified if isinstance(item, Released)] == ["o"]
-    [offered] = firm.stage.request(Offer(2, "next", 4, (Span(0, 0, ids(0, 1)),), 30.0), b"\2" * 16)
+    [offered] = firm.stage.request(Offer(2, "next", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), b"\2" * 16)
     assert isinstance(offered, Offered)
     (rank,) = ticket.decode(offered.ticket).ranks
     assert rank.epoch == pools_in(firm.hello(ALICE))["two"].epoch
@@ -183,7 +182,7 @@ def test_the_pool_of_a_worker_that_detached_meanwhile_ends(interrupted):
 
 
 def test_what_a_worker_asks_for_meanwhile_is_refused(interrupted):
-    [error] = interrupted.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0), b"\2" * 16)
+    [error] = interrupted.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), b"\2" * 16)
     assert error.code == ErrorCode.WRONG_STATE
 
 

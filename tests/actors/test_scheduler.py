@@ -1,7 +1,7 @@
 import gc
 
 import pytest
-from stage import PEER_STAMPS, Stage, ids, make_ticket, welcome_of
+from stage import PEER_STAMPS, SECRET, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.actors.messages import Drain, Stop
@@ -22,9 +22,9 @@ from kvd.protocol.peer import (
     Settled,
     Welcome,
 )
-from kvd.protocol.ticket import Ticket, TicketRank, digest, join, stamp
+from kvd.protocol.ticket import Ticket, TicketRank, join, proof, stamp
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed
+from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed, Pull
 from kvd.sim.cache import make_cache
 from kvd.transport.interface import Landed
 
@@ -44,7 +44,7 @@ def outcome(stage):
 def start_reading(stage, **pull):
     assert stage.pull(**pull) == []
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1))
+    stage.peer_says(Grant(1, 7, 1, 5))
     assert ("read", 1) in stage.commands
 
 
@@ -68,7 +68,7 @@ def test_a_claim_names_what_the_ticket_names(stage):
 def test_a_fence_that_does_not_hold_fails_the_pull(stage):
     start_reading(stage)
     stage.landed(1)
-    stage.peer_says(Broken(1, "lease_broken", "gone"))
+    stage.peer_says(Broken((1,), "lease_broken", "gone"))
     assert outcome(stage) == Failed("p", "lease_broken", "gone", quarantined=False)
 
 
@@ -82,7 +82,7 @@ def test_answers_on_another_link_are_dropped(stage):
     stage.pull()
     stage.pull("q", blocks=(4, 5), ticket=make_ticket(address="tcp://other:1"))
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1), link=2)
+    stage.peer_says(Grant(1, 7, 1, 5), link=2)
     assert ("read", 1) not in stage.commands
 
 
@@ -194,7 +194,7 @@ def test_what_does_not_fit_fails_the_pull_with_both_sides_named(stage):
 def test_a_pull_of_nothing_is_fenced_all_the_same(stage):
     stage.pull(blocks=())
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1))
+    stage.peer_says(Grant(1, 7, 1, 5))
     assert not any(command[0] == "read" for command in stage.commands)
     assert stage.asks(Fence) == [Fence(1, 7)]
     stage.peer_says(Held(1))
@@ -253,7 +253,7 @@ def test_a_worker_that_does_not_come_back_is_waited_for_until_the_deadline(stage
 def test_a_grant_of_a_younger_pool_waits_until_the_peer_has_told_of_it(stage):
     stage.pull()
     stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 2))
+    stage.peer_says(Grant(1, 7, 2, 5))
     assert ("read", 1) not in stage.commands
     stage.peer_says(welcome_of(epoch=2))
     assert ("read", 1) in stage.commands
@@ -262,7 +262,7 @@ def test_a_grant_of_a_younger_pool_waits_until_the_peer_has_told_of_it(stage):
 def two_ranks():
     """A ticket of an engine of two ranks, each beside a daemon of its own."""
     spans = (Span(0, 0, ids(0, 1)),)
-    ranks = [TicketRank(name, f"tcp://{name}:1", 0, name, "o", 0) for name in ("a", "b")]
+    ranks = [TicketRank(name, f"tcp://{name}:1", 0, name, "o", 0, SECRET) for name in ("a", "b")]
     return join(Ticket(4, (rank,), (spans,)).encode() for rank in ranks)
 
 
@@ -277,7 +277,7 @@ def test_a_pull_of_two_producers_is_done_when_both_have_held(stage):
     stage.peer_says(half_welcome("a", 0), link=1)
     stage.peer_says(half_welcome("b", 1), link=2)
     for link in (1, 2):
-        stage.peer_says(Grant(link, 7, 1), link=link)
+        stage.peer_says(Grant(link, 7, 1, 5), link=link)
         stage.landed(link)
     stage.peer_says(Held(1), link=1)
     assert stage.notified == []
@@ -308,11 +308,11 @@ def test_a_producer_that_has_done_its_part_may_go(stage):
     stage.pull(ticket=two_ranks(), timeout=60.0)
     stage.peer_says(half_welcome("a", 0), link=1)
     stage.peer_says(half_welcome("b", 1), link=2)
-    stage.peer_says(Grant(1, 7, 1), link=1)
+    stage.peer_says(Grant(1, 7, 1, 5), link=1)
     stage.landed(1)
     stage.peer_says(Held(1), link=1)
     stage.peer_says(Pong(1, 6), link=1)
-    stage.peer_says(Grant(2, 8, 2), link=2)
+    stage.peer_says(Grant(2, 8, 2, 5), link=2)
     stage.peer_says(half_welcome("b", 1, epoch=2), link=2)
     stage.landed(2)
     stage.peer_says(Held(2), link=2)
@@ -324,7 +324,7 @@ def test_the_first_that_fails_stops_the_others(stage):
     stage.peer_says(half_welcome("a", 0), link=1)
     stage.peer_says(half_welcome("b", 1), link=2)
     for link in (1, 2):
-        stage.peer_says(Grant(link, 7, 1), link=link)
+        stage.peer_says(Grant(link, 7, 1, 5), link=link)
     stage.read_failed(1)
     failed = outcome(stage)
     assert (failed.code, failed.quarantined) == (ErrorCode.TRANSPORT, True)
@@ -362,12 +362,12 @@ def test_too_much_quarantine_is_a_condition(stage):
 # --- reads of the same host
 
 WORD = 3
-CONTENT = digest(4, (Span(0, 0, ids(0, 1)),))
-STAMP = stamp(9, CONTENT)
+CONTENT = proof(SECRET, "there", "o", 4, (Span(0, 0, ids(0, 1)),))
+STAMP = stamp(SECRET, 9, CONTENT)
 
 
-def known_ticket(epoch=1, generation=9, word=WORD):
-    rank = TicketRank("peer", "tcp://peer:1", 5, "there", "o", 0, generation, epoch, word)
+def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5):
+    rank = TicketRank("peer", "tcp://peer:1", incarnation, "there", "o", 0, SECRET, generation, epoch, word)
     return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
 
 
@@ -418,7 +418,7 @@ def test_a_producer_that_does_not_answer_is_told_again_of_a_proven_read(stage):
     stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
     stage.run(1.2)
     assert [fence.claim for fence in stage.asks(Fence)] == [1, 2, 2]
-    stage.peer_says(Broken(2, "offer_gone", "ended"))
+    stage.peer_says(Broken((2,), "offer_gone", "ended"))
     stage.run(1.2)
     assert len(stage.asks(Fence)) == 3
     assert stage.notified == [Done("p"), Done("q")]
@@ -436,8 +436,14 @@ def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
 
 @pytest.mark.parametrize(
     ("in_post", "found"),
-    [(True, 0), (True, stamp(10, CONTENT)), (True, stamp(9, CONTENT + 1)), (False, STAMP)],
-    ids=["wiped", "another lease", "other blocks", "read by the network"],
+    [
+        (True, 0),
+        (True, stamp(SECRET, 10, CONTENT)),
+        (True, stamp(SECRET, 9, bytes(16))),
+        (True, stamp(bytes(16), 9, CONTENT)),
+        (False, STAMP),
+    ],
+    ids=["wiped", "another lease", "other blocks", "another secret", "read by the network"],
 )
 def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, in_post, found):
     read_at_once(stage)
@@ -445,7 +451,7 @@ def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, in_
     assert stage.notified == [Done("p")]
     fence = stage.asks(Fence)[-1]
     assert (fence.claim, fence.generation, fence.unclaimed.offer) == (2, 9, "o")
-    stage.peer_says(Broken(2, "lease_broken", "gone"))
+    stage.peer_says(Broken((2,), "lease_broken", "gone"))
     assert stage.notified[1:] == [Failed("q", "lease_broken", "gone", quarantined=False)]
 
 
@@ -471,12 +477,70 @@ def test_a_read_that_lasts_is_claimed_and_renewed(stage):
     read_at_once(stage)
     stage.run(0.1)
     assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
-    stage.peer_says(Grant(2, 9, 1))
+    stage.peer_says(Grant(2, 9, 1, 5))
     stage.run(3.2)
     assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
     assert Renew((2,)) in stage.asks(Renew)
     stage.transport_says(Landed(2, 3.0))
     assert stage.asks(Fence)[-1] == Fence(2, 9)
+
+
+def test_a_claim_that_is_granted_while_its_read_ends_early_is_renewed_until_that_is_over(stage):
+    read_at_once(stage)
+    stage.run(0.1)
+    stage.request(Cancel(9, "q"))
+    assert ("abort", 2) in stage.commands
+    stage.run(0.6)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2, 2]
+    stage.peer_says(Grant(2, 9, 1, 5))
+    stage.run(1.2)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2, 2]
+    assert Renew((2,)) in stage.asks(Renew)
+    stage.read_failed(2)
+    assert [release.claim for release in stage.asks(Release)] == [2]
+
+
+def test_a_claim_that_is_refused_while_its_read_ends_early_is_not_asked_for_again(stage):
+    read_at_once(stage)
+    stage.run(0.1)
+    stage.request(Cancel(9, "q"))
+    stage.peer_says(Refuse(2, "offer_gone", "ended"))
+    stage.run(2.0)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+
+
+@pytest.mark.parametrize(("generation", "incarnation"), [(10, 5), (9, 6)], ids=["lease", "run"])
+def test_a_grant_that_differs_from_the_ticket_is_not_believed(stage, generation, incarnation):
+    stage.pull(ticket=known_ticket())
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, generation, 1, incarnation))
+    assert outcome(stage).code == ErrorCode.OFFER_GONE
+    assert ("read", 1) not in stage.commands
+    assert [release.claim for release in stage.asks(Release)] == [1]
+
+
+def test_a_grant_of_another_run_than_was_greeted_is_not_used_until_that_has_been_greeted(stage):
+    stage.pull()
+    stage.peer_says(welcome_of())
+    hellos = len(stage.asks(Hello))
+    stage.peer_says(Grant(1, 7, 1, 6))
+    assert ("read", 1) not in stage.commands
+    assert len(stage.asks(Hello)) == hellos + 1
+    stage.peer_says(welcome_of(incarnation=6))
+    assert outcome(stage).code == ErrorCode.PEER_LOST
+
+
+def test_a_lease_of_another_run_than_was_greeted_is_claimed_before_it_is_read(stage):
+    read_once(stage)
+    stage.pull("q", ticket=known_ticket(incarnation=4))
+    assert [(claim.incarnation, claim.generation) for claim in stage.asks(Claim)[1:]] == [(4, 9)]
+
+
+def test_a_claim_names_its_consumer_which_is_the_request_unless_the_worker_says_another(stage):
+    stage.pull("p")
+    stage.request(Pull(3, "q", make_ticket(), (Span(0, 0, ids(4, 5)),), 5.0, None, "engine 1, request 7"))
+    stage.peer_says(welcome_of())
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p", "engine 1, request 7"]
 
 
 def test_a_claim_that_is_refused_while_its_read_runs_fails_the_pull(stage):

@@ -95,7 +95,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     for number in range(100):
         core.pull(f"pull-{number}", "t", BLOCKS, 30.0, now=0.0)
         core.cancel(f"pull-{number}")
-        core.offer(f"offer-{number}", 10, BLOCKS, 60.0)
+        core.offer(f"offer-{number}", 10, BLOCKS, 60.0, secret=bytes(16))
         core.cancel(f"offer-{number}")
         core.on_frame(
             batch(2 * number + 1, wire.Done(f"pull-{number}"), wire.Released(f"offer-{number}", "withdrawn")), now=0.0
@@ -226,12 +226,12 @@ def test_a_status_without_the_sequence_frees_nothing() -> None:
 
 def test_a_new_incarnation_starts_its_sequence_anew() -> None:
     core = connected()
-    core.offer("first", 10, BLOCKS, 60.0)
+    core.offer("first", 10, BLOCKS, 60.0, secret=bytes(16))
     core.on_frame(batch(1, wire.Released("first", "read")), now=0.0)
     core.take_events()
     core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "died"))
     core.on_attached(attached(2))
-    core.offer("second", 10, BLOCKS, 60.0)
+    core.offer("second", 10, BLOCKS, 60.0, secret=bytes(16))
     core.take_events()
     core.on_frame(batch(1, wire.Released("second", "read")), now=0.0)
     assert core.take_events() == [Released("second", "read")]

@@ -140,10 +140,11 @@ class TestOffers:
     def test_a_local_ticket_is_the_one_that_the_daemon_gives(self, worker: Worker) -> None:
         from kvd.protocol import ticket  # noqa: PLC0415
 
-        decoded = ticket.decode(worker.ticket("req-1", 1000, BLOCKS))
+        decoded = ticket.decode(worker.ticket("req-1", 1000, BLOCKS, bytes(16)))
         rank = decoded.ranks[0]
         assert (rank.daemon, rank.address, rank.incarnation) == ("daemon-0", "tcp://127.0.0.1:7071", 1)
         assert (rank.pool, rank.offer, decoded.tokens) == ("prefill-0", "req-1", 1000)
+        assert rank.secret == bytes(16)
 
     def test_a_refused_offer_can_be_made_again(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)

@@ -142,17 +142,21 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_values_outside_their_bounds_are_refused() -> None:
-    span = Span(0, 0, b"\x00" * 4)
+    span, secret = Span(0, 0, b"\x00" * 4), bytes(16)
     for message in (
-        worker.Offer(-1, "o", 1, (span,), 1.0),
-        worker.Offer(1, "", 1, (span,), 1.0),
-        worker.Offer(1, "o" * (limits.MAX_REQUEST_ID_BYTES + 1), 1, (span,), 1.0),
-        worker.Offer(1, "o", 1, (Span(limits.MAX_GROUPS, 0, b""),), 1.0),
-        worker.Offer(1, "o", 1, (Span(0, 0, bytes(4 * limits.MAX_BLOCKS_PER_REQUEST + 4)),), 1.0),
-        worker.Offer(1, "o", 1, (span,) * (limits.MAX_GROUPS + 1), 1.0),
-        worker.Offer(1, "o", 1, (span,), float("nan")),
-        worker.Offer(1, "o", 1, (span,), float("inf")),
-        worker.Offer(1, "o", 1, (span,), 3600.5),
+        worker.Offer(1, "o", 1, (span,), 1.0, b""),
+        worker.Offer(1, "o", 1, (span,), 1.0, bytes(17)),
+        worker.Offer(1, "o", 1, (span,), 1.0, secret, -1),
+        worker.Offer(1, "o", 1, (span,), 1.0, secret, limits.MAX_CONSUMERS + 1),
+        worker.Offer(-1, "o", 1, (span,), 1.0, secret),
+        worker.Offer(1, "", 1, (span,), 1.0, secret),
+        worker.Offer(1, "o" * (limits.MAX_REQUEST_ID_BYTES + 1), 1, (span,), 1.0, secret),
+        worker.Offer(1, "o", 1, (Span(limits.MAX_GROUPS, 0, b""),), 1.0, secret),
+        worker.Offer(1, "o", 1, (Span(0, 0, bytes(4 * limits.MAX_BLOCKS_PER_REQUEST + 4)),), 1.0, secret),
+        worker.Offer(1, "o", 1, (span,) * (limits.MAX_GROUPS + 1), 1.0, secret),
+        worker.Offer(1, "o", 1, (span,), float("nan"), secret),
+        worker.Offer(1, "o", 1, (span,), float("inf"), secret),
+        worker.Offer(1, "o", 1, (span,), 3600.5, secret),
     ):
         with pytest.raises(BadRequest) as caught:
             codec.worker_requests.decode(codec.encode(message))

@@ -1,14 +1,24 @@
+import itertools
 import json
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.client import Offered
+from kvd.engines.vllm.handover import Handover
+from kvd.engines.vllm.orders import OfferOrder, PullOrder
 from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol import ticket
+from kvd.protocol import worker as wire
+from kvd.protocol.peer import Claim, Fence
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
+from kvd.protocol.worker import Offer, Pull
+
+SECRET = b"sixteen letters."
 
 names = st.text("abcXYZ019._:@/-", min_size=1, max_size=30)
 spans = st.lists(
@@ -27,6 +37,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         pool=names,
         offer=st.text('aZ09 \x00"é中😀', min_size=1, max_size=20),
         blocks=st.integers(0, len(blocks) - 1),
+        secret=st.binary(min_size=16, max_size=16),
     )
     return Ticket(draw(st.integers(0, 1 << 40)), draw(st.lists(ranks, min_size=1, max_size=4).map(tuple)), blocks)
 
@@ -94,7 +105,7 @@ def test_joined_tickets_name_every_rank_in_order_with_its_own_blocks(parts: list
 
 
 def test_tickets_of_different_requests_do_not_join() -> None:
-    rank = TicketRank("d", "a", 1, "p", "o", 0)
+    rank = TicketRank("d", "a", 1, "p", "o", 0, SECRET)
     texts = [Ticket(tokens, (rank,), ((),)).encode() for tokens in (7, 8)]
     with pytest.raises(BadRequest, match=r"differ in tokens: \[7, 8\]") as caught:
         ticket.join(texts)
@@ -102,7 +113,7 @@ def test_tickets_of_different_requests_do_not_join() -> None:
 
 
 def ticket_at(daemon: str, address: str) -> str:
-    return Ticket(7, (TicketRank(daemon, address, 1, "p", "o", 0),), ((),)).encode()
+    return Ticket(7, (TicketRank(daemon, address, 1, "p", "o", 0, SECRET),), ((),)).encode()
 
 
 @pytest.mark.parametrize(
@@ -119,11 +130,44 @@ def test_two_daemons_do_not_join_under_one_address() -> None:
         ticket.join([ticket_at("a", "tcp://127.0.0.1:7700"), ticket_at("b", "tcp://127.0.0.1:7700")])
 
 
+offers = st.tuples(st.binary(min_size=16, max_size=16), names, names, st.integers(0, 1 << 40), spans)
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 1 << 40), spans, st.integers(0, 1 << 40), spans)
-def test_a_digest_is_of_tokens_and_blocks(
-    tokens: int, blocks: tuple[Span, ...], others: int, other_blocks: tuple[Span, ...]
-) -> None:
-    assert ticket.digest(tokens, blocks) == ticket.digest(tokens, blocks)
-    if (tokens, blocks) != (others, other_blocks):
-        assert ticket.digest(tokens, blocks) != ticket.digest(others, other_blocks)
+@given(offers, offers)
+def test_a_proof_is_of_the_secret_the_names_and_the_blocks(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert ticket.proof(*one) == ticket.proof(*one)
+    for field in range(len(one)):
+        changed = (*one[:field], other[field], *one[field + 1 :])
+        assert (ticket.proof(*changed) == ticket.proof(*one)) == (changed == one)
+
+
+def test_where_one_name_ends_and_the_next_begins_is_part_of_the_proof() -> None:
+    assert ticket.proof(SECRET, "ab", "c", 1, ()) != ticket.proof(SECRET, "a", "bc", 1, ())
+
+
+def test_a_stamp_is_of_the_secret_the_generation_and_the_proof() -> None:
+    stamps = {ticket.stamp(*each) for each in itertools.product((SECRET, bytes(16)), (1, 2), (bytes(16), SECRET))}
+    assert len(stamps) == 8
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        TicketRank("d", "a", 1, "p", "o", 0, SECRET),
+        Ticket(7, (TicketRank("d", "a", 1, "p", "o", 0, SECRET),), ((),)),
+        Offer(1, "o", 7, (), 1.0, SECRET),
+        Claim(1, "p", "o", 1, 1, SECRET, "c", 0, 1, 1.0),
+        Fence(1, 1, Claim(1, "p", "o", 1, 1, SECRET, "c", 0, 1, 1.0)),
+        Pull(1, "r", f"kvd1.{SECRET.decode()}", (), 1.0),
+        wire.Offered(1, f"kvd1.{SECRET.decode()}"),
+        Offered("o", f"kvd1.{SECRET.decode()}"),
+        Handover(f"kvd1.{SECRET.decode()}", 7),
+        OfferOrder("r", "o", 7, (), SECRET),
+        PullOrder("r", "p", f"kvd1.{SECRET.decode()}", (), waits=True),
+    ],
+    ids=lambda message: f"{type(message).__module__}.{type(message).__name__}",
+)
+def test_what_logs_and_tracebacks_show_of_a_message_gives_no_right_to_read(message: object) -> None:
+    assert SECRET.decode() not in repr(message)
+    assert SECRET.decode() not in str([message])

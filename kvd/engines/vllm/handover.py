@@ -7,10 +7,11 @@ The flags are those of vLLM's other P/D connectors, so routers need not know kvd
 import array
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, ErrorCode
+from kvd.limits import MAX_CONSUMERS
 from kvd.protocol import ticket as tickets
 
 
@@ -18,7 +19,7 @@ from kvd.protocol import ticket as tickets
 class Handover:
     """What a decode engine was given: the `ticket` of the first `tokens` tokens, or why it is `refused`."""
 
-    ticket: str
+    ticket: str = field(repr=False)
     tokens: int
     refused: str = ""
 
@@ -31,6 +32,22 @@ def is_producer(params: Mapping[str, Any] | None) -> bool:
 def is_consumer(params: Mapping[str, Any] | None) -> bool:
     """Whether another engine has prefilled this request."""
     return bool(params and params.get("do_remote_prefill"))
+
+
+def consumers(params: Mapping[str, Any]) -> int:
+    """How many decode requests will use the ticket: `kvd_consumers` of whoever asks for the prefill, 1 unless given.
+
+    A router that hands one prefill to several (sampling with n > 1) says how many, or 0 for any number.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, it is no such number.
+
+    """
+    number = params.get("kvd_consumers", 1)
+    if type(number) is not int or not 0 <= number <= MAX_CONSUMERS:
+        text = f"kvd_consumers is {number!r}; it may be 0 (any number) to {MAX_CONSUMERS}"
+        raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+    return number
 
 
 def write(ticket: str, tokens: int, prompt: Sequence[int] | None) -> dict[str, Any]:

@@ -23,6 +23,10 @@ class OfferOrder:
     offer: str
     tokens: int
     blocks: tuple[Blocks, ...]
+    secret: bytes = field(repr=False)
+    """Of the ticket, which is made before the daemons know of the offer."""
+    consumers: int = 1
+    """How many will pull it; 0 for any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class PullOrder:
 
     request: str
     pull: str
-    ticket: str
+    """Unique to this engine and request, the same for its ranks: what the producer counts as one consumer."""
+    ticket: str = field(repr=False)
     blocks: tuple[Blocks, ...]
     waits: bool
     refused: str = ""

@@ -11,6 +11,7 @@ prefill engine leaves the last token out (`arrived`), as vLLM's own connector do
 
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from kvd.client.blocks import spans
 from kvd.engines.vllm import handover
 from kvd.engines.vllm.handover import Handover
 from kvd.engines.vllm.orders import OfferOrder, Orders, PullOrder, RankPlace
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
-from kvd.limits import MAX_REQUEST_ID_BYTES
+from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
 _NULL_BLOCK = 0
@@ -105,7 +106,13 @@ class SchedulerSide:
         held = self._held(block_ids, tokens)
         if not held:
             return None
-        order = OfferOrder(request.request_id, self._name(request.request_id), tokens, held)
+        try:
+            consumers = handover.consumers(request.kv_transfer_params)
+        except BadRequest as error:
+            logger.warning("the KV blocks of request %s are not offered: %s", request.request_id, error.text)
+            return None
+        name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
+        order = OfferOrder(request.request_id, name, tokens, held, secret, consumers)
         self._orders.offers.append(order)
         params = handover.write(self._ticket(order), tokens, request.prompt_token_ids)
         self._fresh.append((params, order))
@@ -176,7 +183,7 @@ class SchedulerSide:
             text = f"places of ranks {sorted(self._places)} are known, the engine has {self._ranks} ranks"
             raise InternalError(ErrorCode.INTERNAL, text)
         ranks = tuple(
-            TicketRank(place.daemon, place.address, place.incarnation, place.pool, order.offer, 0)
+            TicketRank(place.daemon, place.address, place.incarnation, place.pool, order.offer, 0, order.secret)
             for _, place in sorted(self._places.items())
         )
         return Ticket(order.tokens, ranks, (spans(order.blocks),)).encode()

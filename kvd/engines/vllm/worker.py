@@ -132,7 +132,14 @@ class WorkerSide:
 
     def _send_one(self, order: PullOrder | OfferOrder) -> None:
         if isinstance(order, OfferOrder):
-            self._client.offer_nowait(order.offer, tokens=order.tokens, blocks=order.blocks, ttl=self._offer_ttl)
+            self._client.offer_nowait(
+                order.offer,
+                tokens=order.tokens,
+                blocks=order.blocks,
+                ttl=self._offer_ttl,
+                consumers=order.consumers,
+                secret=order.secret,
+            )
             self._offers[order.offer] = order.request
         elif order.refused:
             self._failed(order, ErrorCode.BAD_TICKET, order.refused)

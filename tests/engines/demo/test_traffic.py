@@ -15,7 +15,7 @@ def specs(model, **changes):
 
 
 def ticket_for(tokens, ids):
-    rank = TicketRank(daemon="d", address="tcp://a", incarnation=1, pool="p", offer="o", blocks=0)
+    rank = TicketRank(daemon="d", address="tcp://a", incarnation=1, pool="p", offer="o", blocks=0, secret=bytes(16))
     span = Span(group=0, first=0, ids=np.array(ids, dtype="<u4").tobytes())
     return Ticket(tokens=tokens, ranks=(rank,), blocks=((span,),)).encode()
 

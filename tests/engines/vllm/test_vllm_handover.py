@@ -7,7 +7,7 @@ import pytest
 from kvd.engines.vllm.handover import is_consumer, is_producer, read, write
 from kvd.protocol.ticket import Ticket, TicketRank
 
-TICKET = Ticket(4, (TicketRank("d", "tcp://h:1", 7, "vllm-0-0", "r#1", 0),), ((),)).encode()
+TICKET = Ticket(4, (TicketRank("d", "tcp://h:1", 7, "vllm-0-0", "r#1", 0, bytes(16)),), ((),)).encode()
 
 
 def test_what_one_engine_writes_the_other_reads_after_a_router_has_carried_it_as_json() -> None:

@@ -12,8 +12,9 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 
 BLOCKS = (Blocks(0, 0, [1, 2]),)
+SECRET = bytes(16)
 PULL = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True)
-OFFER = OfferOrder("r", "r#1", 8, BLOCKS)
+OFFER = OfferOrder("r", "r#1", 8, BLOCKS, SECRET)
 
 
 class Client:
@@ -37,8 +38,8 @@ class Client:
     def pull(self, request: str, ticket: str, *, blocks: Any, timeout: float) -> None:
         self._call("pull", request, ticket, blocks, timeout)
 
-    def offer_nowait(self, offer: str, *, tokens: int, blocks: Any, ttl: float) -> None:
-        self._call("offer", offer, tokens, blocks, ttl)
+    def offer_nowait(self, offer: str, *, tokens: int, blocks: Any, ttl: float, consumers: int, secret: bytes) -> None:
+        self._call("offer", offer, tokens, blocks, ttl, consumers, secret)
 
     def cancel(self, request: str) -> None:
         self._call("cancel", request)
@@ -128,7 +129,7 @@ def test_a_refused_ticket_fails_without_asking_the_daemon(side: WorkerSide, clie
 
 def test_an_offer_ends_when_it_is_released(side: WorkerSide, client: Client) -> None:
     assert step(side, client, orders=Orders(offers=[OFFER])).sent == set()
-    assert client.calls == [("offer", "r#1", 8, BLOCKS, 9.0)]
+    assert client.calls == [("offer", "r#1", 8, BLOCKS, 9.0, 1, SECRET)]
     assert step(side, client, Released("r#1", "expired")).sent == {"r"}
     assert side.take_tally().expired_offers == 1
 
@@ -161,7 +162,7 @@ def test_orders_fail_when_the_daemon_stays_away(
 ) -> None:
     monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
     client.connected = False
-    offer = OfferOrder("s", "s#2", 8, BLOCKS)
+    offer = OfferOrder("s", "s#2", 8, BLOCKS, SECRET)
     results = step(side, client, orders=Orders(pulls=[PULL], offers=[offer]))
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
 
