@@ -276,3 +276,30 @@ def test_a_rank_without_a_known_daemon_is_an_error_that_says_so() -> None:
     producer.moved({1: RankPlace("d1", "tcp://h:1", 7, "vllm-1")})
     with pytest.raises(InternalError, match=r"ranks \[1\]"):
         prefilled(producer, 9, [3, 1, 2])
+
+
+def test_the_ticket_has_the_secret_that_the_workers_offer_with_and_every_prefill_another() -> None:
+    producer, secrets = side(ranks=2), set()
+    for _ in range(3):
+        params = prefilled(producer, 9, [3, 1, 2])
+        (order,) = producer.take_orders().offers
+        assert {rank.secret for rank in decode(params["kvd_ticket"]).ranks} == {order.secret}
+        assert len(order.secret) == 16
+        secrets.add(order.secret)
+    assert len(secrets) == 3
+
+
+@pytest.mark.parametrize(("said", "consumers"), [({}, 1), ({"kvd_consumers": 4}, 4), ({"kvd_consumers": 0}, 0)])
+def test_an_offer_is_for_as_many_consumers_as_the_router_says(said: dict[str, int], consumers: int) -> None:
+    producer = side()
+    producer.finished(Request(list(range(9)), {**PREFILL, **said}), [[3, 1, 2]])
+    (order,) = producer.take_orders().offers
+    assert order.consumers == consumers
+
+
+@pytest.mark.parametrize("said", [-1, 1 << 40, "2", True, None])
+def test_a_number_of_consumers_that_is_none_is_not_offered_to(said: object, caplog: pytest.LogCaptureFixture) -> None:
+    producer = side()
+    assert producer.finished(Request(list(range(9)), {**PREFILL, "kvd_consumers": said}), [[3, 1, 2]]) is None
+    assert producer.take_orders().offers == []
+    assert "kvd_consumers" in caplog.text
