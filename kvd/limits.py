@@ -47,6 +47,10 @@ MAX_POOLS: Final = 1024
 MAX_METADATA_BYTES: Final = MIB
 """The transport's metadata of a daemon: 1 KiB, and some hundred bytes a pool."""
 
+MAX_ROUTE_STEPS: Final = 1 << 15
+"""Ranks of the producing engine, times those of the consuming one, times the head counts of their views: who reads from
+whom is found out on the event loop, once a peer, in a few microseconds each where every rank holds the same heads."""
+
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one planned transfer: 400 MB of arrays; beyond that the layouts are wrong for each other."""
 

@@ -47,6 +47,8 @@ class Reception:
         self._pools: dict[str, Pool] = {}
         self._parts: dict[tuple[int, ...], bytes] = {}
         """Metadata of some of the pools, by what the transport knows them as."""
+        self._welcomes: dict[tuple[int, ...], bytes] = {}
+        """Frames, by the same: one for all who may read the same, so that it lies in memory once, unread or not."""
         self._waiting: dict[tuple[int, ...], dict[bytes, PeerAsked]] = {}
         """Hellos by sender, that wait for such metadata."""
         self._told: set[tuple[str, str]] = set()
@@ -59,11 +61,13 @@ class Reception:
         self._pools[pool.worker] = pool
         self._metadata = metadata
         self._parts.clear()
+        self._welcomes.clear()
 
     def pool_down(self, pool: Pool) -> None:
         """Peers that say hello from now on do not hear of this pool any more."""
         self._pools.pop(pool.worker, None)
         self._parts.clear()
+        self._welcomes.clear()
         self._told = {(key, name) for key, name in self._told if name != pool.worker}
 
     def rights_changed(self) -> None:
@@ -123,13 +127,13 @@ class Reception:
             return
         patterns = self._rights(event.key)
         if patterns == EVERY_POOL:
-            self._welcome(event, self._metadata, tuple(self._pools.values()))
+            self._welcome(event, (), self._metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if _covers(patterns, pool.worker))
         numbers = (STAMPS, *(pool.id for pool in pools))
         metadata = self._parts.get(numbers)
         if metadata is not None:
-            self._welcome(event, metadata, pools)
+            self._welcome(event, numbers, metadata, pools)
             return
         if numbers not in self._waiting:
             self._waiting[numbers] = {}
@@ -142,11 +146,17 @@ class Reception:
         for asked in self._waiting.pop(event.pools, {}).values():
             self.asked(asked)
 
-    def _welcome(self, event: PeerAsked, metadata: bytes, pools: tuple[Pool, ...]) -> None:
+    def _welcome(self, event: PeerAsked, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]) -> None:
+        """`numbers` are of the pools told of, empty for all."""
         self._told.update((event.key, pool.worker) for pool in pools)
         self._transport.expect_connection()
+        if numbers not in self._welcomes:
+            self._welcomes[numbers] = codec.encode(self._introduction(metadata, pools))
+        self._port.answer(event.sender, self._welcomes[numbers])
+
+    def _introduction(self, metadata: bytes, pools: tuple[Pool, ...]) -> Welcome:
         settings = self._house.settings
-        welcome = Welcome(
+        return Welcome(
             settings.daemon,
             settings.incarnation,
             self._transport.agent,
@@ -158,7 +168,6 @@ class Reception:
             host=settings.host,
             stamps=self._stamps,
         )
-        self._answer(event.sender, welcome)
 
     def _answer(self, sender: bytes, message: Message) -> None:
         self._port.answer(sender, codec.encode(message))

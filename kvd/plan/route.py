@@ -5,12 +5,14 @@ evenly over its replicas, which for a cache that every rank holds (MLA: one head
 in-process connector. Every rank of the consumer computes the same answer, so producers can know who will come.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import CacheSpec, Shard
-from kvd.limits import MAX_RANKS
+from kvd.limits import MAX_RANKS, MAX_ROUTE_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,12 @@ def route(sources: Sequence[CacheSpec], destination: CacheSpec) -> Route:
     Compatibility of each pair is not looked at: see `check_compatible`.
 
     Raises:
-        BadRequest: INCOMPATIBLE, if the sources are not each rank of one engine once.
+        BadRequest: INCOMPATIBLE, if the sources are not each rank of one engine once, or the two engines have so many
+            ranks that it would take long (`MAX_ROUTE_STEPS`).
 
     """
     _check_complete([source.shard for source in sources])
+    _check_work(sources, destination)
     shard = destination.shard
     shares, readers, releases = [], [], []
     for index, source in enumerate(sources):
@@ -78,6 +82,14 @@ def _check_complete(shards: Sequence[Shard]) -> None:
             raise BadRequest(ErrorCode.INCOMPATIBLE, text)
 
 
+def _check_work(sources: Sequence[CacheSpec], destination: CacheSpec) -> None:
+    totals = {view.heads for spec in (destination, *sources) for group in spec.groups for view in group.views}
+    ranks = destination.shard.ranks
+    if len(sources) * ranks * len(totals) > MAX_ROUTE_STEPS:
+        text = f"{len(sources)} ranks of the source, {ranks} of the destination, {len(totals)} different head counts"
+        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}: their product may be {MAX_ROUTE_STEPS} at most")
+
+
 def _parts(source: CacheSpec, reader: Shard) -> list[Part]:
     """What `reader` reads of `source`: every component that it shares layers with, cut to the heads it reads there."""
     layers = set(reader.layers)
@@ -100,10 +112,25 @@ def heads_read(total: int, source: Shard, reader: Shard) -> range:
 
 
 def _count_readers(source: CacheSpec, engine: Shard) -> int:
-    held = {(view.heads, layer) for group in source.groups for view in group.views for layer in view.layers}
-    return sum(_reads(held, source.shard, reader) for reader in engine.every_rank())
+    stops = [stop for _, stop in engine.stages]
+    by_stage: dict[int, set[int]] = {}
+    """Head counts of what the source holds, by the reader's pipeline stage that holds it, too."""
+    for group in source.groups:
+        for view in group.views:
+            for stage in {bisect_right(stops, layer) for layer in view.layers}:
+                by_stage.setdefault(stage, set()).add(view.heads)
+    stages = Counter(frozenset(totals) for totals in by_stage.values())
+    return sum(count * _count_in_stage(totals, source.shard, engine) for totals, count in stages.items())
 
 
-def _reads(held: set[tuple[int, int]], source: Shard, reader: Shard) -> bool:
-    totals: Iterator[int] = iter({total for total, layer in held if layer in reader.layers})
-    return any(heads_read(total, source, reader) for total in totals)
+def _count_in_stage(totals: frozenset[int], source: Shard, engine: Shard) -> int:
+    """How many ranks of one pipeline stage read heads of these counts from `source`: the same in each stage."""
+    ranks: set[int] = set()
+    for total in totals:
+        held = source.heads(total)
+        overlapping = range(held.start * engine.tp_size // total, -(-held.stop * engine.tp_size // total))
+        for rank in overlapping:
+            reader = Shard(stages=engine.stages, tp_rank=rank, tp_size=engine.tp_size)
+            if heads_read(total, source, reader):
+                ranks.add(rank)
+    return len(ranks)

@@ -5,7 +5,7 @@ from stage import SECRET, Stage, ids, make_claim, make_ticket
 
 from kvd.actors.messages import RightsChanged
 from kvd.errors import ErrorCode, Unavailable
-from kvd.protocol import ticket
+from kvd.protocol import codec, ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Hello, Refuse, Settle, Settled
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attached, Detach, Detached, Failed, Offer, Offered, Pull, Released
@@ -70,6 +70,20 @@ def test_a_peer_that_may_read_nothing_hears_of_no_pool(firm):
     firm.rights[BOB] = ()
     welcome = firm.hello(BOB)
     assert (welcome.pools, welcome.metadata) == ((), repr((0,)).encode())
+
+
+def test_who_may_read_the_same_gets_the_very_same_frame(firm, monkeypatch):
+    frames = []
+    monkeypatch.setattr(firm.stage.fittings.peer_port, "answer", lambda _sender, frame: frames.append(frame))
+    for key in (ALICE, BOB, ALICE, BOB):
+        firm.stage.asked_by_peer(Hello("peer", 3), key=key)
+    assert frames[0] is frames[2]
+    assert frames[1] is frames[3]
+    firm.stage.attach("three-1", 3, bytes([3]) * 16)
+    for key in (ALICE, BOB):
+        firm.stage.asked_by_peer(Hello("peer", 3), key=key)
+    assert set(pools_in(codec.peer_replies.decode(frames[4]))) == {"one", "two", "three-1"}
+    assert set(pools_in(codec.peer_replies.decode(frames[5]))) == {"two", "three-1"}
 
 
 def test_a_pool_that_comes_later_is_told_too_where_its_name_is_covered(firm):
