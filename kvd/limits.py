@@ -60,7 +60,12 @@ are worked out on the event loop, once a peer, in 100 ms; NIXL then needs half a
 
 # --- queues ---------------------------------------------------------------------------------------------------------
 MAILBOX_MESSAGES: Final = 65_536
-"""Messages waiting in one actor. Every sender is bounded below this, so an overflow is a bug and stops the daemon."""
+"""Messages waiting in one actor. Sockets are not read long before, so an overflow is a bug and stops the daemon."""
+
+INTAKE_CLOSES: Final = 256
+INTAKE_OPENS: Final = 64
+"""Messages waiting in all actors with which sockets are read no more, and again: what one turn delivers, and a
+quarter of it. So a frame waits behind a few milliseconds of work, however much its neighbours send."""
 
 MESSAGES_PER_TURN: Final = 256
 """Messages between actors that are delivered before sockets and timers get a turn: about 2 ms."""
@@ -78,8 +83,9 @@ fifth of what the gateway can read, so that a worker gone wild leaves room for t
 MAX_STATUSES_PER_SECOND: Final = 4000
 """Statuses of one session after twice as many at once: every actor stops to report what it has."""
 
-MAX_UNACKNOWLEDGED: Final = 65_536
-"""Notifications kept for one worker until it acknowledges them; when full its new requests are refused."""
+MAX_UNACKNOWLEDGED: Final = 16_384
+"""Notifications kept for one worker until it acknowledges them, while its pool exists; when full its new requests are
+refused. Twice the offers and pulls that it may have open, which can all end at once."""
 
 MAX_CLAIMS_WAITING: Final = 16_384
 """Claims of all peers that wait for an offer that has not come yet: about 10 MiB."""
@@ -105,6 +111,21 @@ early, and a late ask is told that it is unknown. About 10 MiB."""
 
 MAX_WORKERS: Final = 256
 """Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
+
+MAX_SESSIONS_PER_USER: Final = 64
+"""Sessions of one user other than root and the daemon's own, who have the rest of `MAX_WORKERS` for themselves."""
+
+MAX_STRANGERS: Final = 192
+"""Sessions of all such users together: what is left is for the daemon's own user and root."""
+
+MAX_POOLS_PER_USER: Final = 64
+"""Pools of one user, lent or kept for a successor. It bounds what is kept for workers that are gone, too."""
+
+SESSION_IDLE_SECONDS: Final = 10.0
+"""How long a session that has no pool, and is not given one just now, may say nothing that makes sense."""
+
+MAX_INQUIRIES_PER_SECOND: Final = 100
+"""Statuses of one user's sessions without a pool after twice as many at once: an operator's, one a second."""
 
 MAX_PEERS: Final = 4096
 """Daemons that one daemon talks to."""

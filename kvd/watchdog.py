@@ -4,6 +4,7 @@ A round begins when the loop turns. An actor answers when the question has passe
 when its thread has run it. A round in which somebody was silent feeds nobody: systemd's watchdog and /livez run out.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -11,6 +12,7 @@ import structlog
 
 from kvd.actors.actor import Actor, Probe
 from kvd.actors.loop import Loop
+from kvd.errors import InternalError
 from kvd.metrics import Metrics
 
 TRANSPORT: Final = "transport"
@@ -49,11 +51,12 @@ class Watchdog:
         self._began = self._loop.time()
         self._silent = {TRANSPORT, *(actor.name for actor in self._actors)}
         number = self._round
+        self._loop.call_later(self._interval, self._end)
         for actor in self._actors:
             self._metrics.mailbox.labels(actor.name).set(actor.waiting)
-            actor.tell(Probe(lambda name: self._answered(number, name)))
+            with contextlib.suppress(InternalError):  # its mailbox is full: it is silent in this round
+                actor.tell(Probe(lambda name: self._answered(number, name)))
         self._ping(number)
-        self._loop.call_later(self._interval, self._end)
 
     def transport_answered(self, number: int) -> None:
         """The transport's thread ran ping `number`."""

@@ -1,8 +1,8 @@
 """A mailbox actor: it owns its state, is told messages, and tells others. It never waits for an answer.
 
 An actor is a class whose methods marked `@handles(Kind)` take one message each, plain functions that return quickly.
-Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock; since mailboxes are
-bounded and every outside sender is bounded below that, an overflow is a bug of ours and is treated as a failure.
+Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock; since sockets are read no
+faster than messages are handled (`Post.admits`), a mailbox that overflows is a bug of ours and is treated as a failure.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ class Post:
     """Delivers what the actors of one house tell each other: one callback of the loop for a whole chain of messages.
 
     A callback for each message would cost a turn of the loop, with its system calls, for each of the ten steps that a
-    request makes through the house.
+    request makes through the house. It is also the `kvd.net.interface.Intake` of the house's sockets.
     """
 
     def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
@@ -64,6 +64,31 @@ class Post:
         self._supervisor = supervisor
         self._letters: deque[tuple[Actor, object]] = deque()
         self._called = False
+        self._held: dict[Callable[[], None], None] = {}
+        """Readers of sockets that go on when few enough messages wait, in the order in which they asked."""
+        self._full = False
+        self._resuming = False
+
+    def admits(self, again: Callable[[], None]) -> bool:
+        """Whether a socket may take in one more frame; where not, `again` is called on the loop once it may."""
+        self._full = self._full or len(self._letters) >= limits.INTAKE_CLOSES
+        if self._full or (self._held and not self._resuming):
+            self._held[again] = None
+            return False
+        return True
+
+    def _resume(self) -> None:
+        """Lets the reader go on that has waited longest; who comes meanwhile waits behind the others."""
+        if self._full or not self._held:
+            return
+        again = next(iter(self._held))
+        del self._held[again]
+        self.loop.call_soon(self._resume)
+        self._resuming = True
+        try:
+            again()
+        finally:
+            self._resuming = False
 
     def put(self, actor: "Actor", message: object) -> None:
         """`message` is for `actor`, after all that were put before it."""
@@ -77,14 +102,18 @@ class Post:
         for _ in range(limits.MESSAGES_PER_TURN):
             if not self._letters:
                 self._called = False
-                return
+                break
             actor, message = self._letters.popleft()
             actor.waiting -= 1
             try:
                 actor.handlers[type(message)](actor, message)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
                 self._supervisor.failed(actor, message, error)
-        self.loop.call_soon(self._deliver)
+        if self._full and len(self._letters) <= limits.INTAKE_OPENS:
+            self._full = False
+            self.loop.call_soon(self._resume)
+        if self._called:
+            self.loop.call_soon(self._deliver)
 
 
 class Actor:

@@ -167,9 +167,12 @@ class WorkerGone(Struct, frozen=True, gc=False):
 
 
 class Quiet(Struct, frozen=True, gc=False):
-    """From leases and scheduler: nothing of theirs reads from or writes to the pool any more."""
+    """From leases and scheduler: nothing of theirs reads from or writes to the pool any more.
 
-    pool: int
+    `pool` is that of the `Quiesce` that this answers: it may come after the pool is gone, or has another epoch.
+    """
+
+    pool: Pool
     by: str
 
 
@@ -275,7 +278,7 @@ class Quiesce(Struct, frozen=True, gc=False):
     Offers that nobody has claimed are withdrawn, pulls are cancelled; `force` breaks what is still claimed.
     """
 
-    pool: int
+    pool: Pool
     force: bool = False
     why: str = "the worker is gone"
 

@@ -177,7 +177,7 @@ class Offers:
             self._ended(lease.key)
             self._house.metrics.offers.labels(reason).inc()
             self._house.completion.tell(Notify(lease.key[0], Released(lease.key[1], reason)))
-            self._check_quiet(lease.pool.id)
+            self._check_quiet(lease.pool)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends what stands: all of it, or what is not `claimed`."""
@@ -217,16 +217,16 @@ class Offers:
         self._pools.pop(pool.worker, None)
         self._quiescing.discard(pool.id)
 
-    def quiesce(self, pool: int, *, force: bool) -> None:
+    def quiesce(self, pool: Pool, *, force: bool) -> None:
         """Withdraws what nobody reads, waits for (or breaks) what somebody does."""
-        self._quiescing.add(pool)
-        for lease in [lease for lease in self._leases.values() if lease.pool.id == pool]:
+        self._quiescing.add(pool.id)
+        for lease in [lease for lease in self._leases.values() if lease.pool.id == pool.id]:
             if force or not lease.claims:
                 self.step(lease, Event.REVOKE, "withdrawn")
         self._check_quiet(pool)
 
-    def _check_quiet(self, pool: int) -> None:
-        if pool in self._quiescing and not self._standing[pool]:
+    def _check_quiet(self, pool: Pool) -> None:
+        if pool.id in self._quiescing and not self._standing[pool.id]:
             self._house.pools.tell(Quiet(pool, self._owner))
 
     def drain(self) -> None:

@@ -21,6 +21,7 @@ from kvd.actors.messages import (
     AttachPool,
     AttachRefused,
     DetachPool,
+    Forget,
     Pool,
     PoolDown,
     PoolLent,
@@ -87,34 +88,43 @@ class PoolsActor(Actor):
         """Lends the worker its pool, at once, after making it, or after its predecessor's transfers ended."""
         record = self._records.get(request.worker)
         if record is None:
-            self._make_within_quota(request)
+            self._make(request)
         elif request.uid != record.request.uid:
             self._refuse(request, record.of_another(request.uid))
         elif record.stage is Stage.KEPT and request.instance == record.request.instance and record.suits(request):
             self._close_descriptor(request)
             record.request, record.kept = request, True
             self._lend(record)
-        elif record.stage is Stage.KEPT:
-            self._quieten(record, successor=request)
-        else:
+        elif record.stage is not Stage.KEPT:
             self._refuse(request, record.busy())
+        elif (refusal := self._above_bounds(request)) is not None:
+            self._refuse(request, refusal)  # and its predecessor's pool is not ended for it
+        else:
+            self._quieten(record, successor=request)
 
-    def _make_within_quota(self, request: AttachPool) -> None:
-        size = request.spec.pool_bytes
-        if len(self._records) >= limits.MAX_POOLS:
-            self._refuse(request, Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already"))
-            return
-        held = sum(record.pool.size for record in self._records.values() if record.request.uid == request.uid)
+    def _above_bounds(self, request: AttachPool) -> KvdError | None:
+        """Why this user may not have a pool of that size, beside its others; None where it may."""
+        if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
+            return Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already")
+        pools = [record.pool for record in self._records.values() if record.request.uid == request.uid]
+        others = [self._provider.footprint(pool.size) for pool in pools if pool.worker != request.worker]
+        size, held = self._provider.footprint(request.spec.pool_bytes), sum(others)
+        if len(others) >= limits.MAX_POOLS_PER_USER:
+            text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
+            return Unavailable(ErrorCode.OVERLOADED, text)
         if request.quota is None or held + size <= request.quota:
-            self._make(request)
-            return
+            return None
         text = (
             f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its quota "
             f"of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
         )
-        self._refuse(request, BadRequest(ErrorCode.NOT_PERMITTED, text))
+        return BadRequest(ErrorCode.NOT_PERMITTED, text)
 
     def _make(self, request: AttachPool) -> None:
+        refusal = self._above_bounds(request)
+        if refusal is not None:
+            self._refuse(request, refusal)
+            return
         self._last_id += 1
         size = request.spec.pool_bytes
         pool = Pool(self._last_id, request.worker, self._last_id, 0, size, request.spec, request.raw_spec)
@@ -234,14 +244,16 @@ class PoolsActor(Actor):
     def _tell_quiesce(self, record: Record, *, force: bool) -> None:
         why = "the pool is registered anew: a peer lost its rights" if record.renewing else "the worker is gone"
         for actor in (self._house.leases, self._house.scheduler):
-            actor.tell(Quiesce(record.pool.id, force, why))
+            actor.tell(Quiesce(record.pool, force, why))
 
     @handles(Quiet)
     def quiet(self, message: Quiet) -> None:
-        """One of the two that use the pool has let go of it."""
-        record = self._by_id(message.pool)
+        """One of the two that use the pool has let go of it; what answers for an earlier epoch says nothing of it."""
+        record = self._records.get(message.pool.worker)
+        if record is None or record.pool is not message.pool or record.stage is not Stage.QUIETING:
+            return
         record.noisy.discard(message.by)
-        if record.noisy or record.stage is not Stage.QUIETING:
+        if record.noisy:
             return
         if record.ends or record.renewing:
             record.renewing = not record.ends
@@ -360,6 +372,7 @@ class PoolsActor(Actor):
 
     def _drop(self, record: Record) -> None:
         del self._records[record.pool.worker]
+        self._house.completion.tell(Forget(record.pool.worker))
         if record.memory is not None:
             self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
             self._store.drop(record.pool.worker)

@@ -22,6 +22,7 @@ from kvd.actors.messages import (
     PeerDown,
     PeerIdle,
     PeerUp,
+    Pool,
     PoolDown,
     PoolUp,
     Quiesce,
@@ -280,7 +281,7 @@ class SchedulerActor(Actor):
         if pull.quarantined:
             self._count_quarantined(-1)
             self._house.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
-        self._check_quiet(pull.pool.id)
+        self._check_quiet(pull.pool)
         self._check_idle()
 
     def _count_quarantined(self, change: int) -> None:
@@ -326,14 +327,14 @@ class SchedulerActor(Actor):
     @handles(Quiesce)
     def quiesce(self, message: Quiesce) -> None:
         """Cancels the pulls into a pool, and says when the last write has ended."""
-        self._targets.close(message.pool)
+        self._targets.close(message.pool.id)
         gone = Unavailable(ErrorCode.POOL_BUSY if message.force else ErrorCode.CANCELLED, message.why)
-        for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool]:
+        for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool.id]:
             self._end(pull, gone, cancelled=not message.force)
         self._check_quiet(message.pool)
 
-    def _check_quiet(self, pool: int) -> None:
-        if self._targets.is_quiet(pool):
+    def _check_quiet(self, pool: Pool) -> None:
+        if self._targets.is_quiet(pool.id):
             self._house.pools.tell(Quiet(pool, self.name))
 
     @handles(Drain)

@@ -85,8 +85,8 @@ def furnish(house: House, fittings: Fittings) -> None:
 
     transport.start(_delivery(house, fittings))
     transport.register(STAMPS, stamps.base, stamps.words.nbytes)
-    peer_port.start(on_peer)
-    worker_port.start(on_worker)
+    peer_port.start(on_peer, house.post)
+    worker_port.start(on_worker, house.post)
 
 
 def _delivery(house: House, fittings: Fittings) -> Callable[[Event], None]:

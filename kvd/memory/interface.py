@@ -37,6 +37,9 @@ class Memory(Protocol):
 class MemoryProvider(Protocol):
     """Makes pools."""
 
+    def footprint(self, size: int) -> int:
+        """Bytes of memory that a pool of `size` bytes takes: whole pages."""
+
     def allocate(self, name: str, size: int) -> Memory:
         """A new pool of `size` bytes, zeroed and faulted in.
 

@@ -90,6 +90,10 @@ class MemfdProvider:
     def __init__(self, backing: Backing = Backing.AUTO) -> None:
         self._backing = backing
 
+    def footprint(self, size: int) -> int:
+        """Bytes of memory that a pool of `size` bytes takes: whole pages of 2 MiB."""
+        return _file_length(size)
+
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that a worker sent along and nobody needs."""
         os.close(descriptor)

@@ -70,6 +70,24 @@ WorkerEvent = SessionOpened | SessionFrame | SessionClosed | WorkerFrame
 PeerEvent = PeerAsked | PeerAnswered
 
 
+class Intake(Protocol):
+    """Whether the daemon keeps up with what its sockets deliver: whoever reads one asks before each frame."""
+
+    def admits(self, again: Callable[[], None]) -> bool:
+        """Whether one more frame may be taken in; where not, `again` is called on the loop once one may."""
+
+
+class Open:
+    """The `Intake` of a socket whose frames cost no more than to read them."""
+
+    def admits(self, again: Callable[[], None]) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+
+OPEN: Final = Open()
+
+
 class WorkerPort(Protocol):
     """The two local sockets: sessions (Unix stream) and requests (ZMQ over ipc)."""
 
@@ -77,8 +95,8 @@ class WorkerPort(Protocol):
     def endpoint(self) -> str:
         """Where a worker connects its ZMQ socket."""
 
-    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
-        """Binds and listens; `on_event` is called on the loop."""
+    def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
+        """Binds and listens; `on_event` is called on the loop, as often as `intake` admits it."""
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Sends a frame, and duplicates of `descriptors`, on a session; a closed one is ignored."""
@@ -103,8 +121,8 @@ class PeerPort(Protocol):
     def address(self) -> str:
         """Where peers reach us."""
 
-    def start(self, on_event: Callable[[PeerEvent], None]) -> None:
-        """Binds; `on_event` is called on the loop."""
+    def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
+        """Binds; `on_event` is called on the loop, as often as `intake` admits it."""
 
     def connect(self, address: str) -> int:
         """Opens a link to a daemon; connects in the background and again after a loss.

@@ -26,7 +26,7 @@ import zmq
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
+from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.lock import PathLock
 from kvd.net.options import Kind, apply
 from kvd.net.pump import SocketPump
@@ -101,6 +101,7 @@ class PeerSockets:
         self._links: dict[int, _Link] = {}
         self._numbers = itertools.count(1)
         self._on_event: Callable[[PeerEvent], None] | None = None
+        self._intake: Intake = OPEN
 
     @property
     def address(self) -> str:
@@ -109,8 +110,8 @@ class PeerSockets:
             raise RuntimeError("the address is known once the sockets have started")
         return f"{self._advertise}#{self._trust.pair.public.hex()}" if self._trust else self._advertise
 
-    def start(self, on_event: Callable[[PeerEvent], None]) -> None:
-        """Binds; `on_event` is called on the running loop.
+    def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
+        """Binds; `on_event` is called on the running loop, as often as `intake` admits it.
 
         Raises:
             BadRequest: `BAD_CONFIG`, the address cannot be bound (in use, not ours).
@@ -125,7 +126,7 @@ class PeerSockets:
             self._monitor = HandshakeMonitor(socket, self._on_rejected)
             self._trust.secure_server(socket)
         self._bind(socket)
-        self._on_event = on_event
+        self._on_event, self._intake = on_event, intake
         self._router = self._pump(socket, on_event)
 
     def _bind(self, socket: "zmq.Socket[bytes]") -> None:
@@ -159,10 +160,10 @@ class PeerSockets:
                 asked(parts)
 
         if self._trust is not None:
-            return SocketPump(socket, asked_with_key, witness="User-Id")
+            return SocketPump(socket, asked_with_key, witness="User-Id", intake=self._intake)
         if self._path is not None:
-            return SocketPump(socket, asked_by_user, witness=WITNESS)
-        return SocketPump(socket, asked)
+            return SocketPump(socket, asked_by_user, witness=WITNESS, intake=self._intake)
+        return SocketPump(socket, asked, intake=self._intake)
 
     def _is_ours(self, user: int) -> bool:
         """Whether a message over a Unix socket counts: it comes from a process of our own user."""
@@ -215,7 +216,8 @@ class PeerSockets:
             if ours and self._still_allowed(key):
                 on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
 
-        self._links[link] = _Link(SocketPump(socket, answered, witness=WITNESS if by_user else ""), key)
+        pump = SocketPump(socket, answered, witness=WITNESS if by_user else "", intake=self._intake)
+        self._links[link] = _Link(pump, key)
         return link
 
     def _new_dealer(self) -> "zmq.Socket[bytes]":

@@ -11,10 +11,11 @@ from typing import Final
 
 import zmq
 
+from kvd.net.interface import OPEN, Intake
 from kvd.net.options import is_readable
 
 RECEIVES_PER_WAKE: Final = 64
-"""Messages taken in before the loop's other work gets its turn."""
+"""Messages taken in before the loop's other work, and other sockets, get their turn."""
 
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # as ints: to compute with pyzmq's flags takes as long as to send
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -22,6 +23,9 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
+
+    It takes a message in when `intake` admits it. Where there are many senders (ROUTER), libzmq takes one message of
+    each in turn, so each has the same share of what is admitted.
 
     With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is
     appended as one more part, empty where it was not found: it is known from the connection, no message can claim it.
@@ -32,11 +36,13 @@ class SocketPump:
         socket: "zmq.Socket[bytes]",
         on_message: Callable[[list[bytes]], None],
         witness: str = "",
+        intake: Intake = OPEN,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
         self._witness = witness
         self._routes = socket.getsockopt(zmq.TYPE) == zmq.ROUTER
+        self._intake = intake
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -71,13 +77,13 @@ class SocketPump:
     def _receive(self) -> None:
         self._turn = None
         for _ in range(RECEIVES_PER_WAKE):
+            if self._socket.closed or not is_readable(self._socket) or not self._intake.admits(self._receive):
+                return
             try:
                 parts = self._take()
             except zmq.Again:
                 return
             self._on_message(parts)
-            if self._socket.closed or not is_readable(self._socket):
-                return
         self._schedule()
 
     def _take(self) -> list[bytes]:

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -12,7 +13,8 @@ import zmq
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
+from kvd.net.frames import Frame
+from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.lock import PathLock
 from kvd.net.options import BACKLOG, Kind, apply
 from kvd.net.pump import SocketPump
@@ -32,6 +34,9 @@ HANG_UP_SECONDS: Final = 1.0
 
 ACCEPT_PAUSE_SECONDS: Final = 0.5
 """Pause of accepting after the system had no descriptor for us."""
+
+FRAMES_PER_TURN: Final = 4
+"""Frames of one session that are handed on before others get their turn: an honest one has one."""
 
 
 class WorkerSockets:
@@ -57,20 +62,21 @@ class WorkerSockets:
         self._closing: set[_Session] = set()
         self._numbers = itertools.count(1)
         self._on_event: Callable[[WorkerEvent], None]
+        self._intake: Intake = OPEN
 
     @property
     def endpoint(self) -> str:
         """Where a worker connects its ZMQ socket."""
         return f"ipc://{self._zmq_path(self._path)}"
 
-    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
-        """Binds and listens; `on_event` is called on the running loop.
+    def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
+        """Binds and listens; `on_event` is called on the running loop, as often as `intake` admits it.
 
         Raises:
             BadRequest: `BAD_CONFIG`, another daemon serves the path, or nothing can be bound there.
 
         """
-        self._on_event = on_event
+        self._on_event, self._intake = on_event, intake
         self._lock = PathLock(self._path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
@@ -87,7 +93,7 @@ class WorkerSockets:
             router.close(0)
             self.close()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
-        self._router = SocketPump(router, self._received, witness=WITNESS)
+        self._router = SocketPump(router, self._received, witness=WITNESS, intake=intake)
         self._watch_listener()
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -153,6 +159,9 @@ class WorkerSockets:
 
     def _accept(self) -> None:
         assert self._listener is not None  # noqa: S101 - the reader is removed before the listener is
+        if not self._intake.admits(self._watch_listener):
+            asyncio.get_running_loop().remove_reader(self._listener)
+            return
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
@@ -167,7 +176,7 @@ class WorkerSockets:
             return
         pid, uid, gid = credentials(accepted)
         connection = next(self._numbers)
-        self._sessions[connection] = _Session(accepted, connection, self._session_event)
+        self._sessions[connection] = _Session(accepted, connection, self._session_event, self._intake)
         self._on_event(SessionOpened(connection, pid, uid, gid))
 
     def _session_event(self, event: SessionFrame | SessionClosed) -> None:
@@ -180,15 +189,23 @@ class _Session:
     """One connection: watched by the loop for as long as it is open."""
 
     def __init__(
-        self, accepted: socket.socket, connection: int, on_event: Callable[[SessionFrame | SessionClosed], None]
+        self,
+        accepted: socket.socket,
+        connection: int,
+        on_event: Callable[[SessionFrame | SessionClosed], None],
+        intake: Intake,
     ) -> None:
         self._stream = FrameStream(accepted)
         self._connection = connection
         self._on_event = on_event
+        self._intake = intake
+        self._frames: deque[Frame] = deque()
+        """That were read and not handed on: nothing more is read while there are any."""
         self._loop = asyncio.get_running_loop()
         self._on_finished: Callable[[_Session], None] | None = None
         self._time_out: asyncio.TimerHandle | None = None
-        self._loop.add_reader(self._stream.fileno(), self._receive)
+        self._reading = False
+        self._read_on()
 
     def send(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
         if self._stream.fileno() < 0:
@@ -218,6 +235,9 @@ class _Session:
         self._loop.remove_reader(self._stream.fileno())
         self._loop.remove_writer(self._stream.fileno())
         self._stream.close()
+        while self._frames:
+            for descriptor in self._frames.popleft().descriptors:
+                os.close(descriptor)
 
     def _finished(self) -> None:
         self.close()
@@ -233,7 +253,7 @@ class _Session:
         if self._on_finished is not None:
             self._finished()
 
-    def _receive(self) -> None:
+    def _readable(self) -> None:
         try:
             frames = self._stream.receive()
         except BadRequest as error:
@@ -244,13 +264,33 @@ class _Session:
         if frames is None:
             self._lost(None)
             return
-        for position, frame in enumerate(frames):
+        self._frames.extend(frames)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hands on what was read, a few frames a turn and as they are admitted; then reads on."""
+        for _ in range(FRAMES_PER_TURN):
             if self._stream.fileno() < 0 or self._on_finished is not None:
-                for unread in frames[position:]:
-                    for descriptor in unread.descriptors:
-                        os.close(descriptor)
                 return
+            if not self._frames:
+                self._read_on()
+                return
+            if not self._intake.admits(self._hand_on):
+                self._pause()
+                return
+            frame = self._frames.popleft()
             self._on_event(SessionFrame(self._connection, frame.content, frame.descriptors))
+        self._pause()
+        self._loop.call_soon(self._hand_on)
+
+    def _read_on(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self._loop.add_reader(self._stream.fileno(), self._readable)
+
+    def _pause(self) -> None:
+        self._reading = False
+        self._loop.remove_reader(self._stream.fileno())
 
     def _lost(self, error: BadRequest | None) -> None:
         self.close()

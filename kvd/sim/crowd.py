@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent, WorkerEvent
+from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent, WorkerEvent
 from kvd.plan import Descriptors
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Renew, Welcome
@@ -33,7 +33,7 @@ class CrowdPort:
         self._addresses: dict[int, str] = {}
         self._links = 0
 
-    def start(self, on_event: Callable[[PeerEvent], None]) -> None:
+    def start(self, on_event: Callable[[PeerEvent], None], _intake: Intake = OPEN) -> None:
         """Begins."""
         self._on_event = on_event
 
@@ -118,7 +118,7 @@ class LoopbackWorkers:
         self.heard: dict[bytes | int, Callable[[bytes], None]] = {}
         self.on_event: Callable[[WorkerEvent], None]
 
-    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
+    def start(self, on_event: Callable[[WorkerEvent], None], _intake: Intake = OPEN) -> None:
         """Begins."""
         self.on_event = on_event
 

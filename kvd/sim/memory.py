@@ -108,6 +108,10 @@ class SimProvider:
         self._map_file = map_file
         self._is_full = is_full
 
+    def footprint(self, size: int) -> int:
+        """Bytes of memory that a pool of `size` bytes takes."""
+        return size
+
     def map(self, descriptor: int) -> int:
         """Where the file behind a descriptor is mapped now."""
         return self._map_file(self.kernel.file(descriptor))

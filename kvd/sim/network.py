@@ -4,11 +4,14 @@ Between daemons messages get lost, come twice, late and in another order, and pa
 each other, both ways or one. Between a worker and its daemon they are reliable and in order, until the session is lost.
 """
 
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import (
+    OPEN,
+    Intake,
     PeerAnswered,
     PeerAsked,
     PeerEvent,
@@ -53,6 +56,24 @@ class Network:
             world.loop.call_later(delay, deliver)
 
 
+class _Inbox:
+    """What has arrived at a port and was not admitted yet."""
+
+    def __init__(self) -> None:
+        self._events: deque[Any] = deque()
+        self.on_event: Callable[[Any], None] = lambda _event: None
+        self.intake: Intake = OPEN
+
+    def put(self, event: Any) -> None:
+        """An event arrives."""
+        self._events.append(event)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._events and self.intake.admits(self._hand_on):
+            self.on_event(self._events.popleft())
+
+
 class SimPeerPort:
     """One daemon's peer socket; implements `kvd.net.interface.PeerPort`."""
 
@@ -64,7 +85,7 @@ class SimPeerPort:
         self.links: dict[int, str] = {}
         self._askers: dict[bytes, SimPeerPort] = {}
         self._last_link = 0
-        self._on_event: Callable[[PeerEvent], None] = lambda _event: None
+        self._inbox = _Inbox()
         self.answers_to_stranger: list[bytes] = []
         """What garbage was answered with."""
 
@@ -73,9 +94,9 @@ class SimPeerPort:
         """Where peers reach us."""
         return _PREFIX + self.daemon
 
-    def start(self, on_event: Callable[[PeerEvent], None]) -> None:
+    def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
         """Binds."""
-        self._on_event = on_event
+        self._inbox.on_event, self._inbox.intake = on_event, intake
         self._network.peer_ports[self.address] = self
 
     def connect(self, address: str) -> int:
@@ -106,11 +127,11 @@ class SimPeerPort:
 
     def inject_ask(self, sender: bytes, frame: bytes) -> None:
         """A frame arrives."""
-        self._process.call_soon(self._on_event, PeerAsked(sender, frame))
+        self._process.call_soon(self._inbox.put, PeerAsked(sender, frame))
 
     def inject_answer(self, link: int, frame: bytes) -> None:
         """A frame arrives on a link."""
-        self._process.call_soon(self._on_event, PeerAnswered(link, frame))
+        self._process.call_soon(self._inbox.put, PeerAnswered(link, frame))
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends to a daemon that connected to us."""
@@ -203,7 +224,7 @@ class SimWorkerPort:
         self.sessions: dict[int, Session] = {}
         self.routes: dict[bytes, Session] = {}
         self._last = 0
-        self.on_event: Callable[[WorkerEvent], None] = lambda _event: None
+        self._inbox = _Inbox()
         self.answers_to_stranger: list[bytes] = []
 
     @property
@@ -211,9 +232,13 @@ class SimWorkerPort:
         """Where workers connect."""
         return f"ipc://{self.daemon}"
 
-    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
+    def on_event(self, event: WorkerEvent) -> None:
+        """Something arrives."""
+        self._inbox.put(event)
+
+    def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
         """Listens."""
-        self.on_event = on_event
+        self._inbox.on_event, self._inbox.intake = on_event, intake
         self._network.worker_ports[self.daemon] = self
 
     def later(self, process: Process, callback: Callable[..., None], *args: object) -> None:

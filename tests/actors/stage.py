@@ -201,7 +201,7 @@ class _WorkerPort:
     def __init__(self, stage):
         self.stage = stage
 
-    def start(self, on_event):
+    def start(self, on_event, intake):
         pass
 
     def send_session(self, connection, frame, descriptors=()):
@@ -228,7 +228,7 @@ class _PeerPort:
     def __init__(self, stage):
         self.stage, self.links = stage, {}
 
-    def start(self, on_event):
+    def start(self, on_event, intake):
         pass
 
     def connect(self, address):
@@ -255,6 +255,9 @@ class _PeerPort:
 class _Provider:
     def __init__(self, stage):
         self.stage = stage
+
+    def footprint(self, size):
+        return size
 
     def allocate(self, name, size):
         return self.stage.memory

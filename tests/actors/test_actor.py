@@ -86,6 +86,34 @@ def test_a_chain_of_messages_takes_one_turn_of_the_loop_and_a_long_one_lets_othe
     assert actor.seen == [10, 11, 12, 13]
 
 
+def test_frames_are_admitted_no_faster_than_messages_are_handled_and_readers_take_turns(loop, post, monkeypatch):
+    monkeypatch.setattr(limits, "INTAKE_CLOSES", 8)
+    monkeypatch.setattr(limits, "INTAKE_OPENS", 2)
+    monkeypatch.setattr(limits, "MESSAGES_PER_TURN", 5)
+    actor, taken, most = Counter(post), {"a": 0, "b": 0, "c": 0}, 0
+
+    def reader(name):
+        def read():
+            nonlocal most
+            for _ in range(4):
+                if not post.admits(read):
+                    return
+                taken[name] += 1
+                actor.tell("frame")  # which makes another message
+            most = max(most, actor.waiting)
+            if taken[name] < 400:
+                loop.call_soon(read)
+
+        return read
+
+    for name in taken:
+        loop.call_soon(reader(name))
+    while sum(taken.values()) < 600:
+        loop._run(loop.ready.popleft())
+    assert most <= 2 * 8
+    assert max(taken.values()) - min(taken.values()) <= 8
+
+
 def test_a_probe_is_answered_when_all_before_it_is_handled(loop, post):
     actor, answers = Counter(post), []
     actor.tell(1)

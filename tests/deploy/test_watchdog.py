@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvd import limits
 from kvd.actors.actor import Actor, Post, Probe
 from kvd.actors.completion import CompletionActor
 from kvd.actors.gateway import GatewayActor
@@ -97,6 +98,17 @@ def test_an_actor_that_does_not_handle_its_mailbox_starves_it_and_is_named() -> 
     assert pair.fed == 0
     assert pair.misses("stuck") == 1.0
     assert pair.misses("transport") is None
+
+
+def test_a_full_mailbox_is_a_silent_part_and_does_not_end_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 0)
+    pair = Pair(Quick)
+    pair.loop.turn(1.0)
+    assert pair.misses("quick") == 1.0
+    monkeypatch.undo()
+    pair.loop.turn(1.0)
+    pair.watchdog.transport_answered(3)
+    assert pair.fed == 1
 
 
 def test_a_transport_that_does_not_turn_starves_it_and_a_late_answer_does_not_count() -> None:

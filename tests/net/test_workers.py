@@ -2,7 +2,7 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import zmq
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import HEADER, MAX_DESCRIPTORS, pack
-from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.stream import FrameStream
 from kvd.net.workers import MAX_CONNECTIONS, WorkerSockets
 from kvd.protocol.codec import session_replies
@@ -19,11 +19,11 @@ from tests.net.conftest import Inbox
 
 
 class Daemon:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, intake: Intake = OPEN) -> None:
         self.path = str(path / "kvd.sock")
         self.inbox = Inbox()
         self.port = WorkerSockets(self.path)
-        self.port.start(self.inbox)
+        self.port.start(self.inbox, intake)
 
     async def session(self) -> tuple[socket.socket, int]:
         """A connected worker's socket, and the daemon's number of it."""
@@ -135,6 +135,47 @@ async def test_a_worker_that_never_reads_loses_its_session(daemon: Daemon) -> No
         for _ in range(4):
             daemon.port.send_session(connection, bytes(limits.MAX_MESSAGE_BYTES))
         assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+
+
+class Valve:
+    """An intake that admits as many frames as it was given."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.held: dict[Callable[[], None], None] = {}
+
+    def admits(self, again: Callable[[], None]) -> bool:
+        self.room -= 1
+        if self.room < 0:
+            self.held[again] = None
+        return self.room >= 0
+
+    def open(self, room: int) -> None:
+        self.room = room
+        held, self.held = self.held, {}
+        for again in held:
+            again()
+
+
+async def test_sockets_are_read_no_further_than_frames_are_admitted_and_on_when_they_are(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, valve := Valve(1 + 3))
+    worker, _ = await daemon.session()
+    with worker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer, socket.socket(socket.AF_UNIX) as late:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"session-of-16-by")
+        worker.sendall(pack(b"status") * 1000)
+        await daemon.inbox.until(lambda events: len(events) == 3)
+        dealer.connect(daemon.port.endpoint)
+        for _ in range(1000):
+            dealer.send(b"offer")
+        late.connect(daemon.path)
+        while len(valve.held) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert len(daemon.inbox.events) == 3
+        valve.open(3 * 1000)
+        await daemon.inbox.until(lambda events: len(events) == 1000 + 1000 + 1)
+        assert sum(isinstance(event, SessionFrame) for event in daemon.inbox.events) == 1000
+    daemon.port.close()
 
 
 async def test_a_garbage_length_ends_the_session_with_a_typed_error_and_leaves_the_others(daemon: Daemon) -> None:
