@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -25,7 +25,7 @@ from kvd.config import Config
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
 from kvd.discovery.names import PeerNames
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.health import Health
 from kvd.host import raise_open_files
 from kvd.http import HttpServer
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from kvd.tracing import Traces
 
 T = TypeVar("T")
+
+_log = structlog.get_logger("kvd")
 
 _ROUND_SECONDS = 1.0
 """Between two rounds of the watchdog."""
@@ -79,6 +81,7 @@ class Daemon:
     async def serve(self) -> int:
         """Starts, waits for SIGTERM or SIGINT, drains, stops. 0 after a clean end, 1 where something failed."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._escaped)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         await self._run(loop)
@@ -259,6 +262,10 @@ class Daemon:
         self._failure = self._failure or reason
         self._stopping.set()
 
+    def _escaped(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. Logged without its arguments, which asyncio would show: some are messages."""
+        self._log.error("a callback of the loop failed", what=context["message"], exc_info=context.get("exception"))
+
     def _describe(self) -> dict[str, object]:
         config = self.config
         return {
@@ -298,6 +305,9 @@ class _Background:
                 return work()
             except KvdError as error:
                 return error
+            except Exception as error:  # noqa: BLE001 - whoever waits for the result hears of it
+                _log.error("background work failed", exc_info=error)
+                return InternalError(ErrorCode.INTERNAL, f"a {type(error).__name__} of kvd's own; see the daemon's log")
 
         future = self._loop.run_in_executor(None, attempt)
         future.add_done_callback(lambda finished: done(finished.result()))

@@ -44,6 +44,8 @@ def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
             if quota != "max":
                 found = min(found, math.ceil(int(quota) / int(period)))
     return found
+
+
 def rdma_ports() -> list[str]:
     """Every port of those devices, `device:port`."""
     found = [(name, port) for name in rdma_devices() for port in (_RDMA_DEVICES / name / "ports").iterdir()]

@@ -67,6 +67,9 @@ INTAKE_OPENS: Final = 64
 """Messages waiting in all actors with which sockets are read no more, and again: what one turn delivers, and a
 quarter of it. So a frame waits behind a few milliseconds of work, however much its neighbours send."""
 
+FAILURES_LOGGED_PER_SECOND: Final = 1.0
+"""Lines about messages that an actor could not handle; `kvd_actor_failures_total` counts those beyond."""
+
 MESSAGES_PER_TURN: Final = 256
 """Messages between actors that are delivered before sockets and timers get a turn: about 2 ms."""
 

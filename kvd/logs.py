@@ -1,10 +1,19 @@
-"""Structured logs: one event a line, as JSON, or readable where a person looks at a terminal."""
+"""Structured logs: one event a line, as JSON, or readable where a person looks at a terminal.
+
+Of an exception its type and the lines that it passed are logged, and the text of kvd's own errors. The text of others,
+and the values of variables, may be a ticket, block ids or keys of users.
+"""
 
 import logging
 import sys
+import traceback
 from typing import Literal
 
 import structlog
+
+from kvd.errors import KvdError
+
+_MAX_FRAMES = 20
 
 
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
@@ -14,14 +23,30 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _redacted_traceback,
+        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(),
     ]
-    if console:
-        processors.append(structlog.dev.ConsoleRenderer())
-    else:
-        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _redacted_traceback(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Puts what may be said of `exc_info`, an exception, in its place."""
+    error = event.pop("exc_info", None)
+    if not isinstance(error, BaseException):
+        return event
+    event["error"] = describe(error)
+    event["traceback"] = [
+        f"{frame.filename}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__, limit=-_MAX_FRAMES)
+    ]
+    return event
+
+
+def describe(error: BaseException) -> str:
+    """An exception as a log may show it: with its text where that is ours, which names no contents of messages."""
+    return f"{type(error).__name__}: {error.text}" if isinstance(error, KvdError) else type(error).__name__

@@ -25,6 +25,7 @@ def test_a_cgroups_quota_of_time_counts_as_fewer_cores(
     (tmp_path / "cgroup").write_text("1:cpu:/\n")
     assert host.cores(tmp_path / "cgroup", tmp_path / "cgroups") == 8
 
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_an_address_leads_to_the_interface_that_has_it(address: str) -> None:
     assert host.interface_of(address) == "lo"

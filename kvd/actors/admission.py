@@ -1,5 +1,7 @@
 """Who of the workers is let in, and how often each may ask: what the gateway checks before it looks any closer."""
 
+from collections import Counter
+
 import structlog
 
 from kvd import limits
@@ -12,6 +14,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 _ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
 _REQUESTS = Pace(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
 _STATUSES = Pace(limits.MAX_STATUSES_PER_SECOND, 2 * limits.MAX_STATUSES_PER_SECOND)
+_INQUIRIES = Pace(limits.MAX_INQUIRIES_PER_SECOND, 2 * limits.MAX_INQUIRIES_PER_SECOND)
 
 
 class Allowance:
@@ -46,13 +49,16 @@ class Allowance:
 
 
 class Admission:
-    """The policy, how often each user attaches, and who has been logged for trying what they may not."""
+    """The policy, how much each user has and does, and who has been logged for trying what they may not."""
 
     def __init__(self, policy: Policy, loop: Loop) -> None:
         self._policy = policy
         self._loop = loop
         self._attaches: dict[int, Rate] = {}
+        self._inquiries: dict[int, Rate] = {}
         """By user; those that are full again are forgotten."""
+        self._sessions: Counter[int] = Counter()
+        """By user."""
         self._once = Once(structlog.get_logger("kvd.gateway"), "kvd_requests_refused_total")
 
     def allowance(self) -> Allowance:
@@ -72,12 +78,56 @@ class Admission:
         except BadRequest as error:
             self._once.warn("attach not permitted", uid, uid=uid, worker=worker, text=error.text)
             raise
-        now = self._loop.time()
-        self._attaches = {user: rate for user, rate in self._attaches.items() if not rate.is_full(now)}
-        if not self._attaches.setdefault(uid, Rate(_ATTACHES, now)).take(now):
+        if not self._take(self._attaches, uid, _ATTACHES):
             text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         return quota
+
+    def inquire(self, uid: int) -> None:
+        """Counts a status that a session without a pool asks for.
+
+        Raises:
+            Unavailable: `OVERLOADED`, this user's sessions ask too often.
+
+        """
+        if not self._take(self._inquiries, uid, _INQUIRIES):
+            text = (
+                f"user {uid} asks for more than {_INQUIRIES.per_second:g} statuses a second without a pool; slow down"
+            )
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+
+    def _take(self, rates: dict[int, Rate], uid: int, pace: Pace) -> bool:
+        now = self._loop.time()
+        for user in [user for user, rate in rates.items() if rate.is_full(now)]:
+            del rates[user]
+        return rates.setdefault(uid, Rate(pace, now)).take(now)
+
+    def enter(self, uid: int) -> None:
+        """One more session of this user.
+
+        Raises:
+            Unavailable: `OVERLOADED`, there are too many, of this user or altogether.
+
+        """
+        strangers = sum(count for user, count in self._sessions.items() if not self._policy.is_favoured(user))
+        if self._sessions.total() >= limits.MAX_WORKERS:
+            text = f"{limits.MAX_WORKERS} workers are connected, which is the bound"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        if not self._policy.is_favoured(uid) and (
+            self._sessions[uid] >= limits.MAX_SESSIONS_PER_USER or strangers >= limits.MAX_STRANGERS
+        ):
+            text = (
+                f"user {uid} has {self._sessions[uid]} sessions and all users that the daemon does not run as have "
+                f"{strangers}; the bounds are {limits.MAX_SESSIONS_PER_USER} and {limits.MAX_STRANGERS}"
+            )
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        self._sessions[uid] += 1
+
+    def leave(self, uid: int) -> None:
+        """One session of this user is gone."""
+        self._sessions[uid] -= 1
+        if not self._sessions[uid]:
+            del self._sessions[uid]
 
     def stolen(self, worker: str, owner: int, uid: int) -> None:
         """A message came under another user's session id."""

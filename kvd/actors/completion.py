@@ -37,7 +37,9 @@ class _Log:
     first: int = 1
     items: deque[Notification] = field(default_factory=deque)
     sent: int = 0
-    """How many of `items` were sent in this session."""
+    """How many of `items` were sent in this session, and not refused by the worker's full queue since."""
+    told: int = 0
+    """The highest sequence number that was ever sent: what may be acknowledged."""
     connected: bool = False
     flushing: bool = False
     full: bool = False
@@ -93,13 +95,16 @@ class CompletionActor(Actor):
         for batch in _batches(log):
             self._house.gateway.tell(Answer(message.worker, batch))
         log.sent = len(log.items)
+        log.told = log.first + log.sent - 1
 
     @handles(Undelivered)
     def undelivered(self, message: Undelivered) -> None:
         """The worker does not read: everything that is not acknowledged is sent again later (it drops what it has)."""
         log = self._logs.get(message.worker)
-        if log is not None and not log.flushing:
-            log.sent = 0
+        if log is None:
+            return
+        log.sent = 0
+        if not log.flushing:
             log.flushing = True
             self.tell_later(_RESEND_AFTER, _Flush(message.worker))
 
@@ -130,11 +135,10 @@ class CompletionActor(Actor):
         log = self._logs.get(message.worker)
         if log is None:
             return
-        count = min(message.sequence - log.first + 1, log.sent)
-        for _ in range(count):
+        for _ in range(min(message.sequence, log.told) - log.first + 1):
             log.items.popleft()
             log.first += 1
-            log.sent -= 1
+            log.sent = max(0, log.sent - 1)
         self._set_full(message.worker, log)
         self._check_idle()
 

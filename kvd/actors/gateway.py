@@ -5,11 +5,16 @@ Every frame of a worker is decoded and checked here, so that no other actor sees
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.actor import Actor, OnFailure, handles
 from kvd.actors.admission import Admission, Allowance
+from kvd.actors.background import Background
 from kvd.actors.blocks import check_spans
+from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
     Acknowledged,
@@ -83,6 +88,17 @@ class _Session:
     backlogged: bool = False
 
 
+class _SpecRead(Struct, frozen=True):
+    event: SessionFrame
+    request: Attach
+    quota: int | None
+    result: CacheSpec | KvdError
+
+
+class _Idle(Struct, frozen=True, gc=False):
+    connection: int
+
+
 class GatewayActor(Actor):
     """See the module's text. A failure concerns one message of one worker: it is reported, and the others go on."""
 
@@ -98,14 +114,18 @@ class GatewayActor(Actor):
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
         policy: Policy,
+        background: Background,
     ) -> None:
         super().__init__(house.post)
         self._house = house
         self._port = port
         self._peer_address = peer_address
         self._draw_session = draw_session
+        self._background = background
         self._admission = Admission(policy, house.loop)
         self._connections: dict[int, _Connection] = {}
+        self._idle: Expiry[int] = Expiry(house.loop, lambda number: self.tell(_Idle(number)))
+        """Connections that have no pool and wait for none."""
         self._by_worker: dict[str, _Session] = {}
         self._by_id: dict[bytes, _Session] = {}
         self._statuses = Statuses(house, lambda: {**describe(), "workers": sorted(self._by_worker)})
@@ -116,12 +136,28 @@ class GatewayActor(Actor):
     @handles(SessionOpened)
     def opened(self, event: SessionOpened) -> None:
         """Somebody connected; who, the kernel says."""
-        if len(self._connections) >= limits.MAX_WORKERS:
-            full = Unavailable(ErrorCode.OVERLOADED, f"{limits.MAX_WORKERS} workers are connected, which is the bound")
+        try:
+            self._admission.enter(event.uid)
+        except Unavailable as full:
             self._refuse_session(event.connection, full)
             self._port.close_session(event.connection)
             return
         self._connections[event.connection] = _Connection(event.pid, event.uid, event.gid, self._admission.allowance())
+        self._has_no_pool(event.connection)
+
+    def _has_no_pool(self, connection: int) -> None:
+        """From now on it is hung up on, unless it asks for something."""
+        self._connections[connection].worker = ""
+        self._idle.set(connection, self.loop.time() + limits.SESSION_IDLE_SECONDS)
+
+    @handles(_Idle)
+    def idle(self, message: _Idle) -> None:
+        """A connection that is of no use to its owner takes somebody else's place."""
+        if message.connection in self._connections and not self._connections[message.connection].worker:
+            text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
+            self._refuse_session(message.connection, Unavailable(ErrorCode.DEADLINE, text))
+            self._port.close_session(message.connection)
+            self.closed(SessionClosed(message.connection))
 
     @handles(SessionFrame)
     def session_frame(self, event: SessionFrame) -> None:
@@ -132,6 +168,8 @@ class GatewayActor(Actor):
             return
         try:
             request = codec.session_requests.decode(event.frame)
+            if not connection.worker:
+                self._has_no_pool(event.connection)
             if isinstance(request, Attach):
                 self._attach(event, connection, request)
                 return
@@ -140,7 +178,10 @@ class GatewayActor(Actor):
                 self._detach(event.connection, connection)
             else:
                 number = event.connection
-                connection.allowance.take_status()
+                if connection.worker:
+                    connection.allowance.take_status()
+                else:
+                    self._admission.inquire(connection.uid)
                 self._statuses.ask(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
             self._port.discard(event.descriptors)
@@ -157,20 +198,38 @@ class GatewayActor(Actor):
         if len(event.descriptors) > 1:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{len(event.descriptors)} descriptors came along; at most one may")
         quota = self._admission.admit(connection.uid, connection.gid, request.worker)
-        spec = CacheSpec.decode(request.spec)
         connection.worker = request.worker
-        self._house.pools.tell(
-            AttachPool(
-                connection=event.connection,
-                worker=request.worker,
-                instance=request.instance,
-                uid=connection.uid,
-                spec=spec,
-                raw_spec=request.spec,
-                descriptor=event.descriptors[0] if event.descriptors else -1,
-                quota=quota,
-            )
+        self._idle.unset(event.connection)
+        # Beside the loop: a long spec takes tens of milliseconds.
+        self._background(
+            partial(CacheSpec.decode, request.spec),
+            lambda result: self.tell(_SpecRead(event, request, quota, result)),
         )
+
+    @handles(_SpecRead)
+    def spec_read(self, message: _SpecRead) -> None:
+        """The spec of an attach is read, or is none; its sender may be gone."""
+        event, request, spec = message.event, message.request, message.result
+        connection = self._connections.get(event.connection)
+        if connection is None:
+            self._port.discard(event.descriptors)
+        elif isinstance(spec, KvdError):
+            self._port.discard(event.descriptors)
+            self._has_no_pool(event.connection)
+            self._refuse_session(event.connection, spec)
+        else:
+            self._house.pools.tell(
+                AttachPool(
+                    connection=event.connection,
+                    worker=request.worker,
+                    instance=request.instance,
+                    uid=connection.uid,
+                    spec=spec,
+                    raw_spec=request.spec,
+                    descriptor=event.descriptors[0] if event.descriptors else -1,
+                    quota=message.quota,
+                )
+            )
 
     def _detach(self, number: int, connection: _Connection) -> None:
         session = self._by_worker.get(connection.worker)
@@ -206,6 +265,7 @@ class GatewayActor(Actor):
             pool_bytes=message.pool.size,
             backing=message.backing,
             kept=message.kept,
+            pool=message.pool.id,
         )
         self._port.send_session(message.connection, codec.encode(attached), (message.descriptor,))
         self._house.completion.tell(SessionUp(message.pool.worker, message.instance))
@@ -222,7 +282,7 @@ class GatewayActor(Actor):
         """A detach is complete."""
         connection = self._connections.get(message.connection)
         if connection is not None:
-            connection.worker = ""
+            self._has_no_pool(message.connection)
             self._port.send_session(message.connection, codec.encode(Detached()))
 
     @handles(AttachRefused)
@@ -233,14 +293,18 @@ class GatewayActor(Actor):
         if session is not None and session.connection == message.connection:
             self._hang_up(session)
         elif connection is not None:
-            connection.worker = ""
+            self._has_no_pool(message.connection)
             self._refuse_session(message.connection, message.error)
 
     @handles(SessionClosed)
     def closed(self, event: SessionClosed) -> None:
         """A process is gone. Its pool and its transfers are not."""
         connection = self._connections.pop(event.connection, None)
-        if connection is None or not connection.worker:
+        if connection is None:
+            return
+        self._admission.leave(connection.uid)
+        self._idle.unset(event.connection)
+        if not connection.worker:
             return
         session = self._by_worker.get(connection.worker)
         if session is not None and session.connection == event.connection:

@@ -51,6 +51,10 @@ class Policy:
     owner: int
     rules: Sequence[Rule] = ()
 
+    def is_favoured(self, uid: int) -> bool:
+        """Whether room is kept for this user: the daemon's own, and root."""
+        return uid in (self.owner, _ROOT)
+
     def permit(self, uid: int, gid: int, pool: str) -> int | None:
         """The bytes that all pools of this user may have together, None without a bound.
 
@@ -61,7 +65,7 @@ class Policy:
         for rule in self.rules:
             if rule.covers(uid, gid, pool):
                 return rule.max_bytes
-        if uid in (self.owner, _ROOT):
+        if self.is_favoured(uid):
             return None
         text = (
             f"user {uid} (group {gid}) may not attach as {pool!r}: run it as user {self.owner}, or add a rule for it "

@@ -4,10 +4,14 @@ from collections.abc import Callable
 
 import structlog
 
+from kvd import limits
 from kvd.actors.actor import Actor, OnFailure
+from kvd.actors.rate import Pace, Rate
+from kvd.logs import describe
 from kvd.metrics import Metrics
 
 _log = structlog.get_logger("kvd.actors")
+_LINES = Pace(limits.FAILURES_LOGGED_PER_SECOND, 10)
 
 
 class LoggingSupervisor:
@@ -16,11 +20,13 @@ class LoggingSupervisor:
     def __init__(self, metrics: Metrics, stop: Callable[[str], None]) -> None:
         self._metrics = metrics
         self._stop = stop
+        self._lines = Rate(_LINES, 0.0)
 
     def failed(self, actor: Actor, message: object, error: Exception) -> None:
-        """Logs the error with its traceback and the message's kind (its content may be a user's)."""
+        """Logs where it was raised and the message's kind (its content may be a user's), so many a second at most."""
         self._metrics.actor_failures.labels(actor.name).inc()
         kind = type(message).__name__
-        _log.error("actor failed", actor=actor.name, message=kind, policy=actor.on_failure.value, exc_info=error)
+        if self._lines.take(actor.loop.time()):
+            _log.error("actor failed", actor=actor.name, message=kind, policy=actor.on_failure.value, exc_info=error)
         if actor.on_failure is OnFailure.STOP:
-            self._stop(f"the actor {actor.name} could not handle {kind}: {error!r}")
+            self._stop(f"the actor {actor.name} could not handle {kind}: {describe(error)}")

@@ -75,6 +75,7 @@ def furnish(house: House, fittings: Fittings) -> None:
         draw_session=fittings.draw_session,
         describe=fittings.describe,
         policy=fittings.policy,
+        background=fittings.background,
     )
 
     def on_worker(event: WorkerEvent) -> None:

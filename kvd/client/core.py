@@ -154,7 +154,7 @@ class Core:
         self._attached, self._connected, self._gap_since = attached, True, math.inf
         if before is None:
             return
-        same = before.incarnation == attached.incarnation
+        same = (before.incarnation, before.pool) == (attached.incarnation, attached.pool)
         if not same:
             self.on_daemon_gone()
             self._expected, self._handed_out, self._acknowledged = 1, 0, 0
@@ -291,6 +291,7 @@ class Core:
             return
         if not self._owes_acknowledgement:
             self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
+        self._acknowledged = min(self._acknowledged, batch.first - 1)  # what comes again was lost with a session
         for item in batch.items[self._expected - batch.first :]:
             self._expected += 1
             if isinstance(item, wire.Released):

@@ -11,12 +11,17 @@ class PathLock:
     """Holds `path` + `.lock` for this process, until `release` or death.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, another process holds it, or something that is no socket lies at `path`.
+        BadRequest: `BAD_CONFIG`, another process holds it, something that is no socket lies at `path`, or the folder or
+            the lock's file is another user's, who could lead us to a file of ours or serve in our place.
 
     """
 
     def __init__(self, path: str) -> None:
         self._path = f"{path}.lock"
+        try:
+            _refuse_foreign(os.path.dirname(path) or ".")
+        except OSError as error:
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
         self._descriptor = self._acquire(path)
         try:
             _refuse_other_files(path)
@@ -34,14 +39,18 @@ class PathLock:
     def _acquire(self, path: str) -> int:
         while True:
             try:
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The last holder may have removed the file between our opening and locking it.
                 if _same_file(descriptor, self._path):
+                    _refuse_foreign(descriptor)
                     return descriptor
+            except BadRequest:
+                os.close(descriptor)
+                raise
             except BlockingIOError as error:
                 os.close(descriptor)
                 raise BadRequest(
@@ -52,9 +61,17 @@ class PathLock:
 
 def _same_file(descriptor: int, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+def _refuse_foreign(path: str | int) -> None:
+    owner = os.stat(path).st_uid
+    if owner not in (os.geteuid(), 0):
+        what = f"the folder {path}" if isinstance(path, str) else "the lock's file"
+        text = f"{what} belongs to user {owner}; put the socket into a folder of user {os.geteuid()} or root's"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)
 
 
 def _refuse_other_files(path: str) -> None:

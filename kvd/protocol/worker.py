@@ -65,6 +65,9 @@ class Attached(Message, frozen=True, tag="attached"):
     kept: bool
     """Whether the bytes of an earlier session are still in it."""
     version: int = VERSION
+    pool: Count = 0
+    """Which pool of this incarnation it is. With another one than before, everything that was asked for has ended, and
+    notifications are numbered from 1 again."""
 
 
 class Detached(Message, frozen=True, tag="detached"):

@@ -229,6 +229,10 @@ class PlainProvider:
     def __init__(self) -> None:
         self._next = 1 << 32
 
+    def footprint(self, size: int) -> int:
+        """What a pool of `size` bytes takes."""
+        return size
+
     def allocate(self, _name: str, size: int) -> Any:
         """A new pool."""
         self._next += 1 << 32

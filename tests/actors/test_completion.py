@@ -2,8 +2,8 @@ import pytest
 from stage import Stage
 
 from kvd import limits
-from kvd.actors.messages import Drain
-from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications
+from kvd.actors.messages import Drain, Notify, Undelivered
+from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications, Released
 
 
 @pytest.fixture
@@ -99,3 +99,34 @@ def test_a_drain_waits_for_no_worker_that_is_gone(stage):
     assert stage.idle == []
     stage.hang_up()
     assert stage.idle == ["completion"]
+
+
+def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
+    stage = Stage(pool_linger=5.0)
+    first = stage.attach()
+    end_offers(stage, "a", "b")
+    stage.hang_up()
+    stage.run(1.0)
+    assert len(stage.house.completion._logs["w"].items) == 2
+    stage.run(10.0)
+    assert stage.house.completion._logs == {}
+    stage.to_workers.clear()
+    assert stage.attach(connection=2).pool != first.pool
+    assert batches(stage) == []
+
+
+def test_what_is_acknowledged_while_the_queue_is_full_need_not_be_acknowledged_again(stage):
+    end_offers(stage, "a")
+    stage.house.completion.tell(Undelivered("w"))
+    stage.request(Acknowledge(1))
+    assert not stage.house.completion._logs["w"].items
+
+
+def test_a_batch_that_was_refused_comes_again_before_what_was_told_meanwhile(stage):
+    completion = stage.house.completion
+    completion.tell(Notify("w", Released("a", "read")))
+    stage.run()
+    completion.tell(Notify("w", Released("b", "read")))
+    completion.tell(Undelivered("w"))  # the first was refused, while the flush of the second waits
+    stage.run()
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (1, 2)]

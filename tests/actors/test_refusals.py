@@ -7,6 +7,7 @@ import structlog
 
 from kvd import limits
 from kvd.actors.policy import Rule
+from kvd.bench.spec import flat_spec
 from kvd.protocol.codec import encode
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held
 from kvd.protocol.ticket import proof
@@ -132,10 +133,13 @@ def test_who_attaches_too_often_is_told_to_wait_and_others_are_not():
     number = lone.connect()
     codes = [getattr(lone.attach(number, f"p{n}"), "code", "") for n in range(2)]
     assert codes == ["", "wrong_state"]
-    hammer = lone.connect(STRANGER)
-    for _ in range(3 * limits.MAX_WORKERS):
+    codes = []
+    for _ in range(4 * limits.MAX_WORKERS):
+        hammer = lone.connect(STRANGER)
         lone.session_frame(hammer, encode(Attach("a/b", bytes(16), b"no spec")))
-    codes = [getattr(answer, "code", "") for answer in lone.heard(hammer)]
+        lone.run(0.011)
+        codes += [answer.code for answer in lone.told.pop(hammer)]
+        lone.hang_up(hammer)
     assert codes.count("overloaded") > limits.MAX_WORKERS
     assert isinstance(lone.attach(lone.connect(), "calm"), Attached)
     lone.run(60.0)
@@ -171,3 +175,63 @@ def test_open_offers_are_bounded_for_each_worker_by_itself():
     )
     lone.say(other, offer("mine"))
     assert isinstance(lone.heard(other)[0], Offered)
+
+
+def test_sessions_that_say_nothing_are_closed():
+    lone = Lone()
+    numbers = [lone.connect(STRANGER) for _ in range(limits.MAX_SESSIONS_PER_USER)]
+    full = lone.connect(STRANGER)
+    assert lone.heard(full)[0].code == "overloaded"
+    lone.run(limits.SESSION_IDLE_SECONDS)
+    assert [lone.heard(number)[0].code for number in numbers] == ["deadline"] * len(numbers)
+    assert lone.attach(lone.connect(STRANGER), "pool").code == "not_permitted"
+
+
+def test_other_users_can_take_neither_each_others_places_nor_the_last_ones():
+    lone = Lone()
+    for _ in range(limits.MAX_SESSIONS_PER_USER):
+        lone.connect(STRANGER)
+    for number in range(limits.MAX_STRANGERS):
+        lone.connect(STRANGER + 1 + number % 8)
+    assert isinstance(lone.attach(lone.connect(), "own"), Attached)
+    assert isinstance(lone.attach(lone.connect(0), "root"), Attached)
+    assert len(lone.daemon.house.gateway._connections) == limits.MAX_STRANGERS + 2
+
+
+def test_sessions_without_a_pool_share_their_users_statuses():
+    lone = Lone()
+    numbers = [lone.connect(STRANGER) for _ in range(10)]
+    for _ in range(100):
+        for number in numbers:
+            lone.session_frame(number, encode(StatusRequest(1)))
+    answers = [answer for number in numbers for answer in lone.heard(number)]
+    assert sum(isinstance(answer, Status) for answer in answers) <= 3 * limits.MAX_INQUIRIES_PER_SECOND
+    calm = lone.connect()
+    lone.session_frame(calm, encode(StatusRequest(1)))
+    assert isinstance(lone.heard(calm)[0], Status)
+
+
+def test_a_successor_is_held_against_the_quota_and_its_predecessors_pool_is_kept():
+    lone = Lone((Rule(pools=("*",), uid=STRANGER, max_bytes=4096),))
+    small, large = flat_spec(16, 16).encode(), flat_spec(16, 1 << 20).encode()
+
+    def attach(spec, instance):
+        number = lone.connect(STRANGER, STRANGER)
+        lone.session_frame(number, encode(Attach("a", instance, spec)))
+        lone.run(1.5)
+        return number, lone.heard(number)[0]
+
+    number, first = attach(small, b"1" * 16)
+    lone.hang_up(number)
+    _, refused_successor = attach(large, b"2" * 16)
+    assert (refused_successor.code, "quota of 4096" in refused_successor.text) == ("not_permitted", True)
+    _, back = attach(small, b"1" * 16)
+    assert (back.kept, back.pool) == (True, first.pool)
+
+
+def test_one_user_has_so_many_pools():
+    lone = Lone()
+    for number in range(limits.MAX_POOLS_PER_USER):
+        connection = lone.connect()
+        assert isinstance(lone.attach(connection, f"pool-{number}"), Attached)
+    assert lone.attach(lone.connect(), "one-more").code == "overloaded"

@@ -18,8 +18,8 @@ from kvd.protocol import worker as wire
 BLOCKS = (Blocks(0, 0, [1, 2]),)
 
 
-def attached(incarnation: int = 1) -> wire.Attached:
-    return wire.Attached(b"s" * 16, "ipc://x", "daemon-0", incarnation, "tcp://h:1", 4096, "plain", False)
+def attached(incarnation: int = 1, pool: int = 1) -> wire.Attached:
+    return wire.Attached(b"s" * 16, "ipc://x", "daemon-0", incarnation, "tcp://h:1", 4096, "plain", False, pool=pool)
 
 
 def connected() -> Core:
@@ -224,13 +224,28 @@ def test_a_status_without_the_sequence_frees_nothing() -> None:
     assert core.take_events() == []
 
 
-def test_a_new_incarnation_starts_its_sequence_anew() -> None:
+def test_what_comes_again_is_acknowledged_again() -> None:
+    core = pulling("a", "b")
+    core.on_frame(batch(1, wire.Done("a"), wire.Done("b")), now=5.0)
+    core.take_events()
+    assert len(core.take_frames(6.0)) == 1  # lost with the session
+    core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "lost"))
+    core.on_attached(attached())
+    core.on_frame(batch(1, wire.Done("a"), wire.Done("b")), now=7.0)
+    assert not any(isinstance(event, Done) for event in core.take_events())
+    (frame,) = core.take_frames(8.0)
+    assert codec.worker_requests.decode(frame) == wire.Acknowledge(2)
+    assert core.take_frames(9.0) == []
+
+
+@pytest.mark.parametrize("again", [attached(2), attached(1, pool=2)], ids=["incarnation", "pool"])
+def test_a_new_incarnation_or_pool_starts_its_sequence_anew(again: wire.Attached) -> None:
     core = connected()
     core.offer("first", 10, BLOCKS, 60.0, secret=bytes(16))
     core.on_frame(batch(1, wire.Released("first", "read")), now=0.0)
     core.take_events()
     core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "died"))
-    core.on_attached(attached(2))
+    core.on_attached(again)
     core.offer("second", 10, BLOCKS, 60.0, secret=bytes(16))
     core.take_events()
     core.on_frame(batch(1, wire.Released("second", "read")), now=0.0)

@@ -12,6 +12,7 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import HEADER, MAX_DESCRIPTORS, pack
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
 from kvd.net.workers import MAX_CONNECTIONS, WorkerSockets
 from kvd.protocol.codec import session_replies
@@ -135,6 +136,30 @@ async def test_a_worker_that_never_reads_loses_its_session(daemon: Daemon) -> No
         for _ in range(4):
             daemon.port.send_session(connection, bytes(limits.MAX_MESSAGE_BYTES))
         assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+
+
+async def test_the_lock_is_never_taken_through_somebody_elses_link_file_or_folder(tmp_path: Path) -> None:
+    path, precious = str(tmp_path / "kvd.sock"), tmp_path / "precious"
+    precious.write_text("mine")
+    os.symlink(precious, path + ".lock")
+    with pytest.raises(BadRequest, match="cannot make"):
+        PathLock(path)
+    os.unlink(path + ".lock")
+    if os.geteuid() != 0:
+        precious.unlink()
+        pytest.skip("only root can make files of another user")
+    os.close(os.open(path + ".lock", os.O_CREAT))
+    os.chown(path + ".lock", 12345, -1)
+    with pytest.raises(BadRequest, match="belongs to user 12345"):
+        PathLock(path)
+    os.unlink(path + ".lock")
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(BadRequest, match="belongs to user 12345"):
+        PathLock(path)
+    os.chown(tmp_path, 0, -1)
+    PathLock(path).release()
+    assert precious.read_text() == "mine"
+    precious.unlink()
 
 
 class Valve:

@@ -1,0 +1,26 @@
+import asyncio
+
+from kvd.daemon import _Background
+from kvd.errors import BadRequest, ErrorCode, InternalError
+
+
+async def _result(work):
+    answered = asyncio.get_running_loop().create_future()
+    _Background(asyncio.get_running_loop())(work, answered.set_result)
+    return await asyncio.wait_for(answered, 10)
+
+
+async def test_whoever_waits_for_background_work_hears_of_every_exception():
+    def fails():
+        raise ZeroDivisionError("an id of a user's")
+
+    def refuses():
+        raise BadRequest(ErrorCode.BAD_SPEC, "no spec")
+
+    failed, refused = await _result(fails), await _result(refuses)
+    assert isinstance(failed, InternalError)
+    assert "ZeroDivisionError" in failed.text
+    assert "user's" not in failed.text
+    assert refused.code is ErrorCode.BAD_SPEC
+    assert await _result(lambda: 7) == 7
+    await asyncio.get_running_loop().shutdown_default_executor()
