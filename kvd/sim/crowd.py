@@ -230,7 +230,7 @@ class PlainProvider:
         self._next = 1 << 32
 
     def footprint(self, size: int) -> int:
-        """What a pool of `size` bytes takes."""
+        """Bytes that a pool takes."""
         return size
 
     def allocate(self, _name: str, size: int) -> Any:

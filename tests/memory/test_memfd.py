@@ -87,6 +87,28 @@ def test_the_worker_can_neither_cut_nor_grow_nor_seal_a_pool() -> None:
     pool.close()
 
 
+def test_a_hole_that_the_worker_punches_costs_it_its_bytes_and_nobody_anything_else() -> None:
+    """No seal that leaves a pool writable stops it: what lay there reads as zeros, here and for whoever reads it."""
+    pool = MemfdProvider(Backing.PLAIN).allocate("w", 2 * HUGE_PAGE)
+    try:
+        view = (ctypes.c_uint8 * pool.size).from_address(pool.base)
+        view[0] = view[HUGE_PAGE] = 7
+        keep_size, punch_hole = 1, 2
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        assert libc.fallocate(pool.descriptor, keep_size | punch_hole, 0, HUGE_PAGE) == 0, ctypes.get_errno()
+        assert (view[0], view[HUGE_PAGE]) == (0, 7)
+        view[0] = 9
+        assert os.pread(pool.descriptor, 1, 0) == b"\x09"
+    finally:
+        pool.close()
+
+
+def test_quotas_count_whole_pages() -> None:
+    provider = MemfdProvider()
+    assert [provider.footprint(size) for size in (1, HUGE_PAGE, HUGE_PAGE + 1)] == [HUGE_PAGE, HUGE_PAGE, 2 * HUGE_PAGE]
+
+
 def test_plain_is_plain_even_where_huge_pages_can_be_had() -> None:
     pool = MemfdProvider(Backing.PLAIN).allocate("prefill-0", HUGE_PAGE)
     assert pool.backing == "plain"
