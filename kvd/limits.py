@@ -13,6 +13,9 @@ GIB: Final = 1024 * MIB
 MAX_MESSAGE_BYTES: Final = 16 * MIB
 """One frame on any socket. A ticket of 1,000,000 block ids is 4 MiB; four times that is nobody's honest message."""
 
+MAX_ASK_BYTES: Final = MIB
+"""One frame of a peer that connected to us, its routing id included. The largest ask is 65,536 renewals, 576 KiB."""
+
 MAX_NAME_BYTES: Final = 128
 """Worker, pool and daemon names: they become labels, log fields and file names."""
 

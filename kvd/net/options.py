@@ -28,6 +28,11 @@ _ALL: Final = tuple(Kind)
 LINGER_MS: Final = 200
 SEND_MESSAGES: Final = 4096
 RECEIVE_MESSAGES: Final = 1024
+"""In a worker, of its daemon: an engine may look once a step only."""
+RECEIVE_ASKS: Final = 64
+"""In a daemon, of one peer that connected: 64 MiB, as an ask has 1 MiB at most."""
+RECEIVE_LARGE: Final = 16
+"""In a daemon, of one worker or of one peer that it connected to: 256 MiB, as frames may have 16 MiB."""
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 5000
 HANDSHAKE_MS: Final = 5000
@@ -46,8 +51,14 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.MAXMSGSIZE,
         limits.MAX_MESSAGE_BYTES,
-        _ALL,
-        "a larger message costs its sender the connection before the memory is taken",
+        (Kind.WORKER_ROUTER, *_DEALERS),
+        "a larger frame costs its sender the connection before the memory is taken",
+    ),
+    (
+        zmq.MAXMSGSIZE,
+        limits.MAX_ASK_BYTES,
+        (Kind.PEER_ROUTER,),
+        "the same, also for what comes before the handshake is over: a routing id is kept as long as its connection",
     ),
     (
         zmq.SNDHWM,
@@ -59,9 +70,16 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.RCVHWM,
         RECEIVE_MESSAGES,
-        _ALL,
+        (Kind.WORKER_DEALER,),
+        "messages that are not read yet: beyond it the daemon's queue fills, and it keeps what was not acknowledged",
+    ),
+    (
+        zmq.RCVHWM,
+        RECEIVE_ASKS,
+        (Kind.PEER_ROUTER,),
         "messages of one sender that are not read yet: beyond it the sender's own queue fills, not our memory",
     ),
+    (zmq.RCVHWM, RECEIVE_LARGE, (Kind.WORKER_ROUTER, Kind.PEER_DEALER), "the same, fewer as each may be larger"),
     (
         zmq.IMMEDIATE,
         0,

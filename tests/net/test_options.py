@@ -1,6 +1,7 @@
 import pytest
 import zmq
 
+from kvd import limits
 from kvd.net.options import TABLE, Kind, apply
 
 
@@ -19,3 +20,9 @@ def test_no_option_is_set_twice_for_one_kind() -> None:
     for kind in Kind:
         options = [option for option, _, kinds, _ in TABLE if kind in kinds]
         assert len(options) == len(set(options))
+
+
+@pytest.mark.parametrize("kind", [Kind.WORKER_ROUTER, Kind.PEER_ROUTER, Kind.PEER_DEALER])
+def test_what_one_sender_may_leave_unread_in_a_daemon_is_bounded_in_bytes(kind: Kind) -> None:
+    values = {option: value for option, value, kinds, _ in TABLE if kind in kinds}
+    assert values[zmq.RCVHWM] * values[zmq.MAXMSGSIZE] <= 256 * limits.MIB

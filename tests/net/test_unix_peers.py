@@ -1,8 +1,10 @@
 """Daemons of one host: a Unix socket each, and the kernel's word on whose process is at the other end."""
 
+import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
@@ -190,3 +193,25 @@ async def test_a_path_has_one_spelling_that_the_kernel_takes(tmp_path: Path, pat
     with running(consumer), pytest.raises(BadRequest, match="of a Unix socket is not the shortest spelling") as caught:
         consumer.port.connect(f"ipc://{path}")
     assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_it_is_kept(tmp_path: Path) -> None:
+    producer = Daemon(tmp_path / "p")
+    name = b"Identity"
+    size = struct.pack(">I", 2 * limits.MAX_ASK_BYTES)
+    ready = (
+        b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        + bytes([len(name)])
+        + name
+        + size
+        + bytes(2 * limits.MAX_ASK_BYTES)
+    )
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with running(producer), socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(producer.path))
+        stranger.sendall(greeting)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stranger.sendall(b"\x06" + struct.pack(">Q", len(ready)) + ready)
+            while data := stranger.recv(65536):
+                assert b"READY" not in data, "it was let in"
