@@ -32,6 +32,7 @@ from kvd.transport.interface import (
 from kvd.transport.landing import Landing
 from kvd.transport.lanes import Lanes
 from kvd.transport.pace import PROMPT, RECENT, Pace
+from kvd.transport.path import is_copied
 from kvd.transport.peers import Peer, Peers, text_of
 from kvd.transport.prepared import PreparedRead
 from kvd.transport.queue import Slice, SliceQueue, Slices
@@ -74,6 +75,11 @@ class _Read(Struct, eq=False):
     """Where the stamp lands, which is the last that is posted."""
     seconds: float = 0.0
     """From the first post to the last byte of a descriptor."""
+
+    @property
+    def in_post(self) -> bool:
+        """Whether the kernel has copied all of it: its lanes say by whom, and its posts that nobody was waited for."""
+        return not self.waited and is_copied(self.peer.path)
 
 
 class _Posted(Struct, eq=False):
@@ -163,10 +169,10 @@ class Engine:
         described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
         self._emit(Described(pools, self._nixl.get_partial_agent_metadata(described, True, ["UCX"])))
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """As `Transport.add_peer`."""
+    def add_peer(self, agent: str, metadata: bytes, path: str | None = None) -> None:
+        """As `Transport.add_peer`; `path` is told where another agent of the process has asked for it."""
         self.expect_connection()
-        self._peers.add(agent, metadata)
+        self._peers.add(agent, metadata, path)
 
     def remove_peer(self, agent: str) -> None:
         """As `Transport.remove_peer`."""
@@ -377,13 +383,13 @@ class Engine:
                 self._landing.give_back(read.word)
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
-            read.peer.direct = not read.waited
+            read.peer.direct = read.in_post
             self._say_landed(read)
         self._peers.read_ended(read.peer, read.key)
 
     def _say_landed(self, read: _Read) -> None:
         stamp = 0 if read.word is None else self._landing.give_back(read.word)
-        self._emit(Landed(read.key, read.seconds, in_post=not read.waited, stamp=stamp))
+        self._emit(Landed(read.key, read.seconds, in_post=read.in_post, stamp=stamp))
 
     def _post_stamp(self, read: _Read) -> bool:
         """All bytes are in place: posts the stamp, past the queue since it is a word. False where there is no room."""

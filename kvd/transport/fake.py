@@ -90,6 +90,10 @@ class FakeTransport:
         """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
         self._soon(self._add_peer, agent, metadata)
 
+    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:  # noqa: ARG002 - all are the same here
+        """As `add_peer`."""
+        self.add_peer(agent, metadata)
+
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._soon(self._remove_peer, agent)

@@ -72,7 +72,8 @@ class PeerFailed(Struct, frozen=True, gc=False):
 class Landed(Struct, frozen=True, gc=False):
     """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
 
-    `in_post` says that all of it was copied while it was posted: the other side's transport had no part in it.
+    `in_post` says that the kernel copied all of it out of the living process while it was posted: the other side's
+    transport had no part in it, nor had a NIC. Where nobody knows by which path the bytes came, it is False.
     `stamp` is what lay at the address of the read's stamp after that; 0 where there was none, or it was not read.
     """
 

@@ -140,6 +140,10 @@ class NixlTransport:
         """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
         self._engine.commands.put(partial(self._engine.add_peer, agent, metadata))
 
+    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:
+        """As `add_peer`, of one that another transport of this process reaches by `path`."""
+        self._engine.commands.put(partial(self._engine.add_peer, agent, metadata, path))
+
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._engine.commands.put(partial(self._engine.remove_peer, agent))

@@ -32,6 +32,19 @@ _PREFIXES: Final = (
 )
 
 
+_BESIDE_CMA: Final = frozenset({"cma", "self", "posix", "sysv", "tcp", "cuda_copy", "cuda_ipc", "gdr_copy"})
+"""Lanes that read no host memory of another process: the other side sends what goes over them, or it is a GPU's."""
+
+
+def is_copied(path: str) -> bool:
+    """Whether reads of host memory by `path` are copies that the kernel makes out of the living process (CMA).
+
+    Beside a NIC's lane nobody knows which of the two UCX takes, and xpmem keeps pages of a process that is gone.
+    """
+    transports = {lane.partition("/")[0] for lane in path.split()}
+    return "cma" in transports and transports <= _BESIDE_CMA
+
+
 def kind_of(path: str) -> Kind:
     """The best kind among the lanes of `path`."""
     transports = [lane.partition("/")[0] for lane in path.split()]

@@ -22,7 +22,7 @@ _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`lost` is why the peer is of no use any more; `again` is metadata to load when its reads have ended."""
+    """`lost` is why the peer is of no use any more; `again` is what to load when its reads have ended."""
 
     agent: str
     metadata: bytes
@@ -30,9 +30,9 @@ class Peer:
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: str = ""
-    again: bytes | None = None
+    again: tuple[bytes, str | None] | None = None
     direct: bool = False
-    """The last read was copied while it was posted: the peer is on this host."""
+    """The last read was copied by the kernel while it was posted."""
 
     @property
     def readable(self) -> bool:
@@ -67,8 +67,8 @@ class Peers:
         peer = self._peers.get(agent)
         return peer if peer is not None and peer.readable else None
 
-    def add(self, agent: str, metadata: bytes) -> None:
-        """As `Transport.add_peer`."""
+    def add(self, agent: str, metadata: bytes, path: str | None = None) -> None:
+        """As `Transport.add_peer`; `path` is told where another agent of the process has asked for it."""
         named = agent_of(metadata)
         known = self._peers.get(agent)
         if named != agent:
@@ -76,9 +76,9 @@ class Peers:
             if known:
                 self._lose(known, "its metadata was replaced by some of no use")
         elif known is None:
-            self._load(agent, metadata)
+            self._load(agent, metadata, path)
         elif known.lost:
-            known.again = metadata
+            known.again = metadata, path
         else:
             known.leaving = False
             self._merge(known, metadata)
@@ -114,13 +114,13 @@ class Peers:
             if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
                 raise
 
-    def _load(self, agent: str, metadata: bytes) -> None:
+    def _load(self, agent: str, metadata: bytes, path: str | None) -> None:
         """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
 
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
         incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
         """
-        before = self._lanes.endpoints() if self._lanes is not None else frozenset()
+        before = self._lanes.endpoints() if self._lanes is not None and path is None else frozenset()
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)
@@ -128,7 +128,7 @@ class Peers:
             self.disconnect(agent)
             self._emit(PeerFailed(agent, text_of(error)))
         else:
-            self._peers[agent] = Peer(agent, metadata, self._path_made_since(before))
+            self._peers[agent] = Peer(agent, metadata, self._path_made_since(before) if path is None else path)
             self._emit(PeerAdded(agent, self._peers[agent].path))
 
     def _path_made_since(self, before: frozenset[int]) -> str:
@@ -144,7 +144,7 @@ class Peers:
                 self._landing.forget(peer.agent)
                 self._nixl.add_remote_agent(metadata)
         except self._metadata_failures as error:
-            peer.again = metadata
+            peer.again = metadata, None if self._lanes is not None else peer.path
             self._lose(peer, f"its metadata was replaced: {text_of(error)}")
         else:
             peer.metadata = metadata
@@ -163,7 +163,7 @@ class Peers:
         del self._peers[peer.agent]
         self.disconnect(peer.agent)
         if peer.again is not None:
-            self._load(peer.agent, peer.again)
+            self._load(peer.agent, *peer.again)
 
 
 def text_of(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 A read on the same host is a copy by the kernel, made inside of the post on the thread that posts; one agent therefore
 moves what one core can copy, whatever the memory could give. Peers see the first agent only: the others read, and
-nobody reads from them.
+nobody reads from them. The first also finds out by which path a peer is reached: the others add the peer after it.
 
 Everything here runs on the daemon's loop. A command goes to every stripe, and is answered when all of them have; a
 read goes to as many stripes as it is worth and ends when its last part has, so the rules of `kvd.transport.interface`
@@ -50,6 +50,9 @@ class Stripe(Transport, Protocol):
     def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
         """As `read`, of what it gets of `slices`; where it gets none, `Landed` says 0.0 seconds."""
 
+    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:
+        """As `add_peer`, of one that another stripe reaches by `path`."""
+
 
 class _Read(Struct, eq=False):
     """A read: `parts` are the bytes of those of its stripes that have not ended, `ends` what the others said."""
@@ -70,10 +73,11 @@ class _Registration:
 
 @dataclass(slots=True)
 class _Peer:
-    """The stripes that have added a peer, and the paths they found."""
+    """A peer: its metadata, the stripes that have added it, and the path that the first of them found."""
 
+    metadata: bytes
     added: set[int] = field(default_factory=set)
-    paths: set[str] = field(default_factory=set)
+    path: str = ""
 
 
 def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors]:
@@ -144,9 +148,8 @@ class StripedTransport:
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
-        self._peers[agent] = _Peer()
-        for stripe in self._stripes:
-            stripe.add_peer(agent, metadata)
+        self._peers[agent] = _Peer(metadata)
+        self._front.add_peer(agent, metadata)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
@@ -265,9 +268,12 @@ class StripedTransport:
         if peer is None:
             return
         peer.added.add(stripe)
-        peer.paths.update(event.path.split())
+        if stripe == 0:
+            peer.path = event.path
+            for other in self._stripes[1:]:
+                other.add_peer_by(event.path, event.agent, peer.metadata)
         if len(peer.added) == len(self._stripes):
-            self._on_event(PeerAdded(event.agent, " ".join(sorted(peer.paths))))
+            self._on_event(PeerAdded(event.agent, peer.path))
 
     def _peer_failed(self, stripe: int, event: PeerFailed) -> None:
         """The first stripe that loses a peer loses it for all: the others forget it, too."""

@@ -9,7 +9,7 @@ from kvd.cli.main import main
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 from kvd.transport.lanes import Lanes
-from kvd.transport.path import Kind, kind_of, why_slow
+from kvd.transport.path import Kind, is_copied, kind_of, why_slow
 from tests.e2e.fleet import Fleet
 
 BLOCKS = [1, 2, 3]
@@ -29,6 +29,22 @@ BLOCKS = [1, 2, 3]
 )
 def test_a_path_is_as_good_as_its_best_lane(path: str, kind: Kind) -> None:
     assert kind_of(path) is kind
+
+
+@pytest.mark.parametrize(
+    ("path", "copied"),
+    [
+        ("cma/memory posix/memory self/memory", True),
+        ("cma/memory tcp/lo cuda_ipc/cuda", True),
+        ("rc_mlx5/mlx5_0:1 cma/memory", False),
+        ("cma/memory something/new", False),
+        ("xpmem/memory", False),
+        ("posix/memory tcp/lo", False),
+        ("", False),
+    ],
+)
+def test_only_cma_beside_lanes_that_read_no_host_memory_is_a_copy_by_the_kernel(path: str, copied: bool) -> None:
+    assert is_copied(path) is copied
 
 
 def test_tcp_is_slow_where_a_same_host_copy_or_rdma_could_be() -> None:

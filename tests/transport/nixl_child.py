@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from kvd import limits
 from kvd.transport.contract import CHECKS, Contract
-from kvd.transport.interface import Transport, TransportDied
+from kvd.transport.interface import Landed, PeerAdded, Registered, Transport, TransportDied
 from kvd.transport.nixl import NixlTransport, open_transports
-from kvd.transport.site import PRODUCED, Bytes, pattern
+from kvd.transport.path import is_copied
+from kvd.transport.site import PRODUCED, Bytes, Reader, blocks, pattern
 from kvd.transport.striped import StripedTransport
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
@@ -69,8 +71,13 @@ class NixlProducer:
         self._pipe.send((size, seed))
         return await asyncio.to_thread(self._pipe.recv)
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     async def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         self._process.join()
 
 
@@ -123,6 +130,36 @@ async def cores_that_the_kernel_refuses_are_told_as_the_death_of_the_transport(s
         died = await events.get()
     assert isinstance(died, TransportDied)
     assert "OSError" in died.reason
+
+
+async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_process_and_nowhere_else(
+    site: NixlSite,
+) -> None:
+    size = limits.MIB
+    producer = await site.producer(size, 3)
+    base, memory = site.memory(size)
+    reader = Reader(site.transport(), base, memory)
+    reader.transport.start(reader.on_event)
+    reader.transport.register(1, base, size)
+    await reader.answer(Registered)
+    await reader.add(producer)
+    copied = is_copied(reader.of(PeerAdded)[0].path)
+    assert copied is (os.environ.get("UCX_TLS") != "tcp")
+    async with asyncio.timeout(20):  # the first read waits for the connection, in which both sides take part
+        while (end := await reader.end(reader.read(producer, blocks(0, 1, size)))) and copied:
+            if isinstance(end, Landed) and end.in_post:
+                break
+    if copied:
+        os.kill(producer.pid, signal.SIGSTOP)
+    for length in (8, 64, 512, 4096, limits.SLICE_BYTES // 64, size):
+        for stamp in (0, producer.base):
+            end = await reader.end(
+                reader.read(producer, blocks(0, size // length if length > 64 else 4, length), stamp=stamp)
+            )
+            assert isinstance(end, Landed)
+            assert end.in_post is copied, (length, stamp)
+    reader.transport.stop()
+    await producer.kill()
 
 
 async def main(stripes: int, checks: list[str]) -> None:

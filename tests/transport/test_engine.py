@@ -29,11 +29,11 @@ def slices(count: int) -> Descriptors:
 class Run:
     """An engine on the test's own thread: the script's steps run one at each look at the network, then it stops."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "cma/memory self/memory") -> None:
         self.nixl = ScriptedNixl()
         self.engine = Engine(self.nixl, FAILURES, Lanes("reader"))
         self.events: list[Event] = []
-        self.tell("add_peer", "p", metadata("p"))
+        self.tell("add_peer", "p", metadata("p"), path)
 
     def tell(self, command: str, *arguments: object) -> None:
         self.engine.commands.put(partial(getattr(self.engine, command), *arguments))
@@ -163,7 +163,7 @@ def test_metadata_that_nixl_cannot_merge_is_loaded_afresh() -> None:
         lambda: setattr(run.nixl, "refuse", nixlBackendError("other key")),
         lambda: run.tell("add_peer", "p", metadata("p", b"newer")),
     )
-    assert run.events == [PeerAdded("p"), PeerAdded("p")]
+    assert [type(event) for event in run.events] == [PeerAdded, PeerAdded]
     assert run.nixl.calls == ["add", "connect", "add", "remove", "add", "connect", "remove"]
 
 
@@ -389,3 +389,15 @@ def test_a_read_quickens_the_pace_only_where_it_waits_for_the_network(
     run.read(1, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))
     assert (len(touched) > 1) is quickens  # once for the connection
+
+
+@pytest.mark.parametrize("path", ["", "tcp/lo self/memory", "cma/memory rc_mlx5/mlx5_0:1", "posix/memory"])
+def test_a_read_that_ends_while_it_is_posted_is_no_copy_of_the_kernels_where_its_path_is_another(path: str) -> None:
+    run = Run(path)
+    met(run)
+    assert not read_at_once(run)
+    run.read(3, slices(1), stamp=4096)
+    turn(run)
+    (landed,) = run.ends(3)
+    assert isinstance(landed, Landed)
+    assert not landed.in_post

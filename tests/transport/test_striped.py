@@ -136,6 +136,7 @@ def test_what_goes_to_all_stripes_is_answered_when_all_have_answered(two: Two) -
     assert two.events == []
     for event in said:
         two.stripes[0].say(event)
+    assert ("add_peer_by", "cma/memory", "peer", b"theirs") in two.stripes[1].told
     assert two.events == [
         PeerAdded("peer", "cma/memory"),
         Registered(1, b"metadata of a"),
