@@ -165,7 +165,11 @@ class Daemon:
         await self._shut_down()
 
     async def _shut_down(self) -> None:
-        """No new work; what runs may finish; workers and peers are told; then the parts, outermost first."""
+        """No new work; what runs may finish; workers and peers are told; then the parts.
+
+        Workers keep their sessions, and the path its lock, until the transport has ended: from then on nothing of this
+        process writes to their pools.
+        """
         house = self.house
         self.health.set("stopping", self._failure or "the daemon is stopping")
         self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
@@ -178,11 +182,11 @@ class Daemon:
         await self._flush()
         if not self._failure:
             await self._drain(house.completion, seconds=_ACKNOWLEDGE_SECONDS)
+        self._peer_sockets.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
         house.gateway.tell(Stop())
         await self._flush()
         self._worker_sockets.close()
-        self._peer_sockets.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
         if self._traces is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._traces.close)
         self._http.close()

@@ -11,7 +11,6 @@ import zmq
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
-from kvd.net.unix import credentials
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
 
@@ -33,9 +32,8 @@ class Connection:
         self._context = zmq.Context()
         self._stream: FrameStream | None = None
         self._dealer: zmq.Socket[bytes] | None = None
-        self._pid = 0
         self._daemon: int | None = None
-        """A descriptor of the process that last lent the pool."""
+        """A descriptor of the process that last lent the pool, which came with it."""
         self._unread = False
         """ZMQ's descriptor tells of a change once: whether there may be something that it has told of already."""
 
@@ -65,20 +63,20 @@ class Connection:
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-            pid = credentials(sock).pid
         except OSError:
             sock.close()
             raise
-        self._pid = pid
         self._stream = FrameStream(sock)
         self.phase = Phase.ATTACHING
         self._stream.send(codec.encode(attach), () if descriptor is None else (descriptor,))
 
-    def daemon_exited(self) -> bool | None:
-        """Whether the process that last lent the pool is no more; None where it cannot be watched."""
+    def daemon_exited(self) -> bool:
+        """Whether the process that last lent the pool is no more."""
         if self._daemon is None:
-            return None
-        return bool(select.select([self._daemon], [], [], 0)[0])
+            return False
+        poller = select.poll()
+        poller.register(self._daemon, select.POLLIN)
+        return bool(poller.poll(0))
 
     def flush(self) -> None:
         """Sends the rest of the session's last frame, as far as there is room; a loss shows in `receive_session`."""
@@ -86,8 +84,10 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._stream.flush()
 
-    def receive_session(self) -> tuple[Attached, int] | Detached | None:
-        """The daemon's answer on the session: the pool with its descriptor, or its end; None where there is none yet.
+    def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
+        """The daemon's answer on the session: the pool, with its descriptor and the process's; or the pool's end.
+
+        None where there is none yet.
 
         Raises:
             Unavailable: `DAEMON_LOST`, the session ended; or what the daemon refused with.
@@ -106,8 +106,9 @@ class Connection:
             match answer:
                 case Refused(code, text):
                     raise error_from_code(code, text)
-                case Attached() if len(frames) == 1 and len(descriptors) == 1 and self.phase is Phase.ATTACHING:
-                    return answer, descriptors.pop()
+                case Attached() if len(frames) == 1 and len(descriptors) == 2 and self.phase is Phase.ATTACHING:
+                    process, pool = descriptors.pop(), descriptors.pop()
+                    return answer, pool, process
                 case Detached() if len(frames) == 1:
                     return answer
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"a {type(answer).__name__} that nothing was asked for by")
@@ -115,13 +116,16 @@ class Connection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def attach(self, attached: Attached) -> None:
-        """Connects the requests' socket as the session that the daemon gave us.
+    def attach(self, attached: Attached, process: int) -> None:
+        """Connects the requests' socket as the session that the daemon gave us; `process` is ours from here on.
 
         Raises:
             BadRequest: `BAD_MESSAGE`, the endpoint is none.
 
         """
+        if self._daemon is not None:
+            os.close(self._daemon)
+        self._daemon = process
         self._close_dealer()
         self._dealer = self._context.socket(zmq.DEALER)
         apply(self._dealer, Kind.WORKER_DEALER)
@@ -130,7 +134,6 @@ class Connection:
             self._dealer.connect(attached.endpoint)
         except zmq.ZMQError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r}: {error}") from error
-        self._watch_process(self._pid)
         self.phase = Phase.ATTACHED
         self._unread = True
 
@@ -188,11 +191,3 @@ class Connection:
             self._dealer.close(0)
             self._dealer = None
         self._unread = False
-
-    def _watch_process(self, pid: int) -> None:
-        if self._daemon is not None:
-            os.close(self._daemon)
-            self._daemon = None
-        if pid > 0:  # 0: it lives in a PID namespace that we cannot see
-            with contextlib.suppress(OSError):
-                self._daemon = os.pidfd_open(pid)

@@ -4,14 +4,9 @@ Nothing here blocks. `Worker` waits with poll(2) on the descriptors, `AsyncWorke
 call `step` when something is there or `next_timer` has come.
 
 When the session ends, nothing is known but that: the daemon may have hung up and live. It is taken for gone, and what
-it was asked for ends, as soon as
-
-- its process has exited (a process descriptor from the session's peer credentials says so), or
-- a daemon of another incarnation answers on the same path, or
-- where its process cannot be watched (another PID namespace): nobody listens on the path for `GONE_SECONDS`. A daemon
-  closes its listener as the last of all, after its transport has stopped.
-
-Until then pulls stay open, up to their own deadline. If the same incarnation answers, nothing was lost.
+it was asked for ends, when its process has exited, which the descriptor says that came with the pool, also from another
+PID namespace. Until then pulls stay open, up to their own deadline, and a daemon of another incarnation on that path is
+not attached to. If the same incarnation answers, nothing was lost.
 """
 
 import math
@@ -26,9 +21,6 @@ from kvd.client.core import Core
 from kvd.client.pool import PoolMap
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
 from kvd.protocol.worker import Attach, Attached, Detached
-
-GONE_SECONDS = 0.2
-"""How long nobody must listen for a daemon that cannot be watched to count as gone."""
 
 FIRST_RETRY_SECONDS = 0.01
 LAST_RETRY_SECONDS = 0.5
@@ -64,7 +56,6 @@ class Driver:
         self._attached_at = 0.0
         self._retry_at = 0.0
         self._retry_after = 0.0
-        self._unheard_since: float | None = None
 
     # --- what a front needs -----------------------------------------------------------------------------------------
 
@@ -200,25 +191,35 @@ class Driver:
                 self.failed = error
             self._drop(error, now)
 
-    def _attached(self, attached: Attached, descriptor: int, now: float) -> None:
-        if attached.pool_bytes != self._pool_bytes:
+    def _attached(self, attached: Attached, descriptor: int, process: int, now: float) -> None:
+        try:
+            self._check(attached, descriptor)
+        except KvdError:
             os.close(descriptor)
-            text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            os.close(process)
+            raise
         if self.pool is None:
             self.pool = PoolMap(descriptor, attached.pool_bytes)
         else:
-            same = self.pool.is_same(descriptor)
             os.close(descriptor)
-            if not same:
-                text = (
-                    "the daemon lent another pool than before, and the engine's tensors lie on that; restart the worker"
-                )
-                raise BadRequest(ErrorCode.BAD_POOL, text)
-        self._connection.attach(attached)
+        self._connection.attach(attached, process)
         self._watch(self._connection.filenos())
-        self._attached_at, self._unheard_since, self._last_error = now, None, None
+        self._attached_at, self._last_error = now, None
         self.core.on_attached(attached)
+
+    def _check(self, attached: Attached, descriptor: int) -> None:
+        """That the pool is the one that was asked for, and the one that was lent before."""
+        if attached.pool_bytes != self._pool_bytes:
+            text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
+        if self.pool is None:
+            return
+        if attached.incarnation != self.core.attached.incarnation and not self._connection.daemon_exited():
+            text = f"another daemon answers at {self._path}, but the process of the one before may still write"
+            raise Unavailable(ErrorCode.DAEMON_LOST, text)
+        if not self.pool.is_same(descriptor):
+            text = "the daemon lent another pool than before, and the engine's tensors lie on that; restart the worker"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
 
     def _drop(self, error: KvdError, now: float) -> None:
         """The session is over. Connects again at once if it was a good one, else after a growing while."""
@@ -236,12 +237,9 @@ class Driver:
         try:
             self._connection.open(self._attach, kept)
             self._watch(self._connection.filenos())
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            self._unheard_since = self._unheard_since or now
-            self._not_connected(error, now)
         except OSError as error:
             self._not_connected(error, now)
-        if self._is_gone(now):
+        if self._connection.daemon_exited():
             self.core.on_daemon_gone()
 
     def _not_connected(self, error: OSError, now: float) -> None:
@@ -249,12 +247,6 @@ class Driver:
             self._connection.drop()
         self._last_error = Unavailable(ErrorCode.DAEMON_LOST, f"cannot connect to {self._path}: {error.strerror}")
         self._back_off(now)
-
-    def _is_gone(self, now: float) -> bool:
-        exited = self._connection.daemon_exited()
-        if exited is None:
-            return self._unheard_since is not None and now - self._unheard_since >= GONE_SECONDS
-        return exited
 
     def _back_off(self, now: float) -> None:
         self._retry_at = now + self._retry_after

@@ -42,6 +42,10 @@ FRAMES_PER_TURN: Final = 4
 class WorkerSockets:
     """A `kvd.net.interface.WorkerPort` at `path`, with `path` + `.zmq` beside it, both of file mode `mode`.
 
+    Whatever descriptors are sent, one of this process goes behind them: by its end a worker of any PID namespace knows
+    that nothing writes to its pool any more. A process counts as ended when all its threads are, and its descriptors
+    (those of NICs, too) are closed; the end of a session or of a lock's holder comes before that.
+
     Raises:
         BadRequest: `BAD_CONFIG`, the path is too long for a socket.
 
@@ -58,6 +62,7 @@ class WorkerSockets:
         self._router: SocketPump | None = None
         self._listener: socket.socket | None = None
         self._lock: PathLock | None = None
+        self._process = -1
         self._sessions: dict[int, _Session] = {}
         self._closing: set[_Session] = set()
         self._numbers = itertools.count(1)
@@ -78,6 +83,7 @@ class WorkerSockets:
         """
         self._on_event, self._intake = on_event, intake
         self._lock = PathLock(self._path)
+        self._process = os.pidfd_open(os.getpid())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         router = self._context.socket(zmq.ROUTER)
@@ -105,7 +111,7 @@ class WorkerSockets:
         """
         session = self._sessions.get(connection)
         if session is not None:
-            session.send(frame, descriptors)
+            session.send(frame, (*descriptors, self._process) if descriptors else ())
 
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
@@ -137,6 +143,9 @@ class WorkerSockets:
             self._router.close()
             self._router = None
         self._context.term()
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
         if self._lock is not None:
             for path in (self._path, self._zmq_path(self._path)):
                 with contextlib.suppress(FileNotFoundError):

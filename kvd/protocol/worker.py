@@ -51,7 +51,11 @@ class Detach(Message, frozen=True, tag="detach"):
 
 
 class Attached(Message, frozen=True, tag="attached"):
-    """The pool is lent; its descriptor comes along. `session` is the worker's routing id on `endpoint` from now on."""
+    """The pool is lent. `session` is the worker's routing id on `endpoint` from now on.
+
+    Two descriptors come along: the pool's, and one of the daemon's process (a pidfd), which becomes readable when that
+    has ended: only then does it write to the pool no more, whatever became of its sockets.
+    """
 
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]
     endpoint: Address

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import queue
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -39,8 +40,10 @@ class Spec:
 class ScriptedDaemon:
     """Attaches whoever asks, keeps what workers send in `inbox`, sends what a test tells it."""
 
-    def __init__(self, path: str, incarnation: int = 1) -> None:
+    def __init__(self, path: str, incarnation: int = 1, *, own_process: bool = False) -> None:
+        """Another process stands for the daemon's, since this one goes on; or it is this one's `own_process`."""
         self.path = path
+        self.process = None if own_process else subprocess.Popen(["sleep", "1000"])
         self.incarnation = incarnation
         self.refusal: KvdError | None = None
         self.silent = False
@@ -53,7 +56,7 @@ class ScriptedDaemon:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted daemon")
         self._thread.start()
-        self._call(lambda: self._port.start(self._on_event))
+        self._call(self._start)
 
     def expect(self, kind: type[T]) -> T:
         """The next thing that a worker sent; it must be of `kind`."""
@@ -89,6 +92,22 @@ class ScriptedDaemon:
 
     def stop(self) -> None:
         """Ends as a process that dies: sessions closed, files gone, pools only where somebody has them mapped."""
+        self.close()
+        self.end_process()
+
+    def end_process(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> None:
+        self._port.start(self._on_event)
+        if self.process is not None:
+            os.close(self._port._process)
+            self._port._process = os.pidfd_open(self.process.pid)
+
+    def close(self) -> None:
+        """Closes sockets and pools; the process goes on."""
         if self._thread.is_alive():
             self._call(self._port.close)
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -23,7 +23,6 @@ from kvd.client import (
     Released,
     Worker,
 )
-from kvd.client.connection import Connection
 from kvd.client.core import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
@@ -438,17 +437,23 @@ class TestLosingTheDaemon:
         for name in os.listdir(os.path.dirname(socket_path)):
             os.unlink(os.path.join(os.path.dirname(socket_path), name))
 
-    def test_a_daemon_that_cannot_be_watched_is_gone_when_nobody_listens_for_a_while(
-        self, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+    def test_a_daemon_whose_sockets_are_closed_may_write_until_its_process_has_ended(
+        self, daemon: ScriptedDaemon, worker: Worker
     ) -> None:
-        monkeypatch.setattr(Connection, "_watch_process", lambda self, pid: None)
-        with Worker.attach(daemon.path, name="prefill-0", spec=Spec()) as worker:
-            pull(worker, daemon)
-            daemon.stop()
-            lost, failed = wait_for(worker, 2)
-            assert isinstance(lost, Disconnected)
-            assert isinstance(failed, Failed)
-            assert not failed.quarantined
+        pull(worker, daemon)
+        daemon.close()
+        (lost,) = wait_for(worker, 1)
+        assert isinstance(lost, Disconnected)
+        successor = ScriptedDaemon(daemon.path, incarnation=2)
+        eventually(lambda: len(successor.attaches) >= 2, worker)
+        assert not worker.connected
+        assert worker.wait(0.01) == []
+        daemon.end_process()
+        failed, back = wait_for(worker, 2)
+        assert isinstance(failed, Failed)
+        assert not failed.quarantined
+        assert back == Reattached(2, same=False)
+        successor.stop()
 
     def test_a_daemon_that_hung_up_but_lives_may_still_write(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         pull(worker, daemon, timeout=0.2)
@@ -538,5 +543,5 @@ def test_an_offer_of_the_last_moment_gets_out_before_the_session_ends(daemon: Sc
 DAEMON_PROCESS = """
 import sys
 from tests.client.conftest import ScriptedDaemon
-ScriptedDaemon(sys.argv[1])
+ScriptedDaemon(sys.argv[1], own_process=True)
 """

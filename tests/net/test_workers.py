@@ -88,6 +88,9 @@ async def test_frames_and_descriptors_travel_both_ways(daemon: Daemon) -> None:
         content, descriptors = await read_frame(worker)
         assert content == b"attached"
         assert os.fstat(ours).st_ino == os.fstat(descriptors[0]).st_ino
+        (process,) = descriptors[1:]
+        about = Path(f"/proc/self/fdinfo/{process}").read_text()  # noqa: ASYNC240 - /proc does not block
+        assert f"Pid:\t{os.getpid()}\n" in about
         for descriptor in (ours, theirs, *frame.descriptors, *descriptors):
             os.close(descriptor)
 

@@ -1,0 +1,60 @@
+"""A daemon that stops while a read of it cannot end: what its workers may believe, and when."""
+
+import select
+import signal
+import socket
+import time
+
+import pytest
+
+from kvd.transport.nixl import STOP_SECONDS
+from tests.e2e.fleet import send, until
+
+pytestmark = pytest.mark.e2e
+
+BLOCKS, BLOCK_BYTES = 32, 1 << 20
+IDS = list(range(BLOCKS))
+
+
+def listens(path):
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def ended(child):
+    return bool(select.select([child.exit], [], [], 0)[0])
+
+
+def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # a paused producer stalls a read over TCP
+    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1")
+    prefill = fleet.worker(producer, "prefill", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+    decode = fleet.worker(consumer, "decode", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+    prefill.call("fill", ids=IDS, value=7)
+    for turn in range(20):
+        decode.call("clear")
+        ticket = prefill.call("offer", name=f"r{turn}", ids=IDS)
+        decode.call("pull", name=f"r{turn}", ticket=ticket, ids=IDS, timeout=60.0)
+        for _ in until(20, "the first bytes have landed"):
+            if 7 in decode.call("values", ids=IDS):
+                break
+        with producer.paused():
+            time.sleep(0.1)  # what the network holds lands
+            if decode.call("values", ids=IDS).count(7) == BLOCKS:
+                continue
+            send(consumer.child, signal.SIGTERM)
+            while listens(consumer.socket):
+                time.sleep(0.01)
+            closed = time.monotonic()
+            for _ in until(STOP_SECONDS + 10, "the daemon has ended"):
+                if ended(consumer.child):
+                    break
+            assert time.monotonic() - closed < STOP_SECONDS / 2
+            failed = decode.outcome(f"r{turn}", 20)
+            assert (failed["kind"], failed["code"]) == ("Failed", "shutting_down")
+            return
+    pytest.fail("the producer was never paused in the middle of a read")
