@@ -39,6 +39,7 @@ from kvd.net.workers import WorkerSockets
 from kvd.notify import DescriptorStore, Notifier, received_descriptors
 from kvd.rejections import Rejections
 from kvd.transport.nixl import open_transports
+from kvd.transport.probe import Probe
 from kvd.transport.striped import StripedTransport
 from kvd.watchdog import Watchdog
 
@@ -98,7 +99,10 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
         agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
-        self._transport = StripedTransport(open_transports(agents, loop, devices=config.network_devices()))
+        stripes = open_transports(agents, loop, devices=config.network_devices())
+        self._probe = Probe(stripes[0].library)
+        self._probe.start()
+        self._transport = StripedTransport(stripes, self._probe)
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,
@@ -183,6 +187,7 @@ class Daemon:
         if not self._failure:
             await self._drain(house.completion, seconds=_ACKNOWLEDGE_SECONDS)
         self._peer_sockets.close()
+        await self._probe.close()
         await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
         house.gateway.tell(Stop())
         await self._flush()

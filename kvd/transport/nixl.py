@@ -27,7 +27,7 @@ from kvd.transport.lanes import Lanes
 from kvd.transport.metadata import agent_of
 from kvd.transport.outbox import Outbox
 from kvd.transport.queue import Slices
-from kvd.transport.ucx import backend_parameters, choose_settings
+from kvd.transport.ucx import choose_settings, make_agent
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -48,9 +48,7 @@ def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
     choose_settings(os.environ, devices)
     import nixl  # noqa: PLC0415 - workers and tests import this package without it
 
-    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
-    agent.create_backend("UCX", backend_parameters())
-    return agent
+    return make_agent(nixl, name)
 
 
 def open_transports(
@@ -89,6 +87,7 @@ class NixlTransport:
         bindings = vars(sys.modules["nixl"]._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
+        self._library = type(handle).__module__
         self._loop = loop
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
@@ -99,6 +98,11 @@ class NixlTransport:
         self._engine: Engine = Engine(handle, failures, lanes)
         self._thread: threading.Thread | None = None
         self._outbox: Outbox | None = None
+
+    @property
+    def library(self) -> str:
+        """The module that the agent is from: NIXL has one for each major release of CUDA."""
+        return self._library
 
     @property
     def agent(self) -> str:

@@ -80,6 +80,15 @@ class _Peer:
     path: str = ""
 
 
+Examine = Callable[[bytes, bytes, Callable[[str], None]], None]
+"""Takes a peer's metadata of before (may be empty) and of now; says later why that of now is of no use, or nothing."""
+
+
+def accept(_known: bytes, _metadata: bytes, done: Callable[[str], None]) -> None:
+    """Finds no fault with any metadata."""
+    done("")
+
+
 def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors]:
     """At most `count` parts of about as many bytes each, in order; a descriptor may be cut in the middle."""
     ends = np.cumsum(descriptors.length)
@@ -99,7 +108,9 @@ def cut_in_stripes(descriptors: Descriptors, count: int) -> Iterator[Descriptors
 class StripedTransport:
     """`kvd.transport.interface.Transport` over `stripes`, one or more transports of different agents, none started."""
 
-    def __init__(self, stripes: Sequence[Stripe]) -> None:
+    def __init__(self, stripes: Sequence[Stripe], examine: Examine = accept) -> None:
+        """What `examine` finds fault with is loaded by no stripe."""
+        self._examine = examine
         self._stripes = tuple(stripes)
         self._front = self._stripes[0]
         self._on_event: Callable[[Event], None]
@@ -148,8 +159,20 @@ class StripedTransport:
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
-        self._peers[agent] = _Peer(metadata)
-        self._front.add_peer(agent, metadata)
+        known, peer = self._peers.get(agent), _Peer(metadata)
+        self._peers[agent] = peer
+        if known is not None and known.metadata == metadata:
+            self._examined(agent, peer, "")
+        else:
+            self._examine(known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
+
+    def _examined(self, agent: str, peer: _Peer, fault: str) -> None:
+        if self._peers.get(agent) is not peer or self._stopped:
+            return
+        if fault:
+            self._peer_failed(None, PeerFailed(agent, fault))
+        else:
+            self._front.add_peer(agent, peer.metadata)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
@@ -275,8 +298,8 @@ class StripedTransport:
         if len(peer.added) == len(self._stripes):
             self._on_event(PeerAdded(event.agent, peer.path))
 
-    def _peer_failed(self, stripe: int, event: PeerFailed) -> None:
-        """The first stripe that loses a peer loses it for all: the others forget it, too."""
+    def _peer_failed(self, stripe: int | None, event: PeerFailed) -> None:
+        """The first stripe that loses a peer loses it for all: the others forget it, too. None: no stripe has."""
         if self._peers.pop(event.agent, None) is None:
             return
         self._direct.discard(event.agent)

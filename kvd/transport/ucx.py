@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, MutableMapping
-from typing import Final
+from typing import Any, Final
 
 ONE_HOST_TRANSPORTS: Final = "self,sm,cuda"
 """Without a socket: shared memory and CMA, and CUDA's own between GPUs of the host."""
@@ -48,6 +48,13 @@ def choose_settings(environment: MutableMapping[str, str], devices: Collection[s
         chosen |= {"UCX_TLS": ONE_HOST_TRANSPORTS, "UCX_NET_DEVICES": "lo"}
     for variable, value in chosen.items():
         environment.setdefault(variable, value)
+
+
+def make_agent(api: Any, name: str) -> Any:
+    """A NIXL agent with the UCX backend and without a progress thread; `api` is NIXL's module of that name."""
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.create_backend("UCX", backend_parameters())
+    return agent
 
 
 def backend_parameters() -> dict[str, str]:

@@ -19,9 +19,10 @@ import numpy as np
 
 from kvd import limits
 from kvd.transport.contract import CHECKS, Contract
-from kvd.transport.interface import Landed, PeerAdded, Registered, Transport, TransportDied
+from kvd.transport.interface import Landed, PeerAdded, PeerFailed, Registered, Transport, TransportDied
 from kvd.transport.nixl import NixlTransport, open_transports
 from kvd.transport.path import is_copied
+from kvd.transport.probe import Probe
 from kvd.transport.site import PRODUCED, Bytes, Reader, blocks, pattern
 from kvd.transport.striped import StripedTransport
 
@@ -159,6 +160,36 @@ async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_proces
             assert isinstance(end, Landed)
             assert end.in_post is copied, (length, stamp)
     reader.transport.stop()
+    await producer.kill()
+
+
+async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(site: NixlSite) -> None:
+    size = limits.MIB
+    stripes = open_transports([next(site._names) for _ in range(site._stripes)], asyncio.get_running_loop())
+    probe = Probe(stripes[0].library)
+    transport = StripedTransport(stripes, probe)
+    base, memory = site.memory(size)
+    reader = Reader(transport, base, memory)
+    transport.start(reader.on_event)
+    transport.register(1, base, size)
+    await reader.answer(Registered)
+    producer = await site.producer(size, 3)
+    version = producer.metadata.index(b"|c") + 10  # the first byte of UCX's address
+    count = producer.metadata.index(b"|n\x08") + 10  # of regions
+    for number, position in enumerate((version, count + 2), 1):
+        changed = bytearray(producer.metadata)
+        changed[position] ^= 0xFF
+        transport.add_peer(producer.agent, bytes(changed))
+        failed = await reader.answer(PeerFailed, number)
+        assert failed.agent == producer.agent
+        # The count made NIXL write past what it had allocated; a probe that may allocate less refuses instead.
+        assert position != version or "ended the process that tried it first" in failed.reason, failed
+    await reader.add(producer)
+    await reader.still_well(producer)
+    transport.add_peer(producer.agent, bytes(changed))  # the same from a peer that is known
+    await reader.answer(PeerFailed, 3)
+    transport.stop()
+    await probe.close()
     await producer.kill()
 
 

@@ -246,3 +246,59 @@ def test_a_stuck_stripe_keeps_the_whole_read_open_until_it_is_healed() -> None:
     loop.run(3600)
     assert isinstance(events[-1], Landed)
     assert memory.all()
+
+
+class Examiner:
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[bytes, bytes]] = []
+        self.say: list[Callable[[str], None]] = []
+
+    def __call__(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
+        self.asked.append((known, metadata))
+        self.say.append(done)
+
+
+class Examined:
+    def __init__(self) -> None:
+        self.stripes = Scripted("a"), Scripted("b")
+        self.examiner = Examiner()
+        self.events: list[Event] = []
+        self.whole = StripedTransport(self.stripes, self.examiner)
+        self.whole.start(self.events.append)
+
+    def added(self) -> list[object]:
+        return [told for told in self.stripes[0].told if told[0] == "add_peer"]
+
+
+def test_metadata_reaches_a_stripe_when_no_fault_was_found_with_it() -> None:
+    run = Examined()
+    run.whole.add_peer("peer", b"theirs")
+    assert run.added() == []
+    run.examiner.say[0]("")
+    assert run.added() == [("add_peer", "peer", b"theirs")]
+    run.whole.add_peer("peer", b"theirs")
+    assert len(run.examiner.asked) == 1  # the same is not examined twice
+    run.whole.add_peer("peer", b"newer")
+    assert run.examiner.asked == [(b"", b"theirs"), (b"theirs", b"newer")]
+
+
+def test_metadata_with_a_fault_fails_its_peer_which_all_stripes_forget() -> None:
+    run = Examined()
+    run.whole.add_peer("peer", b"theirs")
+    run.examiner.say[0]("")
+    run.whole.add_peer("peer", b"newer")
+    run.examiner.say[1]("it ended the process")
+    assert run.events == [PeerFailed("peer", "it ended the process")]
+    assert all(stripe.told[-1] == ("remove_peer", "peer") for stripe in run.stripes)
+
+
+def test_what_is_said_of_metadata_that_is_not_the_latest_or_of_a_peer_removed_meanwhile_is_not_heard() -> None:
+    run = Examined()
+    run.whole.add_peer("peer", b"theirs")
+    run.whole.add_peer("peer", b"newer")
+    run.examiner.say[0]("bad")
+    run.whole.remove_peer("peer")
+    run.examiner.say[1]("")
+    assert (run.events, run.added()) == ([], [])

@@ -1,0 +1,69 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvd.transport.probe import Probe
+
+
+class Asking:
+    def __init__(self) -> None:
+        self.probe = Probe("tests.transport.wild_library")
+
+    async def __call__(self, metadata: bytes, known: bytes = b"") -> str:
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.probe(known, metadata, answer.set_result)
+        async with asyncio.timeout(60):
+            return await answer
+
+    @property
+    def pid(self) -> int | None:
+        return self.probe._process.pid if self.probe._process else None
+
+
+@pytest.fixture
+async def ask() -> AsyncIterator[Asking]:
+    asking = Asking()
+    yield asking
+    await asking.probe.close()
+    assert asking.pid is None
+
+
+async def test_metadata_that_loads_has_no_fault_and_one_process_tries_many(ask: Asking) -> None:
+    assert await ask(b"good") == ""
+    first = ask.pid
+    assert await ask(b"good", known=b"before") == ""
+    assert await ask(b"other memory", known=b"before") == ""  # what cannot be merged is loaded afresh
+    assert ask.pid == first
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fault"),
+    [
+        (b"abort", "ended the process that tried it first: signal SIGABRT"),
+        (b"hang", "ended the process that tried it first: signal SIGALRM"),
+        (b"greedy", "MemoryError"),
+        (b"refused", "ValueError: NIXL_ERR_MISMATCH"),
+    ],
+)
+async def test_metadata_that_does_harm_is_found_fault_with_and_the_next_is_tried_by_another_process(
+    ask: Asking, metadata: bytes, fault: str
+) -> None:
+    assert await ask(b"good") == ""
+    first = ask.pid
+    harmful, good = await asyncio.gather(ask(metadata), ask(b"good"))
+    assert fault in harmful
+    assert good == ""
+    assert ask.pid != first
+
+
+async def test_metadata_that_does_harm_only_where_older_is_known_is_found_fault_with(ask: Asking) -> None:
+    assert "SIGABRT" in await ask(b"abort", known=b"before")
+    assert await ask(b"good") == ""
+
+
+async def test_where_no_process_can_be_had_nothing_is_loaded() -> None:
+    ask = Asking()
+    ask.probe = Probe("tests.transport.no_such_library")
+    assert "could not be tried" in await ask(b"good")
+    await ask.probe.close()
