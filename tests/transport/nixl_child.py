@@ -182,7 +182,7 @@ async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(si
         transport.add_peer(producer.agent, bytes(changed))
         failed = await reader.answer(PeerFailed, number)
         assert failed.agent == producer.agent
-        # The count made NIXL write past what it had allocated; a probe that may allocate less refuses instead.
+        # With the count NIXL allocates more than a probe may: that is an error there, and a signal without the bound.
         assert position != version or "ended the process that tried it first" in failed.reason, failed
     await reader.add(producer)
     await reader.still_well(producer)
