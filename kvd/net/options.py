@@ -33,8 +33,7 @@ RECEIVE_ASKS: Final = 64
 """In a daemon, of one peer that connected: 64 MiB, as an ask has 1 MiB at most."""
 RECEIVE_LARGE: Final = 16
 """In a daemon, of one worker or of one peer that it connected to: 256 MiB, as frames may have 16 MiB."""
-HEARTBEAT_MS: Final = 1000
-HEARTBEAT_TIMEOUT_MS: Final = 5000
+UNANSWERED_MS: Final = 5000
 HANDSHAKE_MS: Final = 5000
 CONNECT_TIMEOUT_MS: Final = 1000
 RECONNECT_MS: Final = 20
@@ -106,13 +105,23 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     ),
     (zmq.BACKLOG, BACKLOG, _ROUTERS, "an engine's ranks and a whole fleet's daemons start at one time"),
     (zmq.HANDSHAKE_IVL, HANDSHAKE_MS, _ALL, "a connection that says nothing, or garbage slowly, does not stay"),
-    (zmq.HEARTBEAT_IVL, HEARTBEAT_MS, _PEERS, "a peer that vanished without a word (power, partition) is noticed"),
-    (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS, _PEERS, "five heartbeats missed; leases do not rest on it"),
-    (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS, _PEERS, "the other side drops us after the same time"),
+    (
+        zmq.HEARTBEAT_IVL,
+        0,
+        _ALL,
+        "libzmq aborts the process where a heartbeat is due on a connection that hung up while it was not read "
+        "(its issue 4364); daemons ping each other themselves",
+    ),
+    (
+        zmq.TCP_MAXRT,
+        UNANSWERED_MS,
+        _PEERS,
+        "a peer that vanished without a word (power, partition) has not acknowledged a ping for so long: connect anew",
+    ),
     (zmq.TCP_KEEPALIVE, 1, _PEERS, "middleboxes keep idle connections that show life"),
     (zmq.TCP_KEEPALIVE_IDLE, 30, _PEERS, "seconds; below the idle limits of common middleboxes"),
-    (zmq.TCP_KEEPALIVE_INTVL, 10, _PEERS, "seconds; heartbeats are the quicker judge"),
-    (zmq.TCP_KEEPALIVE_CNT, 3, _PEERS, "as the heartbeats: a few losses are no death"),
+    (zmq.TCP_KEEPALIVE_INTVL, 10, _PEERS, "seconds; pings are the quicker judge"),
+    (zmq.TCP_KEEPALIVE_CNT, 3, _PEERS, "a few losses are no death"),
     (
         zmq.CONNECT_TIMEOUT,
         CONNECT_TIMEOUT_MS,

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import zmq
 
@@ -26,3 +29,38 @@ def test_no_option_is_set_twice_for_one_kind() -> None:
 def test_what_one_sender_may_leave_unread_in_a_daemon_is_bounded_in_bytes(kind: Kind) -> None:
     values = {option: value for option, value, kinds, _ in TABLE if kind in kinds}
     assert values[zmq.RCVHWM] * values[zmq.MAXMSGSIZE] <= 256 * limits.MIB
+
+
+UNREAD = """
+import sys, zmq
+from kvd.net.options import RECEIVE_MESSAGES, Kind, apply
+
+ours_is, theirs_is = (zmq.ROUTER, zmq.DEALER) if "ROUTER" in sys.argv[1] else (zmq.DEALER, zmq.ROUTER)
+ours, theirs = zmq.Context().socket(ours_is), zmq.Context().socket(theirs_is)
+apply(ours, Kind[sys.argv[1]])
+apply(theirs, next(kind for kind in Kind if kind.name.endswith("DEALER" if theirs_is == zmq.DEALER else "ROUTER")))
+theirs.setsockopt(zmq.SNDHWM, 0)
+ours.bind("tcp://127.0.0.1:0")
+theirs.setsockopt(zmq.LINGER, 0)
+ours.setsockopt(zmq.LINGER, 0)
+theirs.connect(ours.getsockopt_string(zmq.LAST_ENDPOINT))
+head = []
+if theirs_is == zmq.ROUTER:
+    ours.send(b"hello")
+    head = theirs.recv_multipart()[:1]
+for _ in range(50 * RECEIVE_MESSAGES):
+    theirs.send_multipart([*head, b"x" * 100])
+assert ours.poll(5000)  # and nobody reads
+theirs.poll(500)
+theirs.close()
+zmq.Context().socket(zmq.PULL).poll(2000)  # longer than a heartbeat of libzmq's was
+"""
+"""Run in a process of its own, which libzmq's assertions end."""
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_connection_that_hangs_up_while_it_is_not_read_ends_nothing_but_itself(kind: Kind) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", UNREAD, kind.name], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
