@@ -22,6 +22,7 @@ from kvd.protocol.codec import encode
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attached, Error, Refused
 from tests.actors.lone import SPEC, Lone
+from tests.fuzz.messages import garbled
 
 FRAMES = int(os.environ.get("KVD_FUZZ_FRAMES", "10000"))
 SEED = int(os.environ.get("KVD_FUZZ_SEED", "7"))
@@ -55,25 +56,6 @@ SEEDS = {
         encode(peer.Pong(1, 1)),
     ],
 }
-
-
-def garbled(rng, seeds):
-    """A message as it is, cut, with bytes changed, inserted or repeated, joined to another, or plain noise."""
-    frame = bytearray(rng.choice(seeds))
-    kind = rng.randrange(7)
-    if kind == 1:
-        del frame[rng.randrange(len(frame)) :]
-    elif kind in (2, 3):
-        for _ in range(rng.randint(1, 4)):
-            frame[rng.randrange(len(frame))] = rng.randrange(256)
-    elif kind == 4:
-        at = rng.randrange(len(frame))
-        frame[at:at] = rng.randbytes(rng.randint(1, 9))
-    elif kind == 5:
-        frame += rng.choice(seeds)
-    elif kind == 6:
-        frame = bytearray(rng.randbytes(rng.randrange(64)))
-    return bytes(frame)
 
 
 class Fuzzed:

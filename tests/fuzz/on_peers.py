@@ -1,0 +1,184 @@
+"""Attacks by an admitted peer that connects: whatever a consumer's daemon may say, more of it, and otherwise."""
+
+from contextlib import ExitStack, suppress
+
+import zmq
+
+from kvd.protocol.peer import Claim, Fence, Hello, Ping, Release, Renew, Settle
+from tests.fuzz.attack import BATCH, Attack
+from tests.fuzz.messages import ASKS, build, compose, garbled, golden, odd
+from tests.fuzz.sockets import dealer, drain, own_key, peer, sent
+
+MIB = 1 << 20
+CLAIMS = 65_536
+"""As many as one message may renew."""
+
+
+class _Asks(Attack):
+    """Sends what `draw` gives over one link, and reads answers where `reads`."""
+
+    who = "peer"
+    reads = True
+    rounds = 200
+    batch = BATCH
+
+    def draw(self) -> bytes:
+        raise NotImplementedError
+
+    def strike(self):
+        with peer(self.place, run=self.dice.randrange(1, 4)) as made:
+            for _ in range(self.rounds):
+                yield sent(made, [self.draw() for _ in range(self.batch)])
+                if self.reads:
+                    drain(made)
+            made.poll(50)
+
+
+class PeerGarbled(_Asks):
+    """Golden frames, garbled."""
+
+    name = "peer-garbled"
+
+    def draw(self):
+        return garbled(self.dice, golden())
+
+
+class PeerOdd(_Asks):
+    """Asks with odd contents."""
+
+    name, cost = "peer-odd", 2.0
+
+    def draw(self):
+        return odd(self.dice, ASKS)
+
+
+class PeerEmpty(_Asks):
+    """Frames of nothing, as fast as they go."""
+
+    name = "peer-empty-frames"
+
+    def draw(self):
+        return b""
+
+
+class PeerPings(_Asks):
+    """Pings whose answers are never read."""
+
+    name, reads = "peer-unread-pongs", False
+
+    def draw(self):
+        return compose(Ping, number=1)
+
+
+class PeerRenewals(_Asks):
+    """Renewals of as many claims as one message may have, none of which is held."""
+
+    name, cost, rounds, batch = "peer-renewals", 4000.0, 8, 2
+
+    def draw(self):
+        return compose(Renew, claims=tuple(range(CLAIMS)))
+
+
+class PeerHellos(_Asks):
+    """Hellos whose welcomes are never read."""
+
+    name, cost, reads = "peer-unread-welcomes", 4.0, False
+
+    def draw(self):
+        return compose(Hello, daemon="evil", incarnation=1)
+
+
+class PeerClaims(_Asks):
+    """Claims of offers that never come, each a new one."""
+
+    name, cost = "peer-waiting-claims", 4.0
+
+    def draw(self):
+        number = self.dice.randrange(1 << 62)
+        return compose(Claim, claim=number, pool="honest", offer=f"never-{number}", ttl=3600.0, readers=1, reader=0)
+
+
+class PeerFences(_Asks):
+    """Fences, releases and settlements of claims that nobody made, hundreds a message."""
+
+    name, cost = "peer-fences", 40.0
+
+    def draw(self):
+        number, kind = self.dice.randrange(1 << 40), self.dice.randrange(3)
+        if kind == 0:
+            return compose(Release, claim=number, finished=True)
+        claim = build(Claim, claim=number, pool="honest", offer="never", ttl=1.0, readers=1, reader=0)
+        fence = build(Fence, claim=number, generation=number, unclaimed=claim)
+        return compose(Settle, fences=(fence,) * 256) if kind == 1 else compose(Fence, claim=number, generation=1)
+
+
+class PeerReplays(_Asks):
+    """The same few asks again and again."""
+
+    name = "peer-replays"
+
+    def draw(self):
+        number = self.dice.randrange(4)
+        claim = build(Claim, claim=number, pool="honest", offer="again", ttl=0.01, readers=1, reader=0)
+        return self.dice.choice(
+            (
+                compose(Claim, claim=number, pool="honest", offer="again", ttl=0.01, readers=1, reader=0),
+                compose(Fence, claim=number, generation=1, unclaimed=claim),
+                compose(Release, claim=number, finished=False),
+                compose(Renew, claims=(number,) * 20),
+                compose(Hello, daemon="evil", incarnation=number),
+            )
+        )
+
+
+class PeerLarge(_Asks):
+    """Messages of almost the largest size."""
+
+    name, cost, rounds, batch = "peer-large-messages", 4000.0, 20, 4
+
+    def draw(self):
+        return bytes(15 * MIB)
+
+
+class PeerEndless(Attack):
+    """Messages of hundreds of parts."""
+
+    name, who, cost = "peer-endless-message", "peer", 8000.0
+
+    def strike(self):
+        part = bytes(4 * MIB)
+        with peer(self.place) as made:
+            for _ in range(128):
+                made.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
+            yield sent(made, [part])
+            made.poll(1000)
+
+
+class PeerComesAndGoes(Attack):
+    """Links that are made and dropped, under the same name and under many."""
+
+    name, who, cost = "peer-comes-and-goes", "peer", 40.0
+
+    def strike(self):
+        pair = own_key(self.place)
+        with ExitStack() as stack:
+            for _ in range(BATCH):
+                run = self.dice.choice((1, 1, self.dice.randrange(1 << 20)))
+                made = stack.enter_context(dealer(self.place.address, b"evil#%d" % run, pair))
+                yield sent(made, [compose(Hello, daemon="evil", incarnation=run), odd(self.dice, ASKS)])
+                made.poll(5)
+
+
+class PeerUnderOtherNames(Attack):
+    """An admitted key under routing ids that are not its own, or of no daemon."""
+
+    name, who, cost = "peer-under-other-names", "peer", 40.0
+
+    def strike(self):
+        names = (b"evi", b"evil", b"evil#", b"evil\n#1", b"nobody#1", b"#", b"\xff" * 200, b"evil#1\x00", b"x" * 255)
+        with dealer(self.place.address, self.dice.choice(names), own_key(self.place)) as made:
+            for _ in range(8):
+                yield sent(made, [compose(Hello, daemon="near", incarnation=1), odd(self.dice, ASKS)])
+                with suppress(zmq.Again):
+                    drain(made)
+                made.poll(5)
