@@ -21,8 +21,8 @@ class Place(Struct, frozen=True):
     address: str
     """Of its peers' socket, with `#key` where it has one."""
     http: str
-    ports: tuple[int, ...]
-    """TCP ports that it listens on besides these: its transport's."""
+    ports: tuple[str, ...]
+    """TCP addresses, `host:port`, that it listens on besides these: its transport's."""
     near: str
     """Address of an honest neighbour daemon."""
     key: str

@@ -140,7 +140,7 @@ class TransportPorts(Attack):
         if not self.place.ports:
             yield 0
         for port in self.place.ports:
-            with zmtp.connect(f"127.0.0.1:{port}") as made:
+            with zmtp.connect(port) as made:
                 made.sendall(self.dice.randbytes(self.dice.choice((1, 16, 64, 4096))))
                 made.sendall(self.dice.randbytes(64) + bytes(64))
                 yield 1

@@ -36,6 +36,7 @@ class _Frames(Attack):
     """Sends what `draw` gives as a worker, reads answers, and attaches again now and then."""
 
     who = "worker"
+    batch = BATCH
 
     def draw(self) -> bytes:
         raise NotImplementedError
@@ -43,7 +44,7 @@ class _Frames(Attack):
     def strike(self):
         with worker(self.place, f"fuzz-{self.name}", self.dice) as made:
             for _ in range(200):
-                yield sent(made, [self.draw() for _ in range(BATCH)])
+                yield sent(made, [self.draw() for _ in range(self.batch)])
                 drain(made)
 
 
@@ -115,7 +116,7 @@ class WorkerTickets(_Frames):
 class WorkerPlaces(_Frames):
     """Pulls with tickets of a thousand places each."""
 
-    name, cost = "worker-many-places", 2000.0
+    name, cost, batch = "worker-many-places", 2000.0, 1
 
     def draw(self):
         first = self.dice.randrange(1, 60_000)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -49,20 +50,20 @@ def resources(pid: int) -> Resources:
     return Resources(1024 * resident, len(os.listdir(process / "fd")), int(fields["Threads"]))
 
 
-def listening(pid: int) -> tuple[int, ...]:
-    """TCP ports that a process listens on."""
+def listening(pid: int) -> tuple[str, ...]:
+    """TCP addresses, `host:port`, that a process listens on."""
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")):
                 inodes.add(match[1])
-    rows = [
-        row.split()
-        for table in ("tcp", "tcp6")
-        if (path := Path(f"/proc/{pid}/net/{table}")).exists()
-        for row in path.read_text().splitlines()[1:]
-    ]
-    return tuple(sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}))
+    found = []
+    for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = row.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            host, port = (bytes.fromhex(part) for part in fields[1].split(":"))
+            found.append(f"{socket.inet_ntoa(host[::-1])}:{int.from_bytes(port, 'big')}")
+    return tuple(sorted(found))
 
 
 class Lines:
@@ -128,13 +129,13 @@ class Stage:
     def place(self) -> Place:
         """Where the target is attacked."""
         near, target = (self._status(daemon) for daemon in (self.near, self.target))
-        own = {int(port) for port in re.findall(r":(\d+)(?:#|$)", f"{target.http}\n{target.address}", re.MULTILINE)}
+        own = (target.http, target.address.partition("#")[0].removeprefix("tcp://"))
         return Place(
             pid=self.target.child.pid,
             socket=str(self.target.socket),
             address=target.address,
             http=target.http,
-            ports=tuple(port for port in listening(self.target.child.pid) if port not in own),
+            ports=tuple(each for each in listening(self.target.child.pid) if each not in own),
             near=near.address,
             key=self._evil,
         )
