@@ -11,6 +11,7 @@ KNOWN: Final[dict[str, str]] = {
     "peer-endless-message": "multipart messages of any length are taken in",
     "peer-large-messages": "large messages wait by the thousand: RCVHWM counts messages, not bytes",
     "peer-renewals": "two renewals overflow a mailbox and stop the leases",
+    "peer-under-other-names": "a routing id that is taken over leaves a connection that libzmq never closes",
     "peer-unread-welcomes": "welcomes wait for a peer that does not read them",
     "peer-waiting-claims": "claims that wait are bounded for all peers together: one starves the others",
     "session-partial-frames": "each session may keep a frame of 16 MiB waiting for its end",

@@ -26,7 +26,7 @@ class _Asks(Attack):
         raise NotImplementedError
 
     def strike(self):
-        with peer(self.place, run=self.dice.randrange(1, 4)) as made:
+        with peer(self.place, run=self.dice.randrange(1 << 40)) as made:
             for _ in range(self.rounds):
                 yield sent(made, [self.draw() for _ in range(self.batch)])
                 if self.reads:
@@ -147,7 +147,7 @@ class PeerEndless(Attack):
 
     def strike(self):
         part = bytes(4 * MIB)
-        with peer(self.place) as made:
+        with peer(self.place, run=self.dice.randrange(1 << 40)) as made:
             for _ in range(128):
                 made.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
             yield sent(made, [part])

@@ -153,7 +153,7 @@ class PeersWithoutKeys(Attack):
 
     def strike(self):
         pair = keys.generate() if self.dice.random() < 0.7 else None
-        with dealer(self.place.address, b"near#%d" % self.dice.randrange(9), pair) as made:
+        with dealer(self.place.address, b"near#%d" % self.dice.randrange(1 << 40), pair) as made:
             for _ in range(8):
                 frames = [compose(Hello, daemon="near", incarnation=1), odd(self.dice, ASKS)]
                 yield sent(made, frames * 4)

@@ -95,9 +95,9 @@ def own_key(place: Place) -> keys.KeyPair | None:
 
 
 @contextmanager
-def peer(place: Place, address: str = "", run: int = 1) -> Iterator["zmq.Socket[bytes]"]:
+def peer(place: Place, run: int) -> Iterator["zmq.Socket[bytes]"]:
     """A link of the admitted daemon `evil`."""
-    with dealer(address or place.address, f"evil#{run}".encode(), own_key(place)) as made:
+    with dealer(place.address, f"evil#{run}".encode(), own_key(place)) as made:
         yield made
 
 
