@@ -4,8 +4,11 @@ from typing import Final
 
 KNOWN: Final[dict[str, str]] = {
     "http-slow": "slow headers take a thread each, then all descriptors",
+    "link-answers": "each agent that is met and forgotten leaves a connection of UCX's open",
     "link-metadata": "each agent that is met and forgotten leaves a connection of UCX's open",
+    "link-names": "each agent that is met and forgotten leaves a connection of UCX's open",
     "link-pools": "each agent that is met and forgotten leaves a connection of UCX's open",
+    "link-silence": "each agent that is met and forgotten leaves a connection of UCX's open",
     "link-specs": "specs of peers are decoded on the loop",
     "peer-comes-and-goes": "a routing id that is taken over leaves a connection that libzmq never closes",
     "peer-endless-message": "multipart messages of any length are taken in",
