@@ -107,7 +107,8 @@ class Stage:
     def __init__(self, folder: Path, *, keyed: bool) -> None:
         folder.chmod(0o755)
         self._folder = folder
-        flags = {"socket_mode": "0666", "pool_linger": "5", "peer_idle": "5", "http": "127.0.0.1:0"}
+        # Heartbeats as by default: on cores that are shared, those of other tests lose an honest peer now and then.
+        flags = {"socket_mode": "0666", "pool_linger": "5", "peer_idle": "5", "heartbeat": "1"}
         self._fleet = Fleet(folder)
         self._processes = Processes(folder)
         self._evil = ""
