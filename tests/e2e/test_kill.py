@@ -6,7 +6,6 @@ a stamp, that the producer does not hear of the proven read). Over TCP a paused 
 """
 
 import contextlib
-import os
 import signal
 
 import pytest
@@ -35,14 +34,9 @@ class Stage:
     def __init__(self, fleet, way):
         self.fleet, self.way = fleet, way
         self.turn = 0
-        if way == "tcp":
-            os.environ["UCX_TLS"] = "tcp"
-        try:
-            # One thread copies long enough to be caught at it.
-            flags = {"heartbeat": "1.0", "transport_threads": "1"}
-            self.producer, self.consumer = (fleet.daemon(name, **flags) for name in "pd")
-        finally:
-            os.environ.pop("UCX_TLS", None)
+        # One thread copies long enough to be caught at it.
+        flags = {"heartbeat": "1.0", "transport_threads": "1"}
+        self.producer, self.consumer = (fleet.daemon(name, **flags) for name in "pd")
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")
         self.observer = fleet.worker(self.consumer, "observer", blocks=1)
@@ -153,7 +147,9 @@ class Stage:
 
 @pytest.fixture(scope="module", params=WAYS)
 def whole_stage(request, tmp_path_factory):
-    with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
+    with pytest.MonkeyPatch.context() as patch, Fleet(tmp_path_factory.mktemp("kill")) as fleet:
+        if request.param == "tcp":
+            patch.setenv("UCX_TLS", "tcp")  # of restarted daemons too: one without TCP and one of TCP alone cannot meet
         yield Stage(fleet, request.param)
 
 
