@@ -25,7 +25,7 @@ def test_a_flood_fills_no_mailbox_and_who_comes_after_it_is_served(frame):
         lone.daemon.worker_port.on_event(WorkerFrame(wild, frame, UID))
         peers._inbox.put(PeerAsked(b"peer#1", fence))
     lone.world.loop.call_soon(_watch, lone, most := [0])
-    lone.say(honest, codec.encode(Offer(1, "o", 16, (Span(0, 0, bytes(4)),), 60.0)))
+    lone.say(honest, codec.encode(Offer(1, "o", 16, (Span(0, 0, bytes(4)),), 60.0, bytes(16))))
     assert any(isinstance(message, Offered) for message in lone.heard(honest))
     assert most[0] < 20 * limits.INTAKE_CLOSES
 

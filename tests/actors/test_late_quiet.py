@@ -1,11 +1,9 @@
-from stage import Stage, ids
+from stage import Stage, make_claim
 
 from kvd.actors.messages import PeerAsks, Quiet
 from kvd.actors.pools import _Overdue
 from kvd.actors.record import Stage as PoolStage
-from kvd.protocol import ticket
-from kvd.protocol.peer import Claim, Fence
-from kvd.protocol.types import Span
+from kvd.protocol.peer import Fence
 from kvd.protocol.worker import Detach
 
 
@@ -13,10 +11,9 @@ def test_a_quiet_that_comes_after_its_pool_is_gone_is_ignored():
     stage = Stage(attach_wait=1.0)
     stage.attach()
     stage.offer()
-    claim = Claim(1, "w", "o", 0, ticket.digest(4, (Span(0, 0, ids(0, 1)),)), 0, 1, 5.0)
-    generation = stage.asked_by_peer(claim)[0].generation
+    generation = stage.asked_by_peer(make_claim())[0].generation
     stage.session(Detach())
-    stage.house.leases.tell(PeerAsks(b"peer", Fence(1, generation)))  # the reader finishes,
+    stage.house.leases.tell(PeerAsks(b"peer", "peer", Fence(1, generation)))  # the reader finishes,
     stage.house.pools.tell(_Overdue("w"))  # and the patience with it ends, in one turn of the loop
     stage.run(0.1)
     assert stage.house.pools._records == {}

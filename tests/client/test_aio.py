@@ -141,9 +141,10 @@ async def test_a_new_daemon_is_found_and_what_the_old_one_did_ends(
     worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=30)
     worker.offer_nowait("offer-1", tokens=10, blocks=BLOCKS, ttl=60)
     await script(daemon.stop)
-    assert isinstance((await wait_for(worker, 1))[0], Disconnected)
+    lost, failed, refused = await wait_for(worker, 3)
+    assert isinstance(lost, Disconnected)
     successor = ScriptedDaemon(daemon.path, incarnation=2)
-    failed, refused, back = await wait_for(worker, 3)
+    [back] = await wait_for(worker, 1)
     assert isinstance(failed, Failed)
     assert not failed.quarantined
     assert isinstance(refused, OfferRefused)

@@ -123,16 +123,6 @@ async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: Nix
     assert "KeyError: 4711" in died.reason
 
 
-async def cores_that_the_kernel_refuses_are_told_as_the_death_of_the_transport(site: NixlSite) -> None:
-    events: asyncio.Queue = asyncio.Queue()
-    transport = NixlTransport(next(site._names), asyncio.get_running_loop(), cores={4095})
-    transport.start(events.put_nowait)
-    async with asyncio.timeout(20):
-        died = await events.get()
-    assert isinstance(died, TransportDied)
-    assert "OSError" in died.reason
-
-
 async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_process_and_nowhere_else(
     site: NixlSite,
 ) -> None:

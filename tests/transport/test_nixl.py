@@ -15,7 +15,6 @@ OWN_CHECKS = (
     "a_defect_on_the_thread_is_told_as_the_death_of_the_transport",
     "a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_process_and_nowhere_else",
     "metadata_that_would_end_the_process_fails_its_peer_and_nothing_else",
-    "cores_that_the_kernel_refuses_are_told_as_the_death_of_the_transport",
 )
 WAYS = {
     "same_host": ({}, 1),
