@@ -12,7 +12,8 @@ from tests.e2e.fleet import send, until
 
 pytestmark = pytest.mark.e2e
 
-BLOCKS, BLOCK_BYTES = 32, 1 << 20
+BLOCKS, BLOCK_BYTES = 256, 1 << 20
+"""A read over TCP takes a quarter of a second: long enough to be caught in the middle of it."""
 IDS = list(range(BLOCKS))
 
 
