@@ -73,9 +73,13 @@ class _Registration:
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer: its metadata, the stripes that have added it, and the path that the first of them found."""
+    """A peer: its metadata, the stripes that have added it, and the path that the first of them found.
+
+    Where the metadata is not `sound`, no fault has been found with it yet: no stripe may load it.
+    """
 
     metadata: bytes
+    sound: bool = False
     added: set[int] = field(default_factory=set)
     path: str = ""
 
@@ -161,7 +165,7 @@ class StripedTransport:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
         known, peer = self._peers.get(agent), _Peer(metadata)
         self._peers[agent] = peer
-        if known is not None and known.metadata == metadata:
+        if known is not None and known.sound and known.metadata == metadata:
             self._examined(agent, peer, "")
         else:
             self._examine(known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
@@ -172,6 +176,7 @@ class StripedTransport:
         if fault:
             self._peer_failed(None, PeerFailed(agent, fault))
         else:
+            peer.sound = True
             self._front.add_peer(agent, peer.metadata)
 
     def remove_peer(self, agent: str) -> None:
@@ -288,8 +293,8 @@ class StripedTransport:
 
     def _peer_added(self, stripe: int, event: PeerAdded) -> None:
         peer = self._peers.get(event.agent)
-        if peer is None:
-            return
+        if peer is None or not peer.sound:
+            return  # removed meanwhile, and perhaps added again: this is about what it was before
         peer.added.add(stripe)
         if stripe == 0:
             peer.path = event.path

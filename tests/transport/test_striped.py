@@ -302,3 +302,27 @@ def test_what_is_said_of_metadata_that_is_not_the_latest_or_of_a_peer_removed_me
     run.whole.remove_peer("peer")
     run.examiner.say[1]("")
     assert (run.events, run.added()) == ([], [])
+
+
+def test_metadata_that_a_second_link_brings_while_it_is_examined_reaches_no_stripe_before_that_is_over() -> None:
+    run = Examined()
+    run.whole.add_peer("peer", b"theirs")
+    run.whole.add_peer("peer", b"theirs")
+    assert run.added() == []
+    run.examiner.say[-1]("it ended the process")
+    run.examiner.say[0]("it ended the process")
+    assert run.added() == []
+    assert run.events == [PeerFailed("peer", "it ended the process")]
+
+
+def test_a_late_answer_about_a_peers_earlier_metadata_leads_none_that_is_being_examined_to_a_stripe() -> None:
+    run = Examined()
+    run.whole.add_peer("peer", b"theirs")
+    run.examiner.say[0]("")
+    run.whole.remove_peer("peer")
+    run.whole.add_peer("peer", b"other")
+    run.stripes[0].say(PeerAdded("peer"))
+    assert "add_peer_by" not in run.stripes[1].commands()
+    run.examiner.say[1]("")
+    run.stripes[0].say(PeerAdded("peer"))
+    assert run.stripes[1].told[-1] == ("add_peer_by", "", "peer", b"other")
