@@ -172,8 +172,7 @@ class GatewayActor(Actor):
                 self._has_no_pool(event.connection)
             if isinstance(request, Attach):
                 self._attach(event, connection, request)
-                return
-            self._port.discard(event.descriptors)
+                return  # what came along is the pools' now
             if isinstance(request, Detach):
                 self._detach(event.connection, connection)
             else:
@@ -184,8 +183,8 @@ class GatewayActor(Actor):
                     self._admission.inquire(connection.uid)
                 self._statuses.ask(request.call, lambda status: self._port.send_session(number, codec.encode(status)))
         except KvdError as error:
-            self._port.discard(event.descriptors)
             self._refuse_session(event.connection, error)
+        self._port.discard(event.descriptors)
 
     def _attach(self, event: SessionFrame, connection: _Connection, request: Attach) -> None:
         if request.version != VERSION:

@@ -126,6 +126,14 @@ def test_a_spec_that_is_none_is_refused(stage):
     assert stage.session(Attach("v", b"i" * 16, b"\x80"), 2).code == ErrorCode.BAD_SPEC
 
 
+@pytest.mark.parametrize("connection", [1, 2])
+def test_descriptors_beside_what_needs_none_are_closed_once(stage, connection):
+    """Twice, and it may be another's descriptor that got the number in between."""
+    stage.connect(2)
+    stage.session(Detach(), connection, (11, 12))
+    assert stage.discarded == [11, 12]
+
+
 def test_two_descriptors_are_too_many(stage):
     stage.connect(2)
     assert stage.session(Attach("v", b"i" * 16, CACHE.raw), 2, (11, 12)).code == ErrorCode.BAD_MESSAGE
