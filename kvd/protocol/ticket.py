@@ -84,7 +84,7 @@ def decode(text: str) -> Ticket:
         padded = text[len(_PREFIX) :] + "=" * (-(len(text) - len(_PREFIX)) % 4)
         packed = binascii.a2b_base64(padded.encode("ascii").translate(_STANDARD), strict_mode=True)
         ticket = _decoder.decode(packed)
-    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+    except (binascii.Error, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
     for rank in ticket.ranks:
         if rank.blocks >= len(ticket.blocks):

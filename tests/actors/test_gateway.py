@@ -1,3 +1,4 @@
+import base64
 import json
 
 import pytest
@@ -84,6 +85,13 @@ def test_too_many_blocks_are_refused(stage, monkeypatch):
 @pytest.mark.parametrize("text", ["", "kvd2.abc", "kvd1.", "kvd1.!!!", "kvd1.AAAA", "kvd1." + "ö"])
 def test_a_ticket_that_is_none_is_refused(stage, text):
     assert refusal(stage.pull(ticket=text)).code == ErrorCode.BAD_TICKET
+
+
+def test_a_ticket_of_arrays_in_arrays_is_refused(stage):
+    packed = bytearray(base64.urlsafe_b64decode(make_ticket()[5:] + "=="))
+    packed[0] += 1  # one more element, which a reader skips
+    deep = base64.urlsafe_b64encode(bytes(packed) + b"\x91" * 100_000 + b"\xc0").decode().rstrip("=")
+    assert refusal(stage.pull(ticket="kvd1." + deep)).code == ErrorCode.BAD_TICKET
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.0001])
