@@ -209,7 +209,9 @@ class PoolsActor(Actor):
     @handles(DetachPool)
     def detach(self, message: DetachPool) -> None:
         """Ends the pool once it is quiet."""
-        record = self._records[message.worker]
+        record = self._records.get(message.worker)
+        if record is None:
+            return  # it was lost meanwhile, and its worker has been told
         record.detaching, record.lent = message.connection, False
         if record.stage in (Stage.LENT, Stage.QUIETING):
             self._quieten(record)

@@ -2,11 +2,13 @@ import pytest
 from stage import CACHE, Memory, Stage, make_claim, welcome_of
 
 from kvd.actors import pools
+from kvd.actors.messages import RenewPool
 from kvd.errors import ErrorCode, Unavailable
 from kvd.net.interface import SessionOpened
 from kvd.protocol.peer import Broken, Grant, Release
 from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached
 from kvd.sim.cache import make_cache
+from kvd.transport.interface import RegisterFailed
 
 OTHER = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
 
@@ -159,3 +161,15 @@ def test_an_offer_to_a_pool_that_is_being_given_back_is_refused(stage):
     start_reading(stage)
     stage.session(Detach())
     assert stage.request(Cancel(1, "p"))[0].code == ErrorCode.NOT_ATTACHED
+
+
+def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
+    stage.attach()
+    register, stage.fittings.transport.register = stage.fittings.transport.register, lambda *_: None
+    stage.house.pools.tell(RenewPool("w"))
+    stage.run()
+    stage.house.pools.tell(RegisterFailed(1, "no keys"))
+    refused = stage.session(Detach())
+    assert refused.code == ErrorCode.TRANSPORT
+    stage.fittings.transport.register = register
+    assert isinstance(stage.attach(connection=2), Attached)
