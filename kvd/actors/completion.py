@@ -33,7 +33,7 @@ _RESEND_AFTER = 0.05
 class _Log:
     """The notifications of one worker. `first` is the sequence number of the oldest that is kept."""
 
-    instance: bytes
+    tenancy: int
     first: int = 1
     items: deque[Notification] = field(default_factory=deque)
     sent: int = 0
@@ -112,9 +112,9 @@ class CompletionActor(Actor):
     def session_up(self, message: SessionUp) -> None:
         """A worker is there, again or for the first time: it gets what it has not acknowledged."""
         log = self._logs.get(message.worker)
-        if log is None or log.instance != message.instance:
+        if log is None or log.tenancy != message.tenancy:
             self.forget(Forget(message.worker))
-            log = self._logs[message.worker] = _Log(message.instance)
+            log = self._logs[message.worker] = _Log(message.tenancy)
         log.connected, log.sent = True, 0
         if log.full:
             self._house.gateway.tell(Backlog(message.worker, full=True))

@@ -264,10 +264,10 @@ class GatewayActor(Actor):
             pool_bytes=message.pool.size,
             backing=message.backing,
             kept=message.kept,
-            pool=message.pool.id,
+            pool=message.tenancy,
         )
         self._port.send_session(message.connection, codec.encode(attached), (message.descriptor,))
-        self._house.completion.tell(SessionUp(message.pool.worker, message.instance))
+        self._house.completion.tell(SessionUp(message.pool.worker, message.tenancy))
 
     @handles(PoolRenewed)
     def pool_renewed(self, message: PoolRenewed) -> None:

@@ -80,14 +80,17 @@ class Stop(Struct, frozen=True, gc=False):
 
 
 class PoolLent(Struct, frozen=True, gc=False):
-    """The worker on `connection` gets the pool; `descriptor` stays the pool's own."""
+    """The worker on `connection` gets the pool; `descriptor` stays the pool's own.
+
+    `tenancy` is the same as long as no other worker had the pool.
+    """
 
     connection: int
     pool: Pool
-    instance: bytes
     descriptor: int
     backing: str
     kept: bool
+    tenancy: int
 
 
 class PoolReturned(Struct, frozen=True, gc=False):
@@ -332,10 +335,10 @@ class Notify(Struct, frozen=True, gc=False):
 
 
 class SessionUp(Struct, frozen=True, gc=False):
-    """A worker can be sent to. Another `instance` than before starts with an empty log."""
+    """A worker can be sent to. Another `tenancy` of its pool than before starts with an empty log."""
 
     worker: str
-    instance: bytes
+    tenancy: int
 
 
 class SessionDown(Struct, frozen=True, gc=False):

@@ -131,7 +131,7 @@ class PoolsActor(Actor):
         descriptor = request.descriptor
         if descriptor < 0:
             descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
-        self._records[request.worker] = Record(pool, Stage.MAKING, request, kept=descriptor >= 0)
+        self._records[request.worker] = Record(pool, Stage.MAKING, request, self._last_id, kept=descriptor >= 0)
 
         def work() -> Memory:
             if descriptor >= 0:
@@ -196,10 +196,10 @@ class PoolsActor(Actor):
             PoolLent(
                 connection=record.request.connection,
                 pool=record.pool,
-                instance=record.request.instance,
                 descriptor=memory.descriptor,
                 backing=memory.backing,
                 kept=record.kept,
+                tenancy=record.tenancy,
             )
         )
         record.kept = True  # for whoever attaches next
@@ -278,6 +278,8 @@ class PoolsActor(Actor):
         assert record.successor is not None  # noqa: S101 - there is one
         self._close_descriptor(record.successor)
         record.request, record.successor = record.successor, None
+        self._last_id += 1
+        record.tenancy = self._last_id
 
     @handles(RenewPool)
     def renew(self, message: RenewPool) -> None:

@@ -32,6 +32,8 @@ class Record:
     stage: Stage
     request: AttachPool
     """The attach that the pool serves, or will serve."""
+    tenancy: int
+    """Another number for every worker that the pool was given to, from its attach until its successor's."""
     memory: Memory | None = None
     kept: bool = False
     noisy: set[str] = field(default_factory=set)

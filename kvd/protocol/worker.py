@@ -70,8 +70,8 @@ class Attached(Message, frozen=True, tag="attached"):
     """Whether the bytes of an earlier session are still in it."""
     version: int = VERSION
     pool: Count = 0
-    """Which pool of this incarnation it is. With another one than before, everything that was asked for has ended, and
-    notifications are numbered from 1 again."""
+    """Another number for another pool of this incarnation, and for the same one where another worker had it since: then
+    everything that was asked for has ended, and notifications are numbered from 1 again."""
 
 
 class Detached(Message, frozen=True, tag="detached"):

@@ -1,12 +1,13 @@
 import pytest
-from stage import CACHE, Memory, Stage, make_claim, welcome_of
+from stage import CACHE, SECRET, Memory, Stage, ids, make_claim, welcome_of
 
 from kvd.actors import pools
 from kvd.actors.messages import RenewPool
 from kvd.errors import ErrorCode, Unavailable
-from kvd.net.interface import SessionOpened
+from kvd.net.interface import SessionClosed, SessionOpened
 from kvd.protocol.peer import Broken, Grant, Release
-from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached, Notifications, Offer, Released
 from kvd.sim.cache import make_cache
 from kvd.transport.interface import RegisterFailed
 
@@ -173,3 +174,37 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     assert refused.code == ErrorCode.TRANSPORT
     stage.fittings.transport.register = register
     assert isinstance(stage.attach(connection=2), Attached)
+
+
+def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_another_pool(stage):
+    first = stage.attach()
+    stage.hang_up()
+    assert stage.attach(connection=2).pool == first.pool
+    stage.hang_up(2)
+    other = stage.attach(connection=3, instance=b"j" * 16)
+    stage.hang_up(3)
+    again = stage.attach(connection=4)
+    assert len({first.pool, other.pool, again.pool}) == 3
+
+
+@pytest.mark.parametrize("gets_it", [True, False])
+def test_notifications_are_numbered_from_1_for_whom_another_worker_had_the_pool_before(stage, gets_it):
+    """Also where that one was gone in the moment in which it got it."""
+    stage.attach()
+    stage.offer("before")
+    stage.hang_up()
+    lend = stage.house.pools._lend
+
+    def lend_late(record):
+        stage.house.gateway.tell(SessionClosed(2))
+        lend(record)
+
+    stage.house.pools._lend = lend if gets_it else lend_late
+    stage.attach(connection=2, instance=b"j" * 16)
+    stage.house.pools._lend = lend
+    stage.hang_up(2)
+    stage.attach(connection=3)
+    session = bytes([stage.sessions]) * 16
+    stage.request(Offer(1, "n", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), session)
+    stage.request(Cancel(2, "n"), session)
+    assert stage.to_workers[-1] == (session, Notifications(1, (Released("n", "withdrawn"),)))
