@@ -166,9 +166,15 @@ class WorkerSockets:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
+    def _accept_again(self) -> None:
+        """Takes its turn at once: by the time that the loop tells of somebody, it is the others' again."""
+        if self._listener is not None:
+            self._watch_listener()
+            self._accept()
+
     def _accept(self) -> None:
         assert self._listener is not None  # noqa: S101 - the reader is removed before the listener is
-        if not self._intake.admits(self._watch_listener):
+        if not self._intake.admits(self._accept_again):
             asyncio.get_running_loop().remove_reader(self._listener)
             return
         try:

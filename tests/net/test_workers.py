@@ -206,6 +206,37 @@ async def test_sockets_are_read_no_further_than_frames_are_admitted_and_on_when_
     daemon.port.close()
 
 
+class InTurn:
+    """An intake that others never leave alone: who asks out of turn is put off."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.asked = asyncio.Event()
+        self.turn = False
+
+    def admits(self, again: Callable[[], None]) -> bool:
+        if not self.turn:
+            self.waiting.append(again)
+            self.asked.set()
+        return self.turn
+
+    async def give_turn(self) -> None:
+        await asyncio.wait_for(self.asked.wait(), 5)
+        self.turn = True
+        self.waiting.pop(0)()
+        self.turn = False
+
+
+async def test_a_worker_connects_while_others_keep_the_daemon_busy(tmp_path: Path) -> None:
+    intake = InTurn()
+    daemon = Daemon(tmp_path, intake)
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(daemon.path)
+        await intake.give_turn()
+        await daemon.inbox.next(SessionOpened)
+    daemon.port.close()
+
+
 async def test_a_garbage_length_ends_the_session_with_a_typed_error_and_leaves_the_others(daemon: Daemon) -> None:
     good, good_connection = await daemon.session()
     bad, bad_connection = await daemon.session()
