@@ -96,6 +96,8 @@ class Pull(Struct, eq=False):
     started: float
     awaited: set[str]
     """Addresses of peers that must be ready before the pull can be routed."""
+    unasked: set[str]
+    """Of those that were ready when it came, and have not been asked for their pools since."""
     transfers: list[Transfer] = field(default_factory=list)
     outcome: str = ""
     quarantined: bool = False

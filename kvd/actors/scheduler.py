@@ -91,7 +91,8 @@ class SchedulerActor(Actor):
         now = self.loop.time()
         awaited = self._producers.unknown(message.ticket)
         consumer = pull.consumer or pull.request
-        record = Pull(key, pool, message.ticket, pull.spans, started=now, awaited=awaited, consumer=consumer)
+        met = {rank.address for rank in message.ticket.ranks} - awaited
+        record = Pull(key, pool, message.ticket, pull.spans, now, awaited, unasked=met, consumer=consumer)
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
@@ -109,6 +110,7 @@ class SchedulerActor(Actor):
             raise BadRequest(ErrorCode.DUPLICATE_REQUEST, text)
 
     def _need(self, pull: Pull) -> None:
+        pull.unasked -= pull.awaited
         for address in sorted(pull.awaited):
             self._house.handshake.tell(NeedPeer(address, stale=address in self._producers, worker=pull.key[0]))
 
@@ -130,7 +132,10 @@ class SchedulerActor(Actor):
         try:
             sources = self._producers.sources(pull)
         except KvdError as error:
-            self._end(pull, error)
+            if pull.unasked:
+                self._look(pull, set(pull.unasked))  # their engine may have another layout since they said
+            else:
+                self._end(pull, error)
             return
         for transfer in [self._transfers.open(pull, source) for source in sources]:
             if pull.outcome:

@@ -1,7 +1,7 @@
 import gc
 
 import pytest
-from stage import PEER_STAMPS, SECRET, Stage, ids, make_ticket, welcome_of
+from stage import CACHE, PEER_STAMPS, SECRET, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.actors.messages import Drain, Stop
@@ -283,6 +283,18 @@ def test_a_pull_of_two_producers_is_done_when_both_have_held(stage):
     assert stage.notified == []
     stage.peer_says(Held(2), link=2)
     assert outcome(stage) == Done("p")
+
+
+def test_a_producer_that_has_another_layout_since_it_was_met_is_asked_again(stage):
+    stage.pull("first", ticket=make_ticket(address="tcp://a:1", pool="a", daemon="a"))
+    whole = PoolInfo("a", 1, bytes(8), CACHE.spec.pool_bytes, CACHE.raw)
+    stage.peer_says(Welcome("a", 5, "a#5", b"m", (whole,)))
+    stage.pull("second", blocks=(4, 5), ticket=two_ranks())
+    stage.peer_says(half_welcome("b", 1), link=2)
+    assert stage.notified == []
+    for link, name in enumerate("ab", 1):
+        stage.peer_says(half_welcome(name, link - 1, epoch=3 - link), link)
+    assert [claim.pool for claim in stage.asks(Claim)] == ["a", "a", "b"]
 
 
 def test_a_producer_that_is_lost_before_the_other_is_there_fails_the_pull(stage):
