@@ -118,6 +118,7 @@ class Asks:
         if not self._settling:
             self._tell_later(SETTLE_AFTER, SettleAll())
         self._settling.append(transfer)
+        transfer.settled_by = self._house.loop.time() + self._house.settings.tombstone
 
     def settle(self) -> None:
         """Sends what waits to be settled."""

@@ -43,6 +43,8 @@ class Transfer(Struct, eq=False):
     """A read is open: its blocks are in quarantine should the pull end."""
     ask: Message | None = None
     """What the producer has not answered yet: sent again when the answer is late."""
+    settled_by: float = 0.0
+    """Until when the producer is told of a read that was proven without it; seconds on the loop's clock."""
     span: TransferSpan | None = None
 
     @property

@@ -208,7 +208,11 @@ class Transfers:
     def overdue(self, message: Overdue) -> None:
         """The answer is late: it, or the ask, may have been lost with a connection."""
         transfer = self._open.get(message.number)
-        if transfer is not None and transfer.ask is not None:
+        if transfer is None or transfer.ask is None:
+            return
+        if transfer.state is State.SETTLING and self._house.loop.time() > transfer.settled_by:
+            self._step(transfer, Event.REFUSED)  # a peer that lives and does not answer: its lease ends by its time
+        else:
             self._asks.ask(transfer, transfer.ask)
 
     def claim_lasting(self) -> None:

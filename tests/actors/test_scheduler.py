@@ -436,6 +436,22 @@ def test_a_producer_that_does_not_answer_is_told_again_of_a_proven_read(stage):
     assert stage.notified == [Done("p"), Done("q")]
 
 
+def test_a_producer_that_never_answers_is_not_told_for_ever(stage):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    for second in range(70):
+        stage.peer_says(Pong(second, 5))
+        stage.run(1.0)
+    told = len(stage.asks(Fence))
+    assert told > 100
+    stage.peer_says(Pong(99, 5))
+    stage.run(2.0)
+    assert len(stage.asks(Fence)) == told
+    stage.house.scheduler.tell(Drain())
+    stage.run()
+    assert "scheduler" in stage.idle
+
+
 def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
     read_at_once(stage)
     stage.house.scheduler.tell(Drain())
