@@ -54,6 +54,12 @@ class _Moved(Struct, frozen=True):
     result: Memory | KvdError
 
 
+class _Released(Struct, frozen=True):
+    worker: str
+    result: KvdError | None
+    refusal: KvdError | None
+
+
 class _Overdue(Struct, frozen=True, gc=False):
     worker: str
 
@@ -178,14 +184,9 @@ class PoolsActor(Actor):
         """The transport will not have the memory."""
         record = self._by_id(event.pool)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
-        self._drop(record)
         if record.renewing:
             _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
-        if record.detaching is not None:
-            self._house.gateway.tell(PoolReturned(record.detaching))
-        for request in (record.request, record.successor):
-            if request is not None:
-                self._house.gateway.tell(AttachRefused(request.connection, Unavailable(ErrorCode.TRANSPORT, text)))
+        self._release(record, Unavailable(ErrorCode.TRANSPORT, text))
 
     def _lend(self, record: Record) -> None:
         memory = record.memory
@@ -353,15 +354,33 @@ class PoolsActor(Actor):
 
     @handles(Deregistered)
     def deregistered(self, event: Deregistered) -> None:
-        """The memory is nobody's: unmaps it, and starts anew for a successor that wants another size or layout."""
+        """The memory is nobody's: gives it back, or maps it somewhere else."""
         record = self._by_id(event.pool)
         if record.renewing:
             self._move(record)
-            return
-        self._drop(record)
+        else:
+            self._release(record)
+
+    def _release(self, record: Record, refusal: KvdError | None = None) -> None:
+        """Gives the memory back; whoever waits for the pool then hears `refusal`, if there is one."""
+        memory, worker = record.memory, record.pool.worker
+        assert memory is not None  # noqa: S101 - it was registered, or would have been
+        record.stage = Stage.ENDING
+        self._background(memory.close, lambda result: self.tell(_Released(worker, result, refusal)))
+
+    @handles(_Released)
+    def released(self, message: _Released) -> None:
+        """The pool is gone: starts anew for a successor that wants another size or layout."""
+        if message.result is not None:
+            _log.error("memory is not given back", pool=message.worker, reason=message.result.text)
+        record = self._drop(message.worker)
         if record.detaching is not None:
             self._house.gateway.tell(PoolReturned(record.detaching))
-        if record.successor is not None:
+        if message.refusal is not None:
+            for request in (record.request, record.successor):
+                if request is not None:
+                    self._house.gateway.tell(AttachRefused(request.connection, message.refusal))
+        elif record.successor is not None:
             self._make(record.successor)
 
     def _move(self, record: Record) -> None:
@@ -374,13 +393,13 @@ class PoolsActor(Actor):
 
         self._background(work, lambda result: self.tell(_Moved(worker, result)))
 
-    def _drop(self, record: Record) -> None:
-        del self._records[record.pool.worker]
-        self._house.completion.tell(Forget(record.pool.worker))
-        if record.memory is not None:
-            self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
-            self._store.drop(record.pool.worker)
-            record.memory.close()
+    def _drop(self, worker: str) -> Record:
+        record = self._records.pop(worker)
+        assert record.memory is not None  # noqa: S101 - it was made
+        self._house.completion.tell(Forget(worker))
+        self._house.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
+        self._store.drop(worker)
+        return record
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,10 @@ class Memory(Protocol):
         """
 
     def close(self) -> None:
-        """Unmaps and closes. The bytes live on while another process has them mapped."""
+        """Unmaps, gives the memory back to the system whoever still has it mapped, and closes.
+
+        Whoever has finds zeros there, and pays for what it writes. Takes long: it is done beside the loop.
+        """
 
 
 class MemoryProvider(Protocol):
@@ -52,7 +55,8 @@ class MemoryProvider(Protocol):
         """The pool behind `descriptor`, which a worker kept from a daemon before this one; takes the descriptor over.
 
         Raises:
-            BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us).
+            BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us), or the
+                memory of its pool has been given back.
 
         """
 

@@ -22,6 +22,8 @@ _MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 _FAILED = ctypes.c_void_p(-1).value
 _ATTEMPTS = 100
 
@@ -37,6 +39,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Mapping:
@@ -108,6 +111,19 @@ class Mapping:
     def _advise(self, offset: int, length: int, advice: int) -> None:
         if _libc.madvise(self.base + offset, length, advice) != 0:
             raise _last_error("madvise")
+
+
+def give_back(descriptor: int, length: int) -> None:
+    """Gives the memory of a file's first `length` bytes back to the system: whoever has them mapped finds zeros there.
+
+    What such a process writes to them after that is memory of its own cgroup.
+
+    Raises:
+        OSError: the file is none of memory, or may not be written to.
+
+    """
+    if _libc.fallocate(descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, length) != 0:
+        raise _last_error("fallocate")
 
 
 def _map_aligned(descriptor: int, length: int) -> int:

@@ -20,6 +20,8 @@ class File:
         self.number = number
         self.size = size
         self.sealed = sealed
+        self.ended = False
+        """Its bytes have been given back."""
         self.data: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.writable: NDArray[np.bool_] = np.zeros(size, np.bool_)
 
@@ -85,7 +87,9 @@ class SimMemory:
         self.base = base
 
     def close(self) -> None:
-        """Unmaps and closes."""
+        """Unmaps, gives the bytes back, and closes."""
+        file = self.provider.kernel.file(self.descriptor)
+        file.data[:], file.ended = 0, True
         self.provider.unmap(self.base)
         self.provider.kernel.close(self.descriptor)
 
@@ -128,9 +132,10 @@ class SimProvider:
     def adopt(self, descriptor: int, size: int) -> SimMemory:
         """The pool behind a descriptor that a worker kept."""
         file = self.kernel.file(descriptor)
-        if not file.sealed or file.size != size:
+        if not file.sealed or file.size != size or file.ended:
             self.kernel.close(descriptor)
-            raise BadRequest(ErrorCode.BAD_POOL, f"no sealed pool of {size} bytes, but {file.size}; attach without it")
+            text = f"no sealed pool of {size} bytes, but {file.size}, or it has ended; attach without it"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
         return self._map(descriptor, size)
 
     def discard(self, descriptor: int) -> None:

@@ -119,9 +119,10 @@ class Worker(Ledger):
                 self._on_attached(attached, descriptors[0])
             case wire.Detached():
                 self._on_detached()
-            case wire.Refused():
-                if self.detaching:
-                    self._on_detached()  # it leaves; its pool goes when the last read into it has ended
+            case wire.Refused(code):
+                if self.detaching or code == ErrorCode.BAD_POOL:
+                    # It leaves, and its pool goes when the last read into it has ended; or its pool has gone already.
+                    self._on_detached()
                 elif self.session is not None:
                     self.session.hang_up(lose=False)
 

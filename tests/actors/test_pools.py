@@ -93,6 +93,24 @@ def test_a_detached_pool_is_gone(stage):
     assert stage.memory.closed
 
 
+def test_memory_is_given_back_beside_the_loop_once_the_transport_has_let_go_and_detached_is_said_after_it(stage):
+    works = []
+    stage.house.pools._background = lambda work, done: works.append((work, done))
+    stage.connect()
+    stage.session(Attach("w", b"i" * 16, CACHE.raw))
+    allocate, made = works.pop()
+    made(allocate())
+    stage.run()
+    assert not isinstance(stage.session(Detach()), Detached)
+    assert ("deregister", 1) in stage.commands
+    (give_back, given_back) = works.pop()
+    assert not stage.memory.closed
+    given_back(give_back())
+    stage.run()
+    assert stage.memory.closed
+    assert isinstance(stage.on_sessions[-1], Detached)
+
+
 def test_a_descriptor_that_a_worker_kept_is_adopted(stage):
     attached = stage.attach(descriptors=(9,))
     assert attached.kept

@@ -107,14 +107,15 @@ class ScriptedDaemon:
             self._port._process = os.pidfd_open(self.process.pid)
 
     def close(self) -> None:
-        """Closes sockets and pools; the process goes on."""
+        """Closes sockets, and leaves pools as a daemon does that ends: to whoever has them. The process goes on."""
         if self._thread.is_alive():
             self._call(self._port.close)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
             for pool in self.pools.values():
-                pool.close()
+                pool._mapping.close()
+                os.close(pool.descriptor)
 
     def _call(self, work: Callable[[], T]) -> T:
         result: Future[T] = Future()

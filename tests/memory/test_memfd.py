@@ -154,11 +154,10 @@ def test_auto_does_without_hugetlb_pages_where_there_are_too_few(hugetlb_pages: 
 def test_a_hugetlb_pool_is_adopted_with_its_bytes(hugetlb_pages: int) -> None:
     first = MemfdProvider(Backing.HUGETLB).allocate("prefill-0", HUGE_PAGE)
     own_bytes(first)[:4] = b"kept"
-    kept = os.dup(first.descriptor)
-    first.close()
-    second = MemfdProvider().adopt(kept, HUGE_PAGE)
+    second = MemfdProvider().adopt(os.dup(first.descriptor), HUGE_PAGE)
     assert second.backing == "hugetlb"
     assert bytes(own_bytes(second)[:4]) == b"kept"
+    first.close()
     second.close()
 
 
@@ -178,11 +177,10 @@ def test_an_adopted_pool_has_the_bytes_and_the_backing_it_had() -> None:
     first = provider.allocate("prefill-0", HUGE_PAGE + 100)
     own_bytes(first)[-4:] = b"kept"
     backing = first.backing
-    kept = os.dup(first.descriptor)
-    first.close()
-    second = provider.adopt(kept, HUGE_PAGE + 100)
+    second = provider.adopt(os.dup(first.descriptor), HUGE_PAGE + 100)
     assert second.backing == backing
     assert bytes(own_bytes(second)[-4:]) == b"kept"
+    first.close()
     second.close()
 
 
@@ -216,7 +214,7 @@ def test_a_sealed_memfd_of_another_size_is_refused_and_closed(size: int) -> None
 
 def test_a_pool_that_cannot_be_written_to_is_refused_and_closed() -> None:
     descriptor = os.memfd_create("worker", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, HUGE_PAGE)
+    os.posix_fallocate(descriptor, 0, HUGE_PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_WRITE)
     assert "cannot be mapped writable" in refusal(descriptor, HUGE_PAGE)
 
@@ -240,3 +238,31 @@ def test_closing_twice_closes_once() -> None:
     pool = MemfdProvider().allocate("prefill-0", 4096)
     pool.close()
     pool.close()
+
+
+@pytest.mark.parametrize("backing", [Backing.PLAIN, Backing.THP])
+def test_a_pool_that_ends_gives_its_memory_back_though_its_worker_keeps_it_mapped(backing: Backing) -> None:
+    try:
+        pool = MemfdProvider(backing).allocate("prefill-0", 2 * HUGE_PAGE)
+    except Unavailable as error:
+        pytest.skip(f"no transparent huge pages here: {error.text}")
+    with worker_map(pool) as mapped:
+        mapped[0] = mapped[-1] = 7
+        kept = os.dup(pool.descriptor)
+        pool.close()
+        assert os.fstat(kept).st_blocks == 0
+        assert (mapped[0], mapped[-1]) == (0, 0)
+        assert "ended" in refusal(kept, 2 * HUGE_PAGE)
+
+
+def test_hugetlb_pages_of_a_pool_that_ends_can_be_had_again_though_its_worker_keeps_it_mapped(
+    hugetlb_pages: int,
+) -> None:
+    provider = MemfdProvider(Backing.HUGETLB)
+    first = provider.allocate("first", hugetlb_pages * HUGE_PAGE)
+    with worker_map(first) as mapped:
+        mapped[0] = 7
+        first.close()
+        second = provider.allocate("second", hugetlb_pages * HUGE_PAGE)
+        second.close()
+        assert mapped[0] == 0
