@@ -28,6 +28,12 @@ MAX_ERROR_TEXT: Final = 2000
 MAX_SPEC_BYTES: Final = 4 * MIB
 """An encoded `CacheSpec`: 1,000 layers with every dimension spelled out stay below 1 MiB."""
 
+MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
+"""One request on a session: the largest is an attach, a spec and a little."""
+
+MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
+"""Frames that the sessions of one user have begun and not ended, together: eight of the largest specs at one moment."""
+
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms on the event loop."""
 

@@ -37,11 +37,20 @@ def pack(content: bytes) -> bytes:
 
 
 class FrameSplitter:
-    """Bytes as they arrive in, frames out. Owns every descriptor until the frame that it came with is out."""
+    """Bytes as they arrive in, frames of at most `bound` bytes out.
 
-    def __init__(self) -> None:
+    Owns every descriptor until the frame that it came with is out.
+    """
+
+    def __init__(self, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
+        self._bound = bound
         self._bytes = bytearray()
         self._descriptors: tuple[int, ...] = ()
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes of a frame that has not ended."""
+        return len(self._bytes)
 
     def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> list[Frame]:
         """The frames that `data` completes.
@@ -84,10 +93,8 @@ class FrameSplitter:
         if len(self._bytes) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._bytes)
-        if length > limits.MAX_MESSAGE_BYTES:
-            raise BadRequest(
-                ErrorCode.TOO_LARGE, f"a frame announces {length} bytes, the bound is {limits.MAX_MESSAGE_BYTES}"
-            )
+        if length > self._bound:
+            raise BadRequest(ErrorCode.TOO_LARGE, f"a frame announces {length} bytes, the bound is {self._bound}")
         end = HEADER.size + length
         if len(self._bytes) < end:
             return None

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
-from kvd.errors import BadRequest
+from kvd.errors import KvdError
 
 EVERY_POOL: Final = ("*",)
 """The patterns of the pools that a peer may read where its line in the allow-list names none."""
@@ -34,11 +34,11 @@ class SessionFrame(Struct, frozen=True, gc=False):
 class SessionClosed(Struct, frozen=True):
     """The process at the other end closed the session or is gone.
 
-    Where `error` is set we hung up on it (and told it why): what it sent was no frame.
+    Where `error` is set we hung up on it (and told it why): what it sent was no frame, or there was no room for it.
     """
 
     connection: int
-    error: BadRequest | None = None
+    error: KvdError | None = None
 
 
 class WorkerFrame(Struct, frozen=True, gc=False):

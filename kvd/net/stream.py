@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from typing import Final
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
 
@@ -14,12 +15,12 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").i
 
 
 class FrameStream:
-    """Frames over `sock`, which it owns from now on."""
+    """Frames over `sock`, which it owns from now on; those that arrive have `bound` bytes at most."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._splitter = FrameSplitter()
+        self._splitter = FrameSplitter(bound)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outgoing_bytes = 0
 
@@ -31,6 +32,11 @@ class FrameStream:
     def waiting(self) -> int:
         """Bytes that the kernel did not take yet: where there are any, watch for writability and `flush`."""
         return self._outgoing_bytes
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes that arrived of a frame whose end did not."""
+        return self._splitter.unfinished
 
     def send(self, content: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Sends a frame, and duplicates of `descriptors` beside it, as far as the kernel takes it now.

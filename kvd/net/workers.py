@@ -5,14 +5,14 @@ import contextlib
 import itertools
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
 import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.net.frames import Frame
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.lock import PathLock
@@ -65,6 +65,8 @@ class WorkerSockets:
         self._process = -1
         self._sessions: dict[int, _Session] = {}
         self._closing: set[_Session] = set()
+        self._unfinished: Counter[int] = Counter()
+        """Bytes of frames that have not ended, by user."""
         self._numbers = itertools.count(1)
         self._on_event: Callable[[WorkerEvent], None]
         self._intake: Intake = OPEN
@@ -191,13 +193,44 @@ class WorkerSockets:
             return
         pid, uid, gid = credentials(accepted)
         connection = next(self._numbers)
-        self._sessions[connection] = _Session(accepted, connection, self._session_event, self._intake)
+        self._sessions[connection] = _Session(
+            accepted, connection, self._session_event, self._intake, _Room(uid, self._unfinished)
+        )
         self._on_event(SessionOpened(connection, pid, uid, gid))
 
     def _session_event(self, event: SessionFrame | SessionClosed) -> None:
         if isinstance(event, SessionClosed) and self._sessions.pop(event.connection, None) is None:
             return
         self._on_event(event)
+
+
+class _Room:
+    """What one session takes of the room for frames that have not ended, which a user's sessions share."""
+
+    def __init__(self, uid: int, unfinished: Counter[int]) -> None:
+        self._uid = uid
+        self._of_user = unfinished
+        self._own = 0
+
+    def take(self, size: int) -> None:
+        """The session has `size` bytes of such a frame now.
+
+        Raises:
+            Unavailable: `OVERLOADED`, all of the user's are above the bound.
+
+        """
+        self._of_user[self._uid] += size - self._own
+        self._own = size
+        if self._of_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
+            text = f"frames of user {self._uid} that have not ended are above {limits.MAX_UNFINISHED_BYTES_PER_USER} B"
+            raise Unavailable(ErrorCode.OVERLOADED, f"{text}; attach with fewer workers at a time")
+
+    def leave(self) -> None:
+        """The session is over."""
+        self._of_user[self._uid] -= self._own
+        self._own = 0
+        if not self._of_user[self._uid]:
+            del self._of_user[self._uid]
 
 
 class _Session:
@@ -209,8 +242,10 @@ class _Session:
         connection: int,
         on_event: Callable[[SessionFrame | SessionClosed], None],
         intake: Intake,
+        room: _Room,
     ) -> None:
-        self._stream = FrameStream(accepted)
+        self._stream = FrameStream(accepted, limits.MAX_SESSION_FRAME_BYTES)
+        self._room = room
         self._connection = connection
         self._on_event = on_event
         self._intake = intake
@@ -250,6 +285,7 @@ class _Session:
         self._loop.remove_reader(self._stream.fileno())
         self._loop.remove_writer(self._stream.fileno())
         self._stream.close()
+        self._room.leave()
         while self._frames:
             for descriptor in self._frames.popleft().descriptors:
                 os.close(descriptor)
@@ -271,7 +307,9 @@ class _Session:
     def _readable(self) -> None:
         try:
             frames = self._stream.receive()
-        except BadRequest as error:
+            self._frames.extend(frames or ())
+            self._room.take(self._stream.unfinished)
+        except KvdError as error:
             with contextlib.suppress(OSError):
                 self._stream.send(encode(Refused(error.code, error.text)))
             self._lost(error)
@@ -279,7 +317,6 @@ class _Session:
         if frames is None:
             self._lost(None)
             return
-        self._frames.extend(frames)
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -307,6 +344,6 @@ class _Session:
         self._reading = False
         self._loop.remove_reader(self._stream.fileno())
 
-    def _lost(self, error: BadRequest | None) -> None:
+    def _lost(self, error: KvdError | None) -> None:
         self.close()
         self._on_event(SessionClosed(self._connection, error))

@@ -17,7 +17,6 @@ KNOWN: Final[dict[str, str]] = {
     "peer-under-other-names": "a routing id that is taken over leaves a connection that libzmq never closes",
     "peer-unread-welcomes": "welcomes wait for a peer that does not read them",
     "peer-waiting-claims": "claims that wait are bounded for all peers together: one starves the others",
-    "session-partial-frames": "each session may keep a frame of 16 MiB waiting for its end",
     "session-unread-statuses": "each session may keep 32 MiB of answers unread",
     "sessions-silent": "silent sessions of one user lock everybody out",
     "transport-ports": "random bytes on the ports of the transport end the process",

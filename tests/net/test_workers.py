@@ -124,6 +124,38 @@ async def test_a_frame_larger_than_the_kernels_buffer_arrives_whole(daemon: Daem
     assert daemon.inbox.events == []
 
 
+async def test_a_frame_larger_than_any_session_request_is_refused_by_its_length(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        worker.sendall(HEADER.pack(limits.MAX_SESSION_FRAME_BYTES + 1))
+        closed = await daemon.inbox.next(SessionClosed)
+        assert (closed.connection, closed.error and closed.error.code) == (connection, ErrorCode.TOO_LARGE)
+
+
+async def test_unfinished_frames_of_one_user_have_a_bound_together_and_finished_ones_make_room(daemon: Daemon) -> None:
+    size = limits.MAX_SPEC_BYTES - HEADER.size
+    part = HEADER.pack(size) + bytes(size - 1)
+    sessions = [await daemon.session() for _ in range(limits.MAX_UNFINISHED_BYTES_PER_USER // limits.MAX_SPEC_BYTES)]
+    (first, number), (last, _) = sessions[0], sessions[-1]
+    loop = asyncio.get_running_loop()
+    try:
+        for worker, _ in sessions[:-1]:
+            await loop.run_in_executor(None, worker.sendall, part)
+        await loop.run_in_executor(None, first.sendall, b"." + part)
+        assert (await daemon.inbox.next(SessionFrame)).connection == number
+        await loop.run_in_executor(None, last.sendall, part)
+        extra, refused = await daemon.session()
+        with extra:
+            extra.sendall(part[: limits.MIB // 8])
+            closed = await daemon.inbox.next(SessionClosed)
+        assert (closed.connection, closed.error and closed.error.code) == (refused, ErrorCode.OVERLOADED)
+        last.sendall(b".")
+        assert len((await daemon.inbox.next(SessionFrame)).frame) == size
+    finally:
+        for worker, _ in sessions:
+            worker.close()
+
+
 async def test_what_was_sent_before_hanging_up_is_read(daemon: Daemon) -> None:
     worker, connection = await daemon.session()
     with worker:
