@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from kvd.transport.pace import RECENT
 
 
 class RawAgent:
-    """A NIXL agent over one pool that this process has mapped."""
+    """A NIXL agent over one pool that this process has mapped; `devices` as in `kvd.transport.ucx.choose_settings`."""
 
-    def __init__(self, name: str, base: int, size: int) -> None:
+    def __init__(self, name: str, base: int, size: int, devices: Collection[str] | None = None) -> None:
         self.base = base
-        self._agent: Any = open_agent(name)
+        self._agent: Any = open_agent(name, devices)
         self._agent.register_memory(np.array([[base, size, 0]], dtype=np.uint64), mem_type="DRAM")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -20,6 +20,8 @@ BYTES: Final = 64 * limits.MIB
 _BLOCK: Final = limits.MIB
 _PATTERN: Final = 0x5A
 _ROUNDS: Final = 3
+_ONE_HOST: Final = ()
+"""Network devices: none, as for a daemon with the default `listen`."""
 _MORE: Final = "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info python -m kvd.doctor.loopback read says more"
 
 
@@ -44,7 +46,7 @@ def read() -> list[Finding]:
     command = [sys.executable, "-m", "kvd.doctor.loopback", "serve"]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
     target = np.zeros(BYTES, dtype=np.uint8)
-    agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES)
+    agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES, _ONE_HOST)
     assert other.stdout is not None  # noqa: S101 - piped
     metadata, address = other.stdout.readline().split()
     lanes = Lanes("kvd-doctor")
@@ -76,7 +78,7 @@ def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
     text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'lanes that UCX does not name'}"
     if not arrived:
         return Finding("transfer", Level.BROKEN, f"{text}: bytes differ", "please report this")
-    if kind_of(path) is Kind.TCP:
+    if kind_of(path) in (Kind.SHM, Kind.TCP):
         return Finding("transfer", Level.SLOW, text, "same-host copies are not in use: see the findings above, UCX_TLS")
     return Finding("transfer", Level.OK, text)
 
@@ -84,7 +86,7 @@ def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
 def serve() -> None:
     """The other process: offers 64 MiB until its input ends."""
     source = np.full(BYTES, _PATTERN, dtype=np.uint8)
-    agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES)
+    agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES, _ONE_HOST)
     agent.serve()
     sys.stdout.write(f"{agent.metadata.hex()} {source.ctypes.data}\n")
     sys.stdout.flush()

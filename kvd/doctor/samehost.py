@@ -28,7 +28,7 @@ def check_copy() -> Finding:
         return Finding("same-host copy", Level.OK, "process_vm_readv between processes of this user works")
     scope = _YAMA.read_text(encoding="ascii").strip() if _YAMA.exists() else "0"
     reason = os.strerror(status) if status > 0 else f"signal {-status}"
-    text = f"process_vm_readv fails ({reason}), ptrace_scope is {scope}: same-host peers fall back to TCP"
+    text = f"process_vm_readv fails ({reason}), ptrace_scope is {scope}: same-host peers copy twice, by shared memory"
     fix = _YAMA_FIX if scope != "0" else "allow process_vm_readv in the seccomp profile, or give CAP_SYS_PTRACE"
     return Finding("same-host copy", Level.SLOW, text, fix)
 
@@ -40,7 +40,7 @@ def check_pid_namespace() -> Finding:
     return Finding(
         "PID namespace",
         Level.NOTE,
-        "one of its own: daemons outside of it are reached over TCP or RDMA, not by same-host copies",
+        "one of its own: daemons outside of it are reached over TCP or RDMA where `listen` is tcp://, else not at all",
         "for copies between pods of one node: hostPID: true on both; within a pod: shareProcessNamespace: true",
     )
 

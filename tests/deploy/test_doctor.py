@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.doctor import samehost
+from kvd.doctor import loopback, samehost
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Level
@@ -46,6 +46,13 @@ def test_a_copy_that_the_kernel_refuses_is_slow_and_not_broken(monkeypatch: pyte
 def test_a_copy_of_wrong_bytes_is_not_taken_for_one() -> None:
     other = ctypes.create_string_buffer(b"x" * 64)
     assert samehost._read_from(1 << 22, ctypes.addressof(other)) != 0
+
+
+@pytest.mark.parametrize(
+    ("path", "level"), [("cma/memory posix/memory", Level.OK), ("posix/memory", Level.SLOW), ("tcp/lo", Level.SLOW)]
+)
+def test_a_transfer_that_is_not_the_kernels_copy_is_slow(path: str, level: Level) -> None:
+    assert loopback._judge(path, 1e9, arrived=True).level is level
 
 
 def device(root: Path, name: str, state: str) -> None:

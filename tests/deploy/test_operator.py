@@ -74,6 +74,7 @@ def test_the_doctor_moves_bytes_between_two_processes_and_names_the_lanes(tmp_pa
     assert {"memlock", "huge pages", "same-host copy", "PID namespace", "RDMA", "UCX"} <= set(findings)
     assert findings["transfer"]["level"] in ("ok", "slow")
     assert "/" in findings["transfer"]["text"]
+    assert "tcp" not in findings["transfer"]["text"] + findings["UCX"]["text"]
     assert all(finding["fix"] for finding in findings.values() if finding["level"] in ("slow", "broken"))
 
 
