@@ -4,11 +4,13 @@ import argparse
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvd.sim.pieces import ON, WAITING, Piece
 from kvd.sim.run import Result, run_seed
 
 _TAIL = 60
@@ -24,22 +26,32 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--from", dest="start", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, help="only this seed")
     parser.add_argument("--trace", action="store_true", help="print the whole trace (with --seed)")
+    parser.add_argument(
+        "--with",
+        dest="also",
+        metavar="PIECE",
+        type=Piece,
+        choices=list(Piece),
+        action="append",
+        default=[],
+        help="generate this too: " + ", ".join(sorted(WAITING)),
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes to use (default 1)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the seeds; 1 where one of them breaks a promise."""
-    console = Console()
+    console, pieces = Console(), ON | set(args.also)
     if args.seed is not None:
-        return _show(console, run_seed(args.seed), whole=args.trace)
+        return _show(console, run_seed(args.seed, pieces=pieces), whole=args.trace)
     pulls: dict[str, int] = {}
     sequences = 0
     with _progress(console, args.seeds) as advance:
-        for result in _results(range(args.start, args.start + args.seeds), args.jobs):
+        for result in _results(range(args.start, args.start + args.seeds), args.jobs, pieces):
             advance()
             if result.violations:
-                return _show(console, run_seed(result.seed), whole=False)
+                return _show(console, run_seed(result.seed, pieces=pieces), whole=False)
             sequences += result.sequences
             for outcome, count in result.outcomes.items():
                 pulls[outcome] = pulls.get(outcome, 0) + count
@@ -48,16 +60,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _results(seeds: range, jobs: int) -> Iterator[Result]:
+def _results(seeds: range, jobs: int, pieces: frozenset[Piece]) -> Iterator[Result]:
+    without_trace = partial(run_seed, keep_trace=False, pieces=pieces)
     if jobs == 1:
-        yield from (run_seed(seed, keep_trace=False) for seed in seeds)
+        yield from map(without_trace, seeds)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_without_trace, seeds, chunksize=_CHUNK)
-
-
-def _without_trace(seed: int) -> Result:
-    return run_seed(seed, keep_trace=False)
+        yield from pool.map(without_trace, seeds, chunksize=_CHUNK)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
+from kvd.client.blocks import Blocks
 from kvd.errors import KvdError
 from kvd.layout import Full
 from kvd.limits import SECRET_BYTES
@@ -11,6 +14,8 @@ from kvd.protocol import ticket
 from kvd.sim.cache import make_cache
 from kvd.sim.fleet import Daemon
 from kvd.sim.ledger import Pulling
+from kvd.sim.network import alias
+from kvd.sim.pieces import Piece
 from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
@@ -36,17 +41,29 @@ class Sequence:
     """One request on its way from one engine to another."""
 
     name: str
+    """Of its content, which no other sequence has."""
+    offer: str
+    """Under which it is offered; perhaps that of an earlier one."""
     tokens: int
     source: Engine
     target: Engine
+    also: tuple[Engine, ...]
+    """Others that pull it, though it was not prefilled for them."""
     timeout: float
     tries: int
     calm: bool
     """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
     began: float
     tickets: dict[int, str] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    """Target ranks that have it."""
+    blocks: dict[int, tuple[Blocks, ...]] = field(default_factory=dict)
+    """That were offered, by rank of the source."""
+    done: set[Worker] = field(default_factory=set)
+    """Who has it."""
+
+    @property
+    def served(self) -> bool:
+        """Whether every rank that it was prefilled for has it."""
+        return self.done.issuperset(self.target.workers)
 
 
 def make_engine(
@@ -73,7 +90,7 @@ class Router:
         self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
         """Called for each pull that was sent."""
         self._alive: list[Sequence] = []
-        self._by_request: dict[str, tuple[Sequence, int]] = {}
+        self._by_request: dict[str, tuple[Sequence, Worker]] = {}
         for engine in engines:
             for worker in engine.workers:
                 worker.on_end = self._ended
@@ -84,11 +101,14 @@ class Router:
             return None
         rng = self.world.rng
         self.sequences += 1
+        earlier = self._earlier(source)
         sequence = Sequence(
             name=f"s{self.sequences}",
-            tokens=rng.randint(1, MAX_TOKENS),
+            offer=earlier.offer if earlier else f"s{self.sequences}",
+            tokens=earlier.tokens if earlier else rng.randint(1, MAX_TOKENS),
             source=source,
             target=target,
+            also=() if calm else self._others(source, target),
             timeout=4.0 if calm else rng.choice((0.02, 0.2, 1.0, 2.0)),
             tries=0 if calm else rng.randrange(3),
             calm=calm,
@@ -98,15 +118,36 @@ class Router:
         ttl = 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
         for rank, worker in enumerate(source.workers):
-            self._offer(sequence, rank, worker, ttl)
+            self._offer(sequence, rank, worker, ttl, like=earlier.blocks.get(rank) if earlier else None)
         return sequence
 
-    def _offer(self, sequence: Sequence, rank: int, worker: Worker, ttl: float) -> None:
+    def _earlier(self, source: Engine) -> Sequence | None:
+        """One that is over, and whose name is used once more."""
+        if Piece.REUSED_NAMES not in self.world.pieces or self.world.chance(0.4):
+            return None
+        over = [
+            each
+            for each in self._alive[-4:]
+            if each.source is source and not any(each.offer in worker.offers for worker in source.workers)
+        ]
+        return self.world.rng.choice(over) if over else None
+
+    def _others(self, source: Engine, target: Engine) -> tuple[Engine, ...]:
+        if Piece.SEVERAL_CONSUMERS not in self.world.pieces:
+            return ()
+        others = [engine for engine in self.engines if engine not in (source, target)]
+        return tuple(engine for engine in [*others, target] if engine.ready and self.world.chance(0.5))
+
+    def _offer(
+        self, sequence: Sequence, rank: int, worker: Worker, ttl: float, *, like: tuple[Blocks, ...] | None
+    ) -> None:
         groups = worker.cache.spec.groups
         wanted = [range(-(-sequence.tokens // group.block_tokens)) for group in groups]
-        blocks = worker.take_blocks(wanted)
+        blocks = worker.take_again(like) if like else None
+        blocks = blocks or worker.take_blocks(wanted)
         if blocks is None:
             return
+        sequence.blocks[rank] = blocks
         run = worker.runs
         secret = hashlib.blake2b(f"{sequence.name} {worker.process.name}".encode(), digest_size=SECRET_BYTES).digest()
         late = not sequence.calm and self.world.chance(0.3)
@@ -121,11 +162,12 @@ class Router:
             def answered(text: str) -> None:
                 self._have(sequence, rank, text)
 
-            worker.offer(sequence.name, sequence.tokens, blocks, ttl, None if late else answered, secret=secret)
+            answer = None if late else answered
+            worker.offer(sequence.offer, sequence.tokens, blocks, ttl, answer, secret=secret, text=sequence.name)
 
         if late:
             # The router passes the ticket on before the offer is made, as engines that know their blocks early do.
-            self._have(sequence, rank, worker.core.ticket(sequence.name, sequence.tokens, blocks, secret))
+            self._have(sequence, rank, worker.core.ticket(sequence.offer, sequence.tokens, blocks, secret))
             worker.process.call_later(self.world.rng.random() * 0.3, offer)
         else:
             offer()
@@ -133,21 +175,31 @@ class Router:
     def _have(self, sequence: Sequence, rank: int, text: str) -> None:
         sequence.tickets[rank] = text
         if len(sequence.tickets) == len(sequence.source.workers):
-            joined = ticket.join([sequence.tickets[rank] for rank in sorted(sequence.tickets)])
-            for target, worker in enumerate(sequence.target.workers):
-                delay = self.world.rng.random() * 0.01
-                self.world.loop.call_later(delay, self._pull, sequence, target, worker, joined, 1)
+            joined = ticket.join([self._spelled(sequence.tickets[rank]) for rank in sorted(sequence.tickets)])
+            for number, engine in enumerate((sequence.target, *sequence.also)):
+                for worker in engine.workers:
+                    delay = self.world.rng.random() * (0.3 if number else 0.01)
+                    self.world.loop.call_later(delay, self._pull, sequence, worker, joined, 10 * number + 1)
 
-    def _pull(self, sequence: Sequence, rank: int, worker: Worker, joined: str, attempt: int) -> None:
+    def _spelled(self, text: str) -> str:
+        """A rank's ticket, which may name its daemon's address in another way."""
+        if Piece.TWO_ADDRESSES not in self.world.pieces or self.world.chance(0.5):
+            return text
+        whole = ticket.decode(text)
+        ranks = tuple(msgspec.structs.replace(rank, address=alias(rank.address)) for rank in whole.ranks)
+        return msgspec.structs.replace(whole, ranks=ranks).encode()
+
+    def _pull(self, sequence: Sequence, worker: Worker, joined: str, attempt: int) -> None:
         if not worker.attached:
             return
         blocks = worker.take_blocks(self._wanted(sequence, worker))
         if blocks is None:
             return
-        request = f"{sequence.name}/{rank}/{attempt}"
+        request = f"{sequence.name}/{worker.name}/{attempt}"
         sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
         pulling = Pulling(
             sequence=sequence.name,
+            offer=sequence.offer,
             tokens=sequence.tokens,
             blocks=blocks,
             deadline=self.world.loop.now + sequence.timeout,
@@ -156,14 +208,14 @@ class Router:
             trouble=worker.trouble + worker.daemon.pauses,
             spoilt=not sequence.calm,
         )
-        self._by_request[request] = (sequence, rank)
+        self._by_request[request] = (sequence, worker)
         try:
             worker.pull(request, joined, pulling, sequence.timeout)
         except KvdError:
             worker.give_back(blocks)
             return
         self.on_pull(sequence, worker, request)
-        if attempt <= sequence.tries:
+        if attempt % 10 <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
 
     def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
@@ -178,23 +230,23 @@ class Router:
 
     def _again(self, request: str, joined: str, attempt: int) -> None:
         """The target tries once more where it has not got it."""
-        sequence, rank = self._by_request[request]
-        if rank not in sequence.done:
-            self._pull(sequence, rank, sequence.target.workers[rank], joined, attempt + 1)
+        sequence, worker = self._by_request[request]
+        if worker not in sequence.done:
+            self._pull(sequence, worker, joined, attempt + 1)
 
     def _ended(self, request: str, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        sequence, rank = self._by_request[request]
+        sequence, worker = self._by_request[request]
         if outcome == "done":
-            sequence.done.add(rank)
+            sequence.done.add(worker)
 
     def withdraw(self, offer: str, worker: Worker) -> None:
         """Withdraws an offer, perhaps in the middle of its pulls, which may fail from here on."""
         for engine in self.engines:
             for each in engine.workers:
                 for pulling in each.pulls.values():
-                    pulling.spoilt |= pulling.sequence == offer
+                    pulling.spoilt |= pulling.offer == offer
         for sequence in self._alive:
-            if sequence.name == offer:
+            if sequence.offer == offer:
                 sequence.calm = False
         worker.cancel(offer)

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from kvd.sim.loop import Process
 from kvd.sim.memory import File
+from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
-from kvd.transport.fabric import FakeFabric, Fault, Flight
+from kvd.transport.fabric import FakeFabric, FakeRead, Fault, Flight
 from kvd.transport.fake import FakeTransport
 from kvd.transport.interface import Event, RegisterFailed
 
@@ -28,6 +29,8 @@ _STUCK = 3.0
 """Seconds that a stuck read takes at most."""
 _EVENT = 0.002
 """Seconds that an event takes at most."""
+_OUTLIVES = 0.05
+"""Seconds for which a network card goes on reading the memory of a process that was killed."""
 
 
 class SimFabric(FakeFabric):
@@ -36,10 +39,11 @@ class SimFabric(FakeFabric):
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
         self.direct = world.rng.random() < 0.5
-        self.direct = world.rng.random() < 0.5
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
+        self._outlived: dict[str, FakeTransport] = {}
+        """Agents whose process is dead, and whose memory network cards read on for a moment."""
         self._places: dict[Flight, NDArray[np.int64]] = {}
         """Which bytes of its file each slice writes."""
 
@@ -53,6 +57,30 @@ class SimFabric(FakeFabric):
         """Ends that."""
         self.unmap(base)
         del self.files[base]
+
+    def crash(self, agent: str, bases: list[int]) -> None:
+        """The process of `agent`, which has mapped memory at `bases`, was killed."""
+        if Piece.CHANGING_PATHS in self.world.pieces:
+            self._outlived[agent] = self._agents[agent]
+            self.world.loop.call_later(_OUTLIVES, self._forget, agent, bases)
+            self.kill(agent)
+        else:
+            self.kill(agent)
+            self._forget(agent, bases)
+
+    def _forget(self, agent: str, bases: list[int]) -> None:
+        self._outlived.pop(agent, None)
+        for base in bases:
+            self.unmap(base)
+            self.files.pop(base, None)
+
+    def serving(self, read: FakeRead) -> FakeTransport | None:
+        """Reads that the kernel makes end with the process that they read from; those of a network card may not."""
+        return super().serving(read) or (None if read.direct else self._outlived.get(read.agent))
+
+    def is_direct(self) -> bool:
+        """By the world, or by the read."""
+        return self.world.rng.random() < 0.7 if Piece.CHANGING_PATHS in self.world.pieces else self.direct
 
     def mend(self, one: str, other: str) -> None:
         """Bytes flow again between two agents."""

@@ -17,6 +17,7 @@ from kvd.sim.fabric import SimFabric, SimTransport
 from kvd.sim.loop import Process
 from kvd.sim.memory import SimProvider, SimStamps
 from kvd.sim.network import UID, Network, SimPeerPort, SimWorkerPort
+from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
 
@@ -71,7 +72,7 @@ class Daemon:
             loop=process,
             settings=Settings(
                 daemon=name,
-                incarnation=self.runs << 20,
+                incarnation=self._draw_incarnation(),
                 heartbeat=HEARTBEAT,
                 retry=0.1,
                 claim_ttl=CLAIM_TTL,
@@ -117,6 +118,13 @@ class Daemon:
         if not self.alive:
             self.start()
 
+    def _draw_incarnation(self) -> int:
+        """Of this run: no two have the same, and they lie further apart than a run has leases."""
+        runs = self.runs
+        if Piece.BACKWARD_CLOCKS in self.world.pieces:
+            runs += self.world.rng.randrange(8) << 8
+        return runs << 20
+
     def _map(self, file: object) -> int:
         base = self._fabric.map_file(file)  # type: ignore[arg-type]
         self._mapped.append(base)
@@ -145,11 +153,8 @@ class Daemon:
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.process.kill()
-        self._fabric.kill(self.transport.agent)
-        for base in self._mapped:
-            if base in self._fabric.files:
-                self._fabric.unmap_file(base)
-        self._fabric.unmap(self._stamps.base)
+        mapped = [base for base in self._mapped if base in self._fabric.files]
+        self._fabric.crash(self.transport.agent, [*mapped, self._stamps.base])
         self.peer_port.close()
         self.worker_port.close()
         self.world.kernel.close_all(self.process.name)

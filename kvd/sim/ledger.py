@@ -29,6 +29,7 @@ class Pulling:
     """A pull that has not ended, as its worker knows it."""
 
     sequence: str
+    offer: str
     tokens: int
     blocks: tuple[Blocks, ...]
     deadline: float
@@ -188,6 +189,14 @@ class Ledger:
             ids, self.free[group] = pool[: len(positions)], pool[len(positions) :]
             taken.append(Blocks(group, positions.start, ids))
         return tuple(taken)
+
+    def take_again(self, before: tuple[Blocks, ...]) -> tuple[Blocks, ...] | None:
+        """The same blocks as `before`; None where they are not all free."""
+        if any(not set(part.ids) <= set(self.free[part.group]) for part in before):
+            return None
+        for part in before:
+            self.free[part.group] = [block for block in self.free[part.group] if block not in part.ids]
+        return before
 
     def give_up_strays(self) -> None:
         """Their daemon is gone, or their time long over: what the core does for its own pulls."""

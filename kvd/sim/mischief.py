@@ -182,5 +182,5 @@ class Mischief:
         request = f"wrong{self._made}"
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
-        pulling = Pulling("", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
+        pulling = Pulling("", "", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)

@@ -25,10 +25,20 @@ from kvd.sim.loop import Process
 from kvd.sim.world import LONG_DELAY, World
 
 _PREFIX = "sim://"
+_ROOT = "."
 UID = 1000
 """The user that every worker runs as."""
 _LOCAL = 0.0002
 """Seconds that a local message takes; the same for all, so that they stay in order."""
+
+
+def alias(address: str) -> str:
+    """Another spelling of an address, as DNS has of every name."""
+    return address + _ROOT
+
+
+def _daemon_at(address: str) -> str:
+    return address.removeprefix(_PREFIX).removesuffix(_ROOT)
 
 
 class Network:
@@ -83,7 +93,8 @@ class SimPeerPort:
         self.daemon = daemon
         self.identity = identity
         self.links: dict[int, str] = {}
-        self._askers: dict[bytes, SimPeerPort] = {}
+        self._askers: dict[bytes, tuple[SimPeerPort, int]] = {}
+        """By routing id: each link has its own, `<daemon>#<incarnation>#<token>`."""
         self._last_link = 0
         self._inbox = _Inbox()
         self.answers_to_stranger: list[bytes] = []
@@ -97,7 +108,7 @@ class SimPeerPort:
     def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
         """Binds."""
         self._inbox.on_event, self._inbox.intake = on_event, intake
-        self._network.peer_ports[self.address] = self
+        self._network.peer_ports[self.daemon] = self
 
     def connect(self, address: str) -> int:
         """Opens a link."""
@@ -114,16 +125,17 @@ class SimPeerPort:
         network.world.note(self.daemon, "asks", address, frame)
 
         def deliver() -> None:
-            port = network.peer_ports.get(address)
+            port = network.peer_ports.get(_daemon_at(address))
             if port is not None and (self.daemon, port.daemon) not in network.world.cut:
-                port._asked(self, frame)
+                port._asked(self, link, frame)
 
-        network.carry(self.daemon, address.removeprefix(_PREFIX), deliver)
+        network.carry(self.daemon, _daemon_at(address), deliver)
         return True
 
-    def _asked(self, asker: "SimPeerPort", frame: bytes) -> None:
-        self._askers[asker.identity] = asker
-        self.inject_ask(asker.identity, frame)
+    def _asked(self, asker: "SimPeerPort", link: int, frame: bytes) -> None:
+        routing = b"%s#%d" % (asker.identity, link)
+        self._askers[routing] = (asker, link)
+        self.inject_ask(routing, frame)
 
     def inject_ask(self, sender: bytes, frame: bytes) -> None:
         """A frame arrives."""
@@ -135,7 +147,7 @@ class SimPeerPort:
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends to a daemon that connected to us."""
-        asker = self._askers.get(sender)
+        asker, link = self._askers.get(sender, (None, 0))
         network = self._network
         network.world.note(self.daemon, "answers", sender, frame)
         if asker is None:
@@ -146,10 +158,8 @@ class SimPeerPort:
         def deliver() -> None:
             if asker._process.dead or (source, asker.daemon) in network.world.cut:
                 return
-            for link, address in asker.links.items():
-                if address == _PREFIX + source:
-                    asker.inject_answer(link, frame)
-                    break
+            if link in asker.links:
+                asker.inject_answer(link, frame)
 
         network.carry(source, asker.daemon, deliver)
         return True
@@ -160,8 +170,8 @@ class SimPeerPort:
 
     def close(self) -> None:
         """Closes everything."""
-        if self._network.peer_ports.get(self.address) is self:
-            del self._network.peer_ports[self.address]
+        if self._network.peer_ports.get(self.daemon) is self:
+            del self._network.peer_ports[self.daemon]
 
 
 class Receiver(Protocol):

@@ -62,7 +62,7 @@ def _check_fresh(world: World, router: Router) -> None:
                 started.append(router.begin(source, target, calm=True))
         world.loop.run_until(world.loop.now + _FRESH)
     for sequence in started:
-        if sequence is None or len(sequence.done) < len(sequence.target.workers):
+        if sequence is None or not sequence.served:
             world.violate(
                 Promise.SURVIVES, f"a fresh sequence is not pulled in a healed world: {sequence and sequence.name}"
             )

@@ -8,6 +8,7 @@ from kvd.sim.engines import Router, make_engine
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
 from kvd.sim.network import Network
+from kvd.sim.pieces import ON, Piece
 from kvd.sim.promises import Promise
 from kvd.sim.schedule import ACTIVE, Schedule
 from kvd.sim.world import World
@@ -26,9 +27,9 @@ class Result:
     trace: list[tuple[object, ...]] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, keep_trace: bool = True) -> Result:
-    """Runs the world of `seed`; equal seeds give equal results, to the hash of the trace."""
-    world = World(seed)
+def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = ON) -> Result:
+    """Runs the world of `seed`, of `pieces`; equal ones give equal results, to the hash of the trace."""
+    world = World(seed, pieces)
     rng = world.rng
     network, fabric = Network(world), SimFabric(world)
     daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]

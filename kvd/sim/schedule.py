@@ -227,7 +227,7 @@ class Schedule:
         world = self.world
         source = world.rng.choice(sequence.source.workers)
         if world.chance(world.knobs.forge):
-            self._mischief.forge(source, sequence.name, self._worker())
+            self._mischief.forge(source, sequence.offer, self._worker())
         if not world.chance(world.knobs.strike):
             return
 
@@ -241,8 +241,8 @@ class Schedule:
             withdraw()
 
         def withdraw() -> None:
-            if source.attached and sequence.name in source.offers:
-                self.router.withdraw(sequence.name, source)
+            if source.attached and sequence.offer in source.offers:
+                self.router.withdraw(sequence.offer, source)
 
         action = world.rng.choice(
             (

@@ -236,13 +236,14 @@ class Worker(Ledger):
         answered: Callable[[str], None] | None,
         *,
         secret: bytes,
+        text: str,
     ) -> bool:
-        """Fills the blocks and offers them."""
+        """Fills the blocks with the content called `text` and offers them as `name`."""
         assert self.file is not None and self.session is not None  # noqa: S101, PT018
         for part in blocks:
             size = self.cache.spec.groups[part.group].block_tokens
-            rows = np.zeros((len(part.ids) * size, content(name, part.group, tokens).shape[1]), np.uint8)
-            rows[:tokens] = content(name, part.group, tokens)
+            rows = np.zeros((len(part.ids) * size, content(text, part.group, tokens).shape[1]), np.uint8)
+            rows[:tokens] = content(text, part.group, tokens)
             self.cache.fill(self.file.data, part.group, list(part.ids), rows)
         try:
             frame = self.core.offer(name, tokens, blocks, ttl, secret=secret)

@@ -8,6 +8,7 @@ import msgspec
 
 from kvd.sim.loop import VirtualLoop
 from kvd.sim.memory import Kernel
+from kvd.sim.pieces import ON, Piece, draw
 from kvd.sim.promises import Promise
 
 _KEPT_VIOLATIONS = 20
@@ -50,8 +51,9 @@ LONG_DELAY = 0.8
 class World:
     """One run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pieces: frozenset[Piece] = ON) -> None:
         self.rng = random.Random(seed)  # noqa: S311 - dice, not secrets
+        self.pieces = draw(seed, pieces)
         self.loop = VirtualLoop()
         self.kernel = Kernel()
         self.knobs = Knobs()

@@ -86,6 +86,8 @@ class FakeRead:
     size: int
     fault: Fault
     stamp: int = 0
+    direct: bool = False
+    """The other side's transport has no part in it."""
     posted: int = 0
     landed: int = 0
     started: float = 0.0
@@ -157,7 +159,7 @@ class FakeFabric:
 
     def stamp(self, reader: str, read: FakeRead) -> int:
         """What lies at the address of a read's stamp now; 0 where that cannot be read."""
-        if not read.stamp or not self.knows(read.agent) or (reader, read.agent) in self._cut:
+        if not read.stamp or self.serving(read) is None or (reader, read.agent) in self._cut:
             return 0
         try:
             word = self.view(read.stamp, limits.STAMP_BYTES)
@@ -202,6 +204,14 @@ class FakeFabric:
         """Whether that agent's process is alive."""
         return agent in self._agents
 
+    def serving(self, read: FakeRead) -> FakeTransport | None:
+        """Whose memory a read finds; None where that is gone."""
+        return self._agents.get(read.agent)
+
+    def is_direct(self) -> bool:
+        """Whether the next read is."""
+        return self.direct
+
     def fault_of_read(self, reader: str) -> Fault:
         """What is to happen to a new read."""
         explicit = self._explicit.get(reader)
@@ -225,15 +235,16 @@ class FakeFabric:
         if not reader.alive:
             return
         half_way = read.landed * 2 >= read.size
+        serving = self.serving(read)
         if (reader.agent, read.agent) in self._cut:
             self._parked.append(flight)
-        elif read.agent not in self._agents:
+        elif serving is None:
             reader.slice_ended(flight, f"agent {read.agent!r} is gone", lost=True)
         elif read.fault.stuck and half_way:
             self._parked.append(flight)
         elif read.fault.fails and half_way:
             reader.slice_ended(flight, "a fault was injected")
-        elif not self._agents[read.agent].exposes(flight):
+        elif not serving.exposes(flight):
             reader.slice_ended(flight, f"agent {read.agent!r} has not registered the memory read")
         else:
             self._copy(flight)

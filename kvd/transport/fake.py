@@ -197,7 +197,8 @@ class FakeTransport:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
         elif self._slices.add(agent, slices):
             fault = self._fabric.fault_of_read(self._agent)
-            self._reads[key] = FakeRead(key, agent, local_base, remote_base, slices.bytes, fault, stamp)
+            direct = self._fabric.is_direct()
+            self._reads[key] = FakeRead(key, agent, local_base, remote_base, slices.bytes, fault, stamp, direct)
             peer.reads.add(key)
             self._pump()
         else:
@@ -246,7 +247,7 @@ class FakeTransport:
             self._emit(ReadFailed(read.key, read.failure, read.aborted))
         else:
             seconds = self._fabric.loop.time() - read.started
-            self._emit(Landed(read.key, seconds, self._fabric.direct, self._fabric.stamp(self._agent, read)))
+            self._emit(Landed(read.key, seconds, read.direct, self._fabric.stamp(self._agent, read)))
         self._peers[read.agent].reads.remove(read.key)
         self._forget_if_quiet(read.agent)
 
