@@ -164,6 +164,10 @@ class Connection:
         parts = self._dealer.recv_multipart(zmq.NOBLOCK)
         return parts[0] if len(parts) == 1 else b""
 
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that the daemon sent along."""
+        os.close(descriptor)
+
     def drop(self) -> None:
         """Closes both sockets; what the daemon's process does can still be asked for."""
         self._close_dealer()

@@ -15,6 +15,8 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
@@ -33,10 +35,34 @@ FRAMES_PER_STEP = 256
 """Frames taken in by one step, which bounds what one `poll` costs a step of the engine."""
 
 
+class Poller(Protocol):
+    """What of `select.poll` a driver uses."""
+
+    def poll(self, milliseconds: float, /) -> list[tuple[int, int]]:
+        """(descriptor, events) of those that are ready."""
+
+    def register(self, fileno: int, events: int, /) -> None:
+        """Waits on one more."""
+
+    def unregister(self, fileno: int, /) -> None:
+        """Waits on one less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fittings:
+    """What a driver works with; the simulator has its own. `map(descriptor, bytes)` takes the descriptor over."""
+
+    connection: Connection
+    poller: Poller
+    map: Callable[[int, int], PoolMap]
+    instance: bytes
+
+
 class Driver:
     """One worker's session, its pool and its requests; see the module's text."""
 
-    def __init__(self, path: str, name: str, spec: bytes, pool_bytes: int) -> None:
+    def __init__(self, path: str, name: str, spec: bytes, pool_bytes: int, fittings: Fittings | None = None) -> None:
+        fittings = fittings or Fittings(Connection(path), select.poll(), PoolMap, os.urandom(16))
         self.core = Core(name)
         self.pool: PoolMap | None = None
         self.failed: KvdError | None = None
@@ -44,11 +70,12 @@ class Driver:
         self.detached = False
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
         """Told what to wait on for reading, whenever that changes."""
-        self._connection = Connection(path)
+        self._connection = fittings.connection
         self._path = path
-        self._attach = Attach(name, os.urandom(16), spec)
+        self._attach = Attach(name, fittings.instance, spec)
+        self._map = fittings.map
         self._pool_bytes = pool_bytes
-        self._poller = select.poll()
+        self._poller = fittings.poller
         self._watched: tuple[int, ...] = ()
         self._closed = False
         self._outbox: deque[bytes] = deque()
@@ -195,13 +222,13 @@ class Driver:
         try:
             self._check(attached, descriptor)
         except KvdError:
-            os.close(descriptor)
-            os.close(process)
+            self._connection.discard(descriptor)
+            self._connection.discard(process)
             raise
         if self.pool is None:
-            self.pool = PoolMap(descriptor, attached.pool_bytes)
+            self.pool = self._map(descriptor, attached.pool_bytes)
         else:
-            os.close(descriptor)
+            self._connection.discard(descriptor)
         self._connection.attach(attached, process)
         self._watch(self._connection.filenos())
         self._attached_at, self._last_error = now, None

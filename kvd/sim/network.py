@@ -232,6 +232,7 @@ class SimWorkerPort:
         self.process = process
         self.daemon = daemon
         self.sessions: dict[int, Session] = {}
+        self.listening = False
         self.routes: dict[bytes, Session] = {}
         self._last = 0
         self._inbox = _Inbox()
@@ -248,7 +249,7 @@ class SimWorkerPort:
 
     def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
         """Listens."""
-        self._inbox.on_event, self._inbox.intake = on_event, intake
+        self._inbox.on_event, self._inbox.intake, self.listening = on_event, intake, True
         self._network.worker_ports[self.daemon] = self
 
     def later(self, process: Process, callback: Callable[..., None], *args: object) -> None:
@@ -343,5 +344,6 @@ class SimWorkerPort:
 
     def close(self) -> None:
         """Closes everything."""
+        self.listening = False
         for session in list(self.sessions.values()):
             session.hang_up(lose=True)

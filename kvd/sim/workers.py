@@ -6,14 +6,16 @@ import numpy as np
 
 from kvd.client import events
 from kvd.client.blocks import Blocks, spans
-from kvd.client.core import Core
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.client.connection import Phase
+from kvd.client.driver import Driver, Fittings
+from kvd.errors import ErrorCode, KvdError
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
 from kvd.sim.cache import Cache, content
 from kvd.sim.fleet import Daemon
 from kvd.sim.ledger import SCRAP, Ledger, Offering, Pulling
+from kvd.sim.line import SimConnection, SimPool
 from kvd.sim.loop import Handle, Process
 from kvd.sim.memory import File
 from kvd.sim.network import Session
@@ -32,7 +34,7 @@ class Worker(Ledger):
         self.runs = 0
         self.process = Process(world.loop, name)
         self.process.kill()
-        self.session: Session | None = None
+        self._poll_due = 0.0
         self._last_file: File | None = None
         self._unheard = 0
         """The daemon's run that was asked for the pool and has not answered: it may keep one that was never seen."""
@@ -46,26 +48,33 @@ class Worker(Ledger):
     @property
     def attached(self) -> bool:
         """Whether it can ask for something."""
-        return self.alive and not self.process.paused and self._lent
+        return self.alive and not self.process.paused and self.driver.connected and not self.detaching
+
+    @property
+    def session(self) -> Session | None:
+        """Its connection with its daemon."""
+        return self.connection.session if self.runs else None
 
     def start(self) -> None:
         """A new process, which knows nothing of the one before."""
         self.runs += 1
         self.open_books()
-        self.process = Process(self.world.loop, f"{self.name}#{self.runs}")
-        self.core = Core(self.name)
-        self.descriptor = -1
+        self.process = process = Process(self.world.loop, f"{self.name}#{self.runs}")
+        self.connection = SimConnection(self.world.kernel, self.daemon, process, self._heard)
+        instance = process.name.encode().ljust(16, b".")
+        fittings = Fittings(self.connection, self.connection, self._map, instance)
+        self.driver = Driver("", self.name, self.cache.raw, self.cache.spec.pool_bytes, fittings)
+        self.core = self.driver.core
         self.calls: dict[int, tuple[Promise, str]] = {}
         """Requests made wrong on purpose: the promise that refuses them, and what each was."""
         self.detaching = False
-        self._lent = False
         self._incarnation = 0
         self._poll: Handle | None = None
         self._strays = 1 << 40
         self._stray_pulls: dict[int, str] = {}
         """Pulls made past the core, by call."""
         self.world.note(self.name, "starts", self.runs)
-        self._connect()
+        self._poll_at(0.0)
 
     def start_again(self) -> None:
         """As `start`, unless a process runs already: the end of the world's faults starts all that are down."""
@@ -96,115 +105,96 @@ class Worker(Ledger):
 
     # --- the session ------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        daemon = self.daemon
-        if not daemon.alive:
-            self._connect_later()
-            return
-        self.session = daemon.worker_port.accept(self.process, self)
-        instance = self.process.name.encode().ljust(16, b".")
-        if self._unheard == daemon.runs:
-            self._last_file = None
-        self._unheard = daemon.runs
-        kept = (self.descriptor,) if self.descriptor >= 0 else ()
-        self.session.send_session(codec.encode(wire.Attach(self.name, instance, self.cache.raw)), kept)
+    def _map(self, descriptor: int, _size: int) -> SimPool:
+        """The pool, when it is lent to this process for the first time."""
+        pool = SimPool(self.world.kernel, descriptor)
+        # A successor, or the first: it may do what it likes, so nothing may write there any more.
+        self.file = pool.file
+        pool.file.writable[:] = False
+        pool.file.data[:] = SCRAP
+        return pool
 
-    def _connect_later(self) -> None:
-        self.process.call_later(0.02 + self.world.rng.random() * 0.1, self._connect)
-
-    def on_session(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
-        """A frame on the session socket."""
-        match codec.session_replies.decode(frame):
-            case wire.Attached() as attached:
-                self._on_attached(attached, descriptors[0])
-            case wire.Detached():
-                self._on_detached()
-            case wire.Refused(code):
-                if self.detaching or code == ErrorCode.BAD_POOL:
-                    # It leaves, and its pool goes when the last read into it has ended; or its pool has gone already.
-                    self._on_detached()
-                elif self.session is not None:
-                    self.session.hang_up(lose=False)
-
-    def _on_attached(self, attached: wire.Attached, descriptor: int) -> None:
-        kernel, session = self.world.kernel, self.session
-        assert session is not None  # noqa: S101 - it came over it
-        file = kernel.file(descriptor)
-        self._unheard = 0
-        if self.file is not None and self.file is not file:
-            self.world.violate(Promise.SURVIVES, f"{self.name} gets another pool than it had")
-        if attached.kept and self._last_file is not None and self._last_file is not file:
+    def _attached(self) -> None:
+        """The daemon lent the pool, perhaps again."""
+        attached = self.core.attached
+        if attached.kept and self._last_file is not None and self._last_file is not self.file:
             self.world.violate(Promise.SURVIVES, f"{self.name}: the pool that was kept for it is another one")
-        if self.file is None:
-            # A successor, or the first: it may do what it likes, so nothing may write there any more.
-            file.writable[:] = False
-            file.data[:] = SCRAP
-        if self.descriptor >= 0:
-            kernel.close(self.descriptor)
-        self.descriptor, self.file, self._last_file = descriptor, file, file
-        session.connect_requests(attached.session)
-        self._lent = True
+        self._last_file, self._unheard = self.file, 0
         if self._incarnation != attached.incarnation:
             self._incarnation = attached.incarnation
             self.give_up_strays()
-        self.core.on_attached(attached)
-        self._poll_soon()
-
-    def on_closed(self) -> None:
-        """End of file."""
-        self.trouble += 1
-        self._lent = False
-        if self.detaching:
-            self._on_detached()
-            return
-        self.core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "end of file"))
-        self._connect_later()
 
     def detach(self) -> None:
         """Gives the pool back and, once that is done, starts over as another process."""
-        if self.session is not None and self.session.open:
-            self.world.note(self.name, "detaches")
-            self.world.disturb(self.name)
-            self.trouble += 1
-            self._lent, self.detaching = False, True
-            self.session.send_session(codec.encode(wire.Detach()))
+        self.world.note(self.name, "detaches")
+        self.world.disturb(self.name)
+        self.trouble += 1
+        self.detaching = True
+        self.driver.detach()
 
-    def _on_detached(self) -> None:
+    def _over(self) -> None:
+        """Ends its process; another one follows."""
         self.crash()
         self.world.loop.call_later(0.01, self.start_again)
 
     # --- polling ----------------------------------------------------------------------------------------------------
 
+    def _heard(self, frame: bytes) -> None:
+        """Something has arrived, perhaps the end of the session."""
+        if frame:
+            self._check_reply(codec.worker_replies.decode(frame))
+        elif self.session is not None and not self.session.open:
+            self.trouble += 1
+        self._poll_soon()
+
     def _poll_soon(self) -> None:
-        if self._poll is None:
-            self._poll = self.process.call_later(self.world.rng.random() * _STEP, self.poll)
+        self._poll_at(self.world.loop.now + self.world.rng.random() * _STEP)
+
+    def _poll_at(self, when: float) -> None:
+        if self._poll is not None and self._poll_due <= when:
+            return
+        if self._poll is not None:
+            self._poll.cancel()
+        self._poll_due = when
+        self._poll = self.process.call_later(max(0.0, when - self.world.loop.now), self.poll)
 
     def poll(self) -> None:
         """One step of the engine: takes what has happened, sends what the core has to say."""
         self._poll = None
-        now = self.world.loop.now
-        self.core.on_time(now)
+        now, was = self.world.loop.now, self.connection.phase
+        self._before_opening()
+        self.driver.step(now)
+        if self.connection.phase is not was and self.connection.phase is Phase.ATTACHED:
+            self._attached()
         for event in self.core.take_events():
             self._handle(event)
-        if self._lent and self.session is not None:
-            for frame in self.core.take_frames(now):
-                self.session.send(frame)
-            if self.core.lost_notifications(now):
-                self.session.hang_up(lose=False)
-        timer = self.core.next_timer
-        if timer < float("inf"):
-            self.process.call_later(max(0.0, timer - now), self._poll_soon)
+        if self.driver.failed is not None:
+            self._given_up(self.driver.failed)
+        elif self.driver.detached or (self.detaching and not self.driver.connected):
+            self._over()  # its pool goes when the last read into it has ended
+        elif self.connection.poll(0):
+            self._poll_soon()
+        elif (due := self.driver.next_timer()) < float("inf"):
+            self._poll_at(max(due, now) + self.world.rng.random() * _STEP)
 
-    def on_frame(self, frame: bytes) -> None:
-        """A frame on the request socket."""
-        reply = codec.worker_replies.decode(frame)
+    def _before_opening(self) -> None:
+        """A daemon that was asked for the pool once may keep one that was never seen."""
+        if self.connection.phase is Phase.DOWN and self.connection.listened_to:
+            if self._unheard == self.daemon.runs:
+                self._last_file = None
+            self._unheard = self.daemon.runs
+
+    def _given_up(self, error: KvdError) -> None:
+        if error.code is ErrorCode.BAD_POOL:
+            self.world.violate(Promise.SURVIVES, f"{self.name}: {error.text}")
+        self._over()
+
+    def _check_reply(self, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Notifications):
             self.check_batch(self.core.attached.incarnation, reply)
         elif isinstance(reply, wire.Error):
             self.calls.pop(reply.call, None)
             self.blocks_are_free(self._stray_pulls.pop(reply.call, ""))
-        self.core.on_frame(frame, self.world.loop.now)
-        self._poll_soon()
 
     # --- what the core says -----------------------------------------------------------------------------------------
 
