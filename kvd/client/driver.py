@@ -133,7 +133,6 @@ class Driver:
     def step(self, now: float) -> None:
         """Does everything that can be done now without waiting."""
         if self._connection.phase is Phase.ATTACHED:
-            self._send_frames(now)
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
                 self._receive(now, session=self._watched[0] in dict(ready))
@@ -147,6 +146,8 @@ class Driver:
             self.core.on_time(now)
             if self.core.lost_notifications(now):
                 self._drop(Unavailable(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
+        if self.connected:
+            self._send_frames(now)  # last: what the core asks because of all this waits for no other step
 
     def wait_readable(self, until: float) -> None:
         """Waits until there is something to do, or until `until`; for fronts without a loop."""

@@ -1,0 +1,54 @@
+"""The driver over a simulated connection, step by step."""
+
+from kvd.client import Blocks
+from kvd.client.driver import Driver, Fittings
+from kvd.client.pulls import GRACE_SECONDS
+from kvd.net.interface import WorkerFrame
+from kvd.protocol import codec
+from kvd.protocol.worker import Attached, Cancel, Pull
+from kvd.sim.cache import make_cache
+from kvd.sim.line import SimConnection, SimPool
+from kvd.sim.loop import Process
+from kvd.sim.network import Network, SimWorkerPort
+from kvd.sim.world import World
+
+
+class Host:
+    """A worker's port that hears everything and answers what the test says."""
+
+    def __init__(self):
+        self.world = World(0)
+        self.network = Network(self.world)
+        self.process = Process(self.world.loop, "daemon")
+        self.worker_port = SimWorkerPort(self.network, self.process, "daemon")
+        self.requests = []
+        self.worker_port.start(self.on_event)
+
+    def on_event(self, event):
+        if isinstance(event, WorkerFrame):
+            self.requests.append(codec.worker_requests.decode(event.frame))
+
+
+def attached_driver(host):
+    cache = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
+    worker = Process(host.world.loop, "worker")
+    connection = SimConnection(host.world.kernel, host, worker, lambda _frame: None, blind=False)
+    fittings = Fittings(connection, connection, lambda number, _: SimPool(host.world.kernel, number), b"i" * 16)
+    driver = Driver("", "w", cache.raw, cache.spec.pool_bytes, fittings)
+    driver.step(0.0)
+    memory = host.world.kernel.create("daemon", cache.spec.pool_bytes)
+    attached = Attached(b"s" * 16, "ipc://d", "d", 1, "sim://d", cache.spec.pool_bytes, "plain", kept=False)
+    host.worker_port.send_session(1, codec.encode(attached), (memory,))
+    host.world.loop.run_until(0.1)
+    driver.step(0.1)
+    assert driver.connected
+    return driver
+
+
+def test_a_pull_that_is_given_up_is_asked_for_in_the_same_step():
+    host = Host()
+    driver = attached_driver(host)
+    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1), "r")
+    driver.step(1.2 + GRACE_SECONDS)
+    host.world.loop.run_until(1.0)
+    assert [type(request) for request in host.requests] == [Pull, Cancel]
