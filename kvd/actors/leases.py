@@ -31,7 +31,7 @@ from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Offer, Offered
 from kvd.state.lease import Event
 
-_LAST_CALL_SECONDS = 0.5
+LAST_CALL_SECONDS = 0.5
 """How long a drain leaves offers that nobody has claimed: their tickets travel, and short reads are not claimed."""
 
 
@@ -208,7 +208,7 @@ class LeasesActor(Actor):
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
         """Nothing new is offered, no claim waits any more; what stands ends when it is read, or after a last call."""
-        self.tell_later(_LAST_CALL_SECONDS, _LastCall())
+        self.tell_later(LAST_CALL_SECONDS, _LastCall())
         self._claims.refuse_waiting()
         self._offers.drain()
 

@@ -20,6 +20,8 @@ from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
 MAX_TOKENS = 12
+_BRIEF = 0.15
+"""Seconds that a brief offer stands unless it is claimed: a slow read lasts longer."""
 NUM_BLOCKS = 16
 
 
@@ -29,6 +31,11 @@ class Engine:
 
     name: str
     workers: list[Worker]
+
+    @property
+    def daemons(self) -> list[Daemon]:
+        """Of its ranks."""
+        return [worker.daemon for worker in self.workers]
 
     @property
     def ready(self) -> bool:
@@ -54,6 +61,8 @@ class Sequence:
     calm: bool
     """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
     began: float
+    brief: bool = False
+    """Offered for so short a time that no message may be lost or late."""
     tickets: dict[int, str] = field(default_factory=dict)
     blocks: dict[int, tuple[Blocks, ...]] = field(default_factory=dict)
     """That were offered, by rank of the source."""
@@ -90,6 +99,9 @@ class Router:
         self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
         """Called for each pull that was sent."""
         self._alive: list[Sequence] = []
+        self._again_number = 0
+        self._joined: list[tuple[Sequence, str]] = []
+        """Sequences with their tickets."""
         self._by_request: dict[str, tuple[Sequence, Worker]] = {}
         for engine in engines:
             for worker in engine.workers:
@@ -115,7 +127,9 @@ class Router:
             began=self.world.loop.now,
         )
         self._alive.append(sequence)
-        ttl = 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
+        brief = calm and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
+        sequence.brief = brief
+        ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
         for rank, worker in enumerate(source.workers):
             self._offer(sequence, rank, worker, ttl, like=earlier.blocks.get(rank) if earlier else None)
@@ -176,10 +190,22 @@ class Router:
         sequence.tickets[rank] = text
         if len(sequence.tickets) == len(sequence.source.workers):
             joined = ticket.join([self._spelled(sequence.tickets[rank]) for rank in sorted(sequence.tickets)])
+            self._joined.append((sequence, joined))
             for number, engine in enumerate((sequence.target, *sequence.also)):
                 for worker in engine.workers:
                     delay = self.world.rng.random() * (0.3 if number else 0.01)
                     self.world.loop.call_later(delay, self._pull, sequence, worker, joined, 10 * number + 1)
+
+    def pull_again(self) -> None:
+        """Somebody pulls with a ticket of before."""
+        over = [(sequence, text) for sequence, text in self._joined if not sequence.calm]
+        if Piece.OLD_TICKETS in self.world.pieces and over:
+            sequence, text = self.world.rng.choice(over)
+            self._again_number += 1
+            sequence.timeout = 1.0
+            self._pull(
+                sequence, self.world.rng.choice(sequence.target.workers), text, 1000 + 10 * self._again_number + 9
+            )
 
     def _spelled(self, text: str) -> str:
         """A rank's ticket, which may name its daemon's address in another way."""
@@ -207,6 +233,9 @@ class Router:
             concerned=(worker.daemon.name, *sources),
             trouble=worker.trouble + worker.daemon.pauses,
             spoilt=not sequence.calm,
+            brief=sequence.brief,
+            sent=self.world.loop.now,
+            stale=self._is_stale(joined),
         )
         self._by_request[request] = (sequence, worker)
         try:
@@ -217,6 +246,11 @@ class Router:
         self.on_pull(sequence, worker, request)
         if attempt % 10 <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
+
+    def _is_stale(self, text: str) -> bool:
+        """Whether a daemon that the ticket names was started anew since."""
+        runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
+        return any(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
 
     def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
         """What the target needs and does not have: some of its prefix may be cached there."""

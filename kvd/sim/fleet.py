@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from kvd.actors.actor import Actor, OnFailure
 from kvd.actors.house import House
+from kvd.actors.leases import LAST_CALL_SECONDS, LeasesActor
 from kvd.actors.messages import Drain, Stop
 from kvd.actors.policy import Policy, Rule
 from kvd.actors.settings import Settings
@@ -20,6 +21,7 @@ from kvd.sim.network import UID, Network, SimPeerPort, SimWorkerPort
 from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
+from kvd.state import lease as lease_machine
 
 HEARTBEAT = 0.3
 CLAIM_TTL = 0.6
@@ -68,11 +70,12 @@ class Daemon:
         self.transport = SimTransport(identity, self._fabric, process)
         self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
+        self.incarnation = self._draw_incarnation()
         self.house = House(
             loop=process,
             settings=Settings(
                 daemon=name,
-                incarnation=self._draw_incarnation(),
+                incarnation=self.incarnation,
                 heartbeat=HEARTBEAT,
                 retry=0.1,
                 claim_ttl=CLAIM_TTL,
@@ -167,6 +170,18 @@ class Daemon:
             actor.tell(Drain())
         self._draining = True
         self.process.call_later(grace, self._stop, self.process)
+        self.process.call_later(LAST_CALL_SECONDS + _ALLOCATION, self._check_last_call, self.pauses)
+
+    def _check_last_call(self, pauses: int) -> None:
+        leases = self.house.leases
+        assert isinstance(leases, LeasesActor)  # noqa: S101 - the house has the actors that furnish made
+        left = [
+            lease.key
+            for lease in leases._offers._leases.values()
+            if lease.state not in lease_machine.TABLE.final and not lease.claims
+        ]
+        if self._draining and self.pauses == pauses and left:
+            self.world.violate(Promise.ENDS_ONCE, f"{self.name} drains, and holds what nobody claimed: {left}")
 
     def _stop(self, process: Process) -> None:
         if process.dead or not self._draining:

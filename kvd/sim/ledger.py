@@ -20,6 +20,8 @@ _SLACK = 0.05
 """Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
 _AFTERMATH = 1.2
 """Seconds for which a fault may excuse failures: what daemons need to find out that one of them is silent."""
+_AT_ONCE = 0.45
+"""Seconds within which a pull must fail that cannot be done; no claim has waited its time out by then."""
 SCRAP = 0xEE
 """What a worker writes over blocks that are its own again."""
 
@@ -41,6 +43,11 @@ class Pulling:
     """What had happened between this worker and its daemon, when it began."""
     stray: bool = False
     """Made wrong on purpose: anything but done is right."""
+    brief: bool = False
+    """A message that is late may cost it."""
+    sent: float = 0.0
+    stale: bool = False
+    """Its ticket names a run of a daemon that is over: it fails at once."""
     outcomes: int = 0
     spoilt: bool = False
     """Cancelled, its offer withdrawn, or given too little time: it may fail."""
@@ -149,7 +156,14 @@ class Ledger:
         since = pulling.began - _AFTERMATH
         # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
         # is not answered is asked for again, many times.
-        excuse = FATAL if cause == ErrorCode.DEADLINE else 2
+        excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
+        late = (
+            pulling.stale
+            and self.world.loop.now - pulling.sent > _AT_ONCE
+            and not any(self.world.faults_since(pulling.sent - _AFTERMATH, name) for name in pulling.concerned)
+        )
+        if late:
+            self.world.violate(Promise.SURVIVES, f"{self.name}: {event} comes late, its daemon's run was over")
         if calm and all(self.world.faults_since(since, name) < excuse for name in pulling.concerned):
             self.world.violate(Promise.SURVIVES, f"{self.name}: {event} though nothing happened to {pulling.concerned}")
         if not event.quarantined:

@@ -48,6 +48,8 @@ class Network:
         self.world = world
         self.peer_ports: dict[str, SimPeerPort] = {}
         self.worker_ports: dict[str, SimWorkerPort] = {}
+        self._last: dict[tuple[str, str], float] = {}
+        """When the last message from one daemon to another arrives, where they stay in order."""
 
     def carry(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Takes one message from daemon to daemon, or loses it."""
@@ -60,6 +62,10 @@ class Network:
             copies = 2
         for _ in range(copies):
             delay = 0.0003 + world.rng.random() * 0.0007
+            if world.orderly:
+                arrives = max(world.loop.now + delay, self._last.get((source, target), 0.0))
+                self._last[source, target] = arrives
+                delay = arrives - world.loop.now
             if world.chance(knobs.delay):
                 delay += world.rng.random() * LONG_DELAY
                 world.disturb_message(source, target)

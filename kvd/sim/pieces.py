@@ -16,8 +16,12 @@ class Piece(StrEnum):
 
     BACKWARD_CLOCKS = "backward-clocks"
     """A daemon's run has a lower incarnation than the one before it."""
+    BRIEF_OFFERS = "brief-offers"
+    """Offers whose time is over before their reads are, which claims must keep alive."""
     CHANGING_PATHS = "changing-paths"
     """Some reads of one peer are made by the kernel, others by a network card, whose reads outlive the process."""
+    OLD_TICKETS = "old-tickets"
+    """A ticket is pulled again, long after."""
     REUSED_NAMES = "reused-names"
     """An offer has the name, the tokens and the blocks of one that has ended."""
     SEVERAL_CONSUMERS = "several-consumers"

@@ -7,6 +7,7 @@ from kvd.sim import rest
 from kvd.sim.engines import Router, make_engine
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
+from kvd.sim.inspector import Inspector
 from kvd.sim.network import Network
 from kvd.sim.pieces import ON, Piece
 from kvd.sim.promises import Promise
@@ -46,6 +47,7 @@ def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = O
         for number in range(rng.choice((2, 2, 3)))
     ]
     router = Router(world, engines)
+    Inspector(world, daemons)
     schedule = Schedule(world, fabric, daemons, router)
     for daemon in daemons:
         daemon.start()

@@ -52,6 +52,7 @@ class Schedule:
             if rng.random() < likely:
                 setattr(knobs, knob, rng.random() ** 2 * most)
 
+        self.world.orderly = knobs.duplicate == knobs.delay == 0.0
         self.world.queues_fill = knobs.queue_full > 0.0
 
     def plan(self) -> None:
@@ -69,6 +70,7 @@ class Schedule:
             (self._detach_worker, 0.2, 2),
             (self._cancel, 0.5, 6),
             (self._withdraw, 0.5, 6),
+            (self.router.pull_again, 0.5, 8),
             (self._mischief.do, 0.5, 20),
         )
         for action, likely, most in kinds:
@@ -154,7 +156,7 @@ class Schedule:
     def _drain_daemon(self) -> None:
         daemon = self._daemon()
         if daemon.alive and not daemon.process.paused:
-            grace = self.world.rng.random() * 0.5
+            grace = self.world.rng.random() * 1.5
             daemon.drain(grace)
             self.world.loop.call_later(grace + 0.1, self._restart_when_gone, daemon, daemon.process)
 

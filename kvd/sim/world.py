@@ -63,6 +63,8 @@ class World:
         self.trace: list[tuple[object, ...]] = []
         self._faults: dict[str, list[tuple[float, int]]] = {}
         """What was done to a daemon or worker, or to messages or reads of its, and when."""
+        self.orderly = False
+        """Whether messages between two daemons arrive once and in order, where they arrive."""
         self.queues_fill = False
         """Whether this world has, or had, workers' queues that take nothing: what they should have had comes late."""
         self.crash: Exception | None = None

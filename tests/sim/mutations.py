@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvd.actors import asks, blocks, claims, gateway, leases, offers, pools, pulls, scheduler
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.claims import Claims
@@ -79,6 +81,11 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
             original(self, message)
 
     handler(monkeypatch, CompletionActor, Notify, notify)
+
+
+@mutation(Promise.ENDS_ONCE)
+def a_drain_makes_no_last_call(monkeypatch):
+    handler(monkeypatch, leases.LeasesActor, leases._LastCall, lambda self, message: None)
 
 
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
@@ -168,6 +175,25 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
+
+
+@mutation(Promise.FENCED)
+def generations_are_not_compared(monkeypatch):
+    original = Claims._check_fence
+
+    def check_fence(self, key, fence):
+        lease = self._held.get(key)
+        if lease is None and fence.unclaimed is not None and key not in self._fenced:
+            lease = self._offers.find(fence.unclaimed.pool, fence.unclaimed.offer)
+        return original(self, key, fence if lease is None else replace(fence, generation=lease.generation))
+
+    monkeypatch.setattr(Claims, "_check_fence", check_fence)
+
+
+@mutation(Promise.FENCED)
+def stamps_are_believed_whatever_path_the_bytes_took(monkeypatch):
+    original = Transfers.landed
+    monkeypatch.setattr(Transfers, "landed", lambda self, event: original(self, replace(event, in_post=True)))
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------
@@ -283,6 +309,19 @@ def lost_asks_are_not_sent_again(monkeypatch):
 
 
 @mutation(Promise.SURVIVES)
+def lasting_reads_are_not_claimed(monkeypatch):
+    handler(monkeypatch, scheduler.SchedulerActor, asks.ClaimLasting, lambda self, message: None)
+
+
+@mutation(Promise.SURVIVES)
+def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
+    original = Claims._claim_anew
+    monkeypatch.setattr(
+        Claims, "_claim_anew", lambda self, key, request: original(self, key, replace(request, incarnation=0))
+    )
+
+
+@mutation(Promise.SURVIVES)
 def a_returned_pool_is_not_taken(monkeypatch):
     original = pools.PoolsActor._make
 
@@ -303,3 +342,8 @@ def tombstones_stay(monkeypatch):
 @mutation(Promise.SOUND)
 def deadlines_are_never_unset(monkeypatch):
     monkeypatch.setattr(Expiry, "unset", lambda self, key: None)
+
+
+@mutation(Promise.SOUND)
+def claims_are_never_let_go(monkeypatch):
+    monkeypatch.setattr(asks.Asks, "let_go", lambda self, transfer, finished: None)
