@@ -200,7 +200,8 @@ class Router:
         """Somebody pulls with a ticket of before."""
         over = [(sequence, text) for sequence, text in self._joined if not sequence.calm]
         if Piece.OLD_TICKETS in self.world.pieces and over:
-            sequence, text = self.world.rng.choice(over)
+            stale = [(sequence, text) for sequence, text in over if self._is_stale(text)]
+            sequence, text = self.world.rng.choice(stale or over)
             self._again_number += 1
             sequence.timeout = 1.0
             self._pull(
@@ -235,7 +236,7 @@ class Router:
             spoilt=not sequence.calm,
             brief=sequence.brief,
             sent=self.world.loop.now,
-            stale=self._is_stale(joined),
+            stale=sequence.source.ready and self._is_stale(joined),
         )
         self._by_request[request] = (sequence, worker)
         try:

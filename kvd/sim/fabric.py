@@ -18,6 +18,7 @@ from kvd.sim.world import World
 from kvd.transport.fabric import FakeFabric, FakeRead, Fault, Flight
 from kvd.transport.fake import FakeTransport
 from kvd.transport.interface import Event, RegisterFailed
+from kvd.transport.queue import Slices
 
 _BYTES_PER_SECOND = 40e3
 """Slow, so that what happens meanwhile happens in the middle."""
@@ -29,7 +30,9 @@ _STUCK = 3.0
 """Seconds that a stuck read takes at most."""
 _EVENT = 0.002
 """Seconds that an event takes at most."""
-_OUTLIVES = 0.05
+_DIES = 0.01
+"""Seconds of a read in which the other side dies, at most."""
+_OUTLIVES = 0.2
 """Seconds for which a network card goes on reading the memory of a process that was killed."""
 
 
@@ -150,6 +153,13 @@ class SimTransport(FakeTransport):
             on_event(event)
 
         super().start(later)
+
+    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """Reads, and has the other side die over it where the knobs say so."""
+        world = self._world
+        if world.chance(world.knobs.die_while_read):
+            world.loop.call_later(world.rng.random() * _DIES, world.on_death, agent)
+        super().read_share(agent, local_base, remote_base, slices, stamp=stamp)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Adds a peer, or fails to where the knobs say so."""

@@ -192,6 +192,12 @@ class Daemon:
         process.call_later(0.001, self.house.gateway.tell, Stop())
         process.call_later(0.01, self.crash)
 
+    def stamps_are_free(self) -> bool:
+        """Whether every word for stamps can be had."""
+        leases = self.house.leases
+        assert isinstance(leases, LeasesActor)  # noqa: S101 - the house has the actors that furnish made
+        return len(leases._offers._stamps._free) == len(self._stamps.words)
+
     def _idle(self, actor: str) -> None:
         self._busy.discard(actor)
         if not self._busy:
@@ -207,6 +213,7 @@ class Daemon:
     def resume(self) -> None:
         """SIGCONT."""
         self.world.note(self.name, "resumes")
+        self.world.disturb(self.name)
         self.pauses += 1
         self.process.resume()
 

@@ -2,7 +2,9 @@
 
 from kvd.actors.leases import LeasesActor
 from kvd.actors.scheduler import SchedulerActor
+from kvd.sim.bounds import over
 from kvd.sim.fleet import Daemon
+from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.sim.world import World
 
@@ -26,7 +28,14 @@ class Inspector:
         self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
         if self._world.orderly:
             self._find_claims_for_nobody()
+        if Piece.SMALL_BOUNDS in self._world.pieces:
+            self._find_full_tables()
         self._world.loop.call_later(_EVERY, self._look)
+
+    def _find_full_tables(self) -> None:
+        for daemon in self._daemons:
+            for text in over(daemon.house) if daemon.alive else ():
+                self._world.violate(Promise.SOUND, f"{daemon.name}: {text}")
 
     def _find_claims_for_nobody(self) -> None:
         """A consumer that ends a transfer tells the producer so: the claim need not lapse."""

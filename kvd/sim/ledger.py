@@ -20,6 +20,8 @@ _SLACK = 0.05
 """Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
 _AFTERMATH = 1.2
 """Seconds for which a fault may excuse failures: what daemons need to find out that one of them is silent."""
+_HEARD = 0.1
+"""Seconds that a message takes, with its answer, where none is lost or late."""
 _AT_ONCE = 0.45
 """Seconds within which a pull must fail that cannot be done; no claim has waited its time out by then."""
 SCRAP = 0xEE
@@ -160,7 +162,7 @@ class Ledger:
         late = (
             pulling.stale
             and self.world.loop.now - pulling.sent > _AT_ONCE
-            and not any(self.world.faults_since(pulling.sent - _AFTERMATH, name) for name in pulling.concerned)
+            and not any(self.world.faults_since(pulling.sent - _HEARD, name) for name in pulling.concerned)
         )
         if late:
             self.world.violate(Promise.SURVIVES, f"{self.name}: {event} comes late, its daemon's run was over")

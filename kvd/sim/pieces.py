@@ -26,6 +26,8 @@ class Piece(StrEnum):
     """An offer has the name, the tokens and the blocks of one that has ended."""
     SEVERAL_CONSUMERS = "several-consumers"
     """A ticket is pulled by several engines."""
+    SMALL_BOUNDS = "small-bounds"
+    """Queues, tables and batches are short, and full now and then."""
     TWO_ADDRESSES = "two-addresses"
     """Tickets spell the address of one daemon in two ways."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kvd.layout.presets import LAYOUTS
 from kvd.sim import rest
+from kvd.sim.bounds import small_bounds
 from kvd.sim.engines import Router, make_engine
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
@@ -31,6 +32,21 @@ class Result:
 def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = ON) -> Result:
     """Runs the world of `seed`, of `pieces`; equal ones give equal results, to the hash of the trace."""
     world = World(seed, pieces)
+    with small_bounds(wanted=Piece.SMALL_BOUNDS in world.pieces):
+        router = _run(world)
+    return Result(
+        seed=seed,
+        violations=world.violations,
+        trace_hash=world.trace_hash(),
+        callbacks=world.loop.callbacks,
+        sequences=router.sequences,
+        outcomes=router.outcomes,
+        trace=world.trace if keep_trace else [],
+    )
+
+
+def _run(world: World) -> Router:
+    """From the making of a world to its rest."""
     rng = world.rng
     network, fabric = Network(world), SimFabric(world)
     daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]
@@ -61,12 +77,4 @@ def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = O
     except Exception as error:  # noqa: BLE001 - whatever is raised in a world is what the run found
         world.violate(Promise.SOUND, f"{type(error).__name__}: {error}")
         world.crash = error
-    return Result(
-        seed=seed,
-        violations=world.violations,
-        trace_hash=world.trace_hash(),
-        callbacks=world.loop.callbacks,
-        sequences=router.sequences,
-        outcomes=router.outcomes,
-        trace=world.trace if keep_trace else [],
-    )
+    return router

@@ -11,6 +11,7 @@ from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
 from kvd.sim.loop import Process
 from kvd.sim.mischief import Mischief
+from kvd.sim.pieces import Piece
 from kvd.sim.workers import Worker
 from kvd.sim.world import World
 
@@ -31,6 +32,7 @@ class Schedule:
         self.workers = [worker for engine in router.engines for worker in engine.workers]
         self._mischief = Mischief(world, daemons, self.workers)
         router.on_pull = self._strike
+        world.on_death = self._kill_agent
         self._set_knobs()
 
     def _set_knobs(self) -> None:
@@ -52,6 +54,11 @@ class Schedule:
             if rng.random() < likely:
                 setattr(knobs, knob, rng.random() ** 2 * most)
 
+        if Piece.BRIEF_OFFERS in self.world.pieces and rng.random() < 0.6:
+            knobs.clear()
+            knobs.read_slow = 0.5
+        if Piece.CHANGING_PATHS in self.world.pieces:
+            knobs.die_while_read = 0.08
         self.world.orderly = knobs.duplicate == knobs.delay == 0.0
         self.world.queues_fill = knobs.queue_full > 0.0
 
@@ -149,6 +156,11 @@ class Schedule:
         if daemon.alive:
             daemon.crash()
             self._restart_later(daemon)
+
+    def _kill_agent(self, agent: str) -> None:
+        for daemon in self.daemons:
+            if daemon.transport.agent == agent:
+                self._crash(daemon)
 
     def _restart_later(self, daemon: Daemon) -> None:
         self.world.loop.call_later(0.02 + self.world.rng.random(), daemon.start_again)

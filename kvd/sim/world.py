@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import msgspec
@@ -27,6 +28,8 @@ class Knobs:
     read_sticks: float = 0.0
     strike: float = 0.0
     """A pull is cancelled, its offer withdrawn, or somebody who has a part in it dies or stops, in the middle of it."""
+    die_while_read: float = 0.0
+    """A daemon dies while its memory is being read."""
     forge: float = 0.0
     """Somebody pulls with a ticket that was changed on its way."""
     queue_full: float = 0.0
@@ -67,6 +70,8 @@ class World:
         """Whether messages between two daemons arrive once and in order, where they arrive."""
         self.queues_fill = False
         """Whether this world has, or had, workers' queues that take nothing: what they should have had comes late."""
+        self.on_death: Callable[[str], None] = lambda _agent: None
+        """Called with the agent whose process is to die."""
         self.crash: Exception | None = None
         """What was raised outside of any actor."""
 

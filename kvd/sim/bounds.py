@@ -1,0 +1,62 @@
+"""Small bounds for a world, so that it meets them; and whether they are kept.
+
+`SMALL` says what a bound of `kvd.limits` is in a world that has small ones. `over` counts what each bounds.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvd import limits
+from kvd.actors.handshake import HandshakeActor
+from kvd.actors.house import House
+from kvd.actors.leases import LeasesActor
+from kvd.actors.scheduler import SchedulerActor
+
+SMALL: Final = {
+    "MAX_CLAIMS_PER_OFFER": 2,
+    "MAX_CLAIMS_WAITING": 2,
+    "MAX_HANDSHAKES": 1,
+    "MAX_RENEWALS": 1,
+    "MAX_REQUESTS_PER_WORKER": 3,
+    "MAX_SETTLED": 1,
+    "MAX_TOMBSTONES": 4,
+    "MESSAGES_PER_TURN": 3,
+    "NOTIFICATIONS_PER_BATCH": 1,
+    "SLICE_BYTES": 64,
+    "SLICE_DESCRIPTORS": 4,
+    "MAX_BYTES_IN_FLIGHT": 128,
+}
+
+
+@contextmanager
+def small_bounds(*, wanted: bool) -> Iterator[None]:
+    """Has all of kvd see small bounds, where they are `wanted`."""
+    before = {name: getattr(limits, name) for name in SMALL}
+    try:
+        for name, value in SMALL.items() if wanted else ():
+            setattr(limits, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(limits, name, value)
+
+
+def over(house: House) -> list[str]:
+    """The bounds that a daemon does not keep just now."""
+    return [f"{name} is {SMALL[name]}, there are {count}" for name, count in _counts(house) if count > SMALL[name]]
+
+
+def _counts(house: House) -> Iterator[tuple[str, int]]:
+    leases, scheduler, handshake = house.leases, house.scheduler, house.handshake
+    assert isinstance(leases, LeasesActor)  # noqa: S101 - the house has the actors that furnish made
+    assert isinstance(scheduler, SchedulerActor)  # noqa: S101
+    assert isinstance(handshake, HandshakeActor)  # noqa: S101
+    yield "MAX_TOMBSTONES", len(leases._tombstones)
+    yield "MAX_CLAIMS_WAITING", len(leases._claims._waiting)
+    yield "MAX_HANDSHAKES", len(handshake._turns._in)
+    yield "MAX_REQUESTS_PER_WORKER", max(leases._offers._standing.values(), default=0)
+    yield "MAX_REQUESTS_PER_WORKER", max(scheduler._targets._open.values(), default=0)
+    claims = Counter(lease.key for lease in leases._claims._held.values())
+    yield "MAX_CLAIMS_PER_OFFER", max(claims.values(), default=0)
