@@ -249,9 +249,9 @@ class Router:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
 
     def _is_stale(self, text: str) -> bool:
-        """Whether a daemon that the ticket names was started anew since."""
+        """Whether all daemons that the ticket names were started anew since."""
         runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
-        return any(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
+        return all(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
 
     def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
         """What the target needs and does not have: some of its prefix may be cached there."""

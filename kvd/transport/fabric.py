@@ -222,13 +222,11 @@ class FakeFabric:
         self.loop.call_later(self._latency * self._random.uniform(0.5, 1.5), self._step, flight)
 
     def _resume(self, chosen: Callable[[Flight], bool]) -> None:
-        parked, self._parked = self._parked, []
-        for flight in parked:
-            if chosen(flight):
-                flight.read.fault = Fault(flight.read.fault.slow, False, flight.read.fault.fails)
-                self.launch(flight)
-            else:
-                self._parked.append(flight)
+        going = [flight for flight in self._parked if chosen(flight)]  # before any fault changes: slices share them
+        self._parked = [flight for flight in self._parked if flight not in going]
+        for flight in going:
+            flight.read.fault = Fault(flight.read.fault.slow, False, flight.read.fault.fails)
+            self.launch(flight)
 
     def _step(self, flight: Flight) -> None:
         read, reader = flight.read, flight.reader
