@@ -29,13 +29,24 @@ SMALL: Final = {
     "MAX_BYTES_IN_FLIGHT": 128,
 }
 
+SEEN = dict(SMALL)
+"""What kvd is made to see of them."""
+COUNTED: Final = (
+    "MAX_CLAIMS_PER_OFFER",
+    "MAX_CLAIMS_WAITING",
+    "MAX_HANDSHAKES",
+    "MAX_REQUESTS_PER_WORKER",
+    "MAX_TOMBSTONES",
+)
+"""Those whose keeping shows in the tables of a daemon."""
+
 
 @contextmanager
 def small_bounds(*, wanted: bool) -> Iterator[None]:
     """Has all of kvd see small bounds, where they are `wanted`."""
     before = {name: getattr(limits, name) for name in SMALL}
     try:
-        for name, value in SMALL.items() if wanted else ():
+        for name, value in SEEN.items() if wanted else ():
             setattr(limits, name, value)
         yield
     finally:

@@ -161,6 +161,7 @@ class Ledger:
         excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
         late = (
             pulling.stale
+            and pulling.trouble == self.trouble + self.daemon.pauses
             and self.world.loop.now - pulling.sent > _AT_ONCE
             and not any(self.world.faults_since(pulling.sent - _HEARD, name) for name in pulling.concerned)
         )

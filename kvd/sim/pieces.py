@@ -30,9 +30,11 @@ class Piece(StrEnum):
     """Queues, tables and batches are short, and full now and then."""
     TWO_ADDRESSES = "two-addresses"
     """Tickets spell the address of one daemon in two ways."""
+    VANISHING_WORKERS = "vanishing-workers"
+    """A worker that dies and never comes back."""
 
 
-WAITING: Final[frozenset[Piece]] = frozenset({Piece.REUSED_NAMES, Piece.TWO_ADDRESSES})
+WAITING: Final[frozenset[Piece]] = frozenset({Piece.REUSED_NAMES, Piece.TWO_ADDRESSES, Piece.VANISHING_WORKERS})
 """Those that daemons do not bear yet: generated only where they are asked for."""
 
 ON: Final = frozenset(Piece) - WAITING

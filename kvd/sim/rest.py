@@ -20,7 +20,7 @@ _QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.
 
 def settle(world: World, daemons: list[Daemon], router: Router) -> None:
     """Lets a healed world come to rest and checks what promises 1 to 7 say of it then."""
-    workers = [worker for engine in router.engines for worker in engine.workers]
+    workers = [worker for engine in router.engines for worker in engine.workers if not worker.gone]
     world.loop.run_until(world.loop.now + _SETTLING)
     for worker in workers:
         _check_ended(world, worker)
@@ -58,7 +58,7 @@ def _check_fresh(world: World, router: Router) -> None:
     started = []
     for source in router.engines:
         for target in router.engines:
-            if source is not target:
+            if source is not target and not any(worker.gone for worker in (*source.workers, *target.workers)):
                 started.append(router.begin(source, target, calm=True))
         world.loop.run_until(world.loop.now + _FRESH)
     for sequence in started:

@@ -73,6 +73,7 @@ class Schedule:
             (self._pause_daemon, 0.25, 2),
             (self._crash_worker, 0.35, 3),
             (self._pause_worker, 0.2, 2),
+            (self._vanish, 0.5, 1),
             (self._lose_session, 0.3, 3),
             (self._detach_worker, 0.2, 2),
             (self._cancel, 0.5, 6),
@@ -195,6 +196,12 @@ class Schedule:
 
     def _crash_worker(self) -> None:
         self._kill(self._worker())
+
+    def _vanish(self) -> None:
+        if Piece.VANISHING_WORKERS in self.world.pieces:
+            worker = self._worker()
+            worker.gone = True
+            worker.crash()
 
     def _kill(self, worker: Worker) -> None:
         if worker.alive:

@@ -32,6 +32,8 @@ class Worker(Ledger):
     def __init__(self, world: World, daemon: Daemon, name: str, cache: Cache) -> None:
         super().__init__(world, daemon, name, cache)
         self.runs = 0
+        self.gone = False
+        """It never comes back."""
         self.process = Process(world.loop, name)
         self.process.kill()
         self._poll_due = 0.0
@@ -78,7 +80,7 @@ class Worker(Ledger):
 
     def start_again(self) -> None:
         """As `start`, unless a process runs already: the end of the world's faults starts all that are down."""
-        if not self.alive:
+        if not self.alive and not self.gone:
             self.start()
 
     def crash(self) -> None:
@@ -164,6 +166,8 @@ class Worker(Ledger):
         now, was = self.world.loop.now, self.connection.phase
         self._before_opening()
         self.driver.step(now)
+        if was is Phase.ATTACHED and self.connection.phase is not was:
+            self.trouble += 1  # it hung up itself
         if self.connection.phase is not was and self.connection.phase is Phase.ATTACHED:
             self._attached()
         for event in self.core.take_events():

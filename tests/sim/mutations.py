@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from kvd import limits
 from kvd.actors import asks, blocks, claims, gateway, leases, offers, pools, pulls, scheduler
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.claims import Claims
@@ -16,6 +17,8 @@ from kvd.actors.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
+from kvd.sim import bounds as small
+from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.state import lease as lease_machine
 from kvd.state import transfer as transfer_machine
@@ -31,14 +34,16 @@ class Mutation:
     apply: Callable
     first: int = 0
     """Where to begin: the seed that found it when this was written, where that is far from 0."""
+    needs: Piece | None = None
+    """A piece without which it is not found."""
 
 
 MUTATIONS: list[Mutation] = []
 
 
-def mutation(breaks, first=0):
+def mutation(breaks, first=0, needs=None):
     def register(apply):
-        MUTATIONS.append(Mutation(apply.__name__, breaks, apply, first))
+        MUTATIONS.append(Mutation(apply.__name__, breaks, apply, first, needs))
         return apply
 
     return register
@@ -177,7 +182,7 @@ def a_stamp_says_nothing_of_the_blocks(monkeypatch):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -347,3 +352,20 @@ def deadlines_are_never_unset(monkeypatch):
 @mutation(Promise.SOUND)
 def claims_are_never_let_go(monkeypatch):
     monkeypatch.setattr(asks.Asks, "let_go", lambda self, transfer, finished: None)
+
+
+# --- each bound -------------------------------------------------------------------------------------------------------
+
+
+def bound(name):
+    """Everybody sees the bound as it is outside of the simulator; the inspector counts by the small one."""
+
+    def apply(monkeypatch):
+        monkeypatch.setitem(small.SEEN, name, getattr(limits, name))
+
+    apply.__name__ = f"the_bound_{name}_is_not_kept"
+    mutation(Promise.SOUND)(apply)
+
+
+for each in small.COUNTED:
+    bound(each)
