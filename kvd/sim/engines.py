@@ -236,7 +236,7 @@ class Router:
             spoilt=not sequence.calm,
             brief=sequence.brief,
             sent=self.world.loop.now,
-            stale=sequence.source.ready and self._is_stale(joined),
+            stale=self._is_stale(joined) and sequence.source.ready and not self._is_stopped(sequence, worker),
         )
         self._by_request[request] = (sequence, worker)
         try:
@@ -247,6 +247,10 @@ class Router:
         self.on_pull(sequence, worker, request)
         if attempt % 10 <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
+
+    @staticmethod
+    def _is_stopped(sequence: Sequence, worker: Worker) -> bool:
+        return any(daemon.process.paused for daemon in (worker.daemon, *sequence.source.daemons))
 
     def _is_stale(self, text: str) -> bool:
         """Whether all daemons that the ticket names were started anew since."""

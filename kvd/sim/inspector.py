@@ -59,4 +59,5 @@ class Inspector:
         assert isinstance(scheduler, SchedulerActor)  # noqa: S101 - as above
         since = self._world.loop.now - (_LOOKS + 2) * _EVERY
         quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
-        return not quiet or consumer.process.paused or claim in scheduler._transfers._open
+        stopped = consumer.process.paused or producer.process.paused
+        return not quiet or stopped or claim in scheduler._transfers._open

@@ -13,6 +13,7 @@ from kvd.protocol import worker as wire
 from kvd.sim.cache import Cache, content
 from kvd.sim.fleet import Daemon
 from kvd.sim.memory import File
+from kvd.sim.pieces import Piece
 from kvd.sim.promises import Promise
 from kvd.sim.world import FATAL, World
 
@@ -155,6 +156,7 @@ class Ledger:
         cause = event.code if isinstance(event, events.Failed) else ErrorCode.CANCELLED
         self.world.note(self.name, "ends", event.request, str(cause))
         calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
+        calm = calm and not (cause == ErrorCode.OVERLOADED and Piece.SMALL_BOUNDS in self.world.pieces)
         since = pulling.began - _AFTERMATH
         # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
         # is not answered is asked for again, many times.

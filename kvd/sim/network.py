@@ -48,6 +48,8 @@ class Network:
         self.world = world
         self.peer_ports: dict[str, SimPeerPort] = {}
         self.worker_ports: dict[str, SimWorkerPort] = {}
+        self.overheard: Callable[[bytes], None] = lambda _frame: None
+        """Called with every ask of a daemon."""
         self._last: dict[tuple[str, str], float] = {}
         """When the last message from one daemon to another arrives, where they stay in order."""
 
@@ -129,6 +131,7 @@ class SimPeerPort:
         address = self.links[link]
         network = self._network
         network.world.note(self.daemon, "asks", address, frame)
+        network.overheard(frame)
 
         def deliver() -> None:
             port = network.peer_ports.get(_daemon_at(address))
@@ -288,9 +291,9 @@ class SimWorkerPort:
 
         self._network.world.loop.call_later(_LOCAL, deliver)
 
-    def inject(self, session: bytes, frame: bytes) -> None:
+    def inject(self, session: bytes, frame: bytes, uid: int = UID) -> None:
         """A frame of nobody in particular arrives on the request socket."""
-        self.process.call_soon(self.on_event, WorkerFrame(session, frame, UID))
+        self.process.call_soon(self.on_event, WorkerFrame(session, frame, uid))
 
     def inject_session(self, frame: bytes) -> int:
         """Somebody connects to the session socket and sends `frame`."""

@@ -20,6 +20,8 @@ class Piece(StrEnum):
     """Offers whose time is over before their reads are, which claims must keep alive."""
     CHANGING_PATHS = "changing-paths"
     """Some reads of one peer are made by the kernel, others by a network card, whose reads outlive the process."""
+    HOSTILE_PEERS = "hostile-peers"
+    """An admitted peer, and another user's process, send what they like."""
     OLD_TICKETS = "old-tickets"
     """A ticket is pulled again, long after."""
     REUSED_NAMES = "reused-names"

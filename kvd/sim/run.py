@@ -8,6 +8,7 @@ from kvd.sim.bounds import small_bounds
 from kvd.sim.engines import Router, make_engine
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
+from kvd.sim.hostile import Hostile
 from kvd.sim.inspector import Inspector
 from kvd.sim.network import Network
 from kvd.sim.pieces import ON, Piece
@@ -69,6 +70,8 @@ def _run(world: World) -> Router:
         daemon.start()
     for worker in schedule.workers:
         worker.start()
+    if Piece.HOSTILE_PEERS in world.pieces:
+        schedule.plan_hostility(Hostile(world, network, daemons))
     schedule.plan()
     try:
         world.loop.run_until(ACTIVE + 0.1)

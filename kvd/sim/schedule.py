@@ -9,6 +9,7 @@ from functools import partial
 from kvd.sim.engines import Router, Sequence
 from kvd.sim.fabric import SimFabric
 from kvd.sim.fleet import Daemon
+from kvd.sim.hostile import Hostile
 from kvd.sim.loop import Process
 from kvd.sim.mischief import Mischief
 from kvd.sim.pieces import Piece
@@ -85,6 +86,11 @@ class Schedule:
             if rng.random() < likely:
                 for _ in range(rng.randint(1, most)):
                     self.world.loop.call_later(0.05 + rng.random() * ACTIVE, action)
+
+    def plan_hostility(self, hostile: Hostile) -> None:
+        """Has somebody do harm now and then."""
+        for _ in range(self.world.rng.randint(1, 30)):
+            self.world.loop.call_later(self.world.rng.random() * ACTIVE, hostile.do)
 
     def heal(self) -> None:
         """Nothing goes wrong from here on, and everybody is up."""
