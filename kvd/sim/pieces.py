@@ -36,7 +36,7 @@ class Piece(StrEnum):
     """A worker that dies and never comes back."""
 
 
-WAITING: Final[frozenset[Piece]] = frozenset({Piece.REUSED_NAMES, Piece.TWO_ADDRESSES, Piece.VANISHING_WORKERS})
+WAITING: Final[frozenset[Piece]] = frozenset()
 """Those that daemons do not bear yet: generated only where they are asked for."""
 
 ON: Final = frozenset(Piece) - WAITING

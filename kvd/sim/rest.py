@@ -1,6 +1,8 @@
 """The end of a run: a healed world serves fresh requests, and when nobody asks for anything, nothing is left over."""
 
 from kvd.actors.completion import CompletionActor
+from kvd.actors.gateway import GatewayActor
+from kvd.actors.handshake import HandshakeActor
 from kvd.actors.leases import LeasesActor
 from kvd.actors.scheduler import SchedulerActor
 from kvd.sim.engines import Router
@@ -77,6 +79,13 @@ def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> 
         for path, table in tables(getattr(owner, "name", type(owner).__name__), owner):
             if table and not (path in _PER_WORKER and len(table) == len(workers)) and path not in _KEPT:
                 world.violate(Promise.SOUND, f"{daemon.name}: something is left over in {path}: {table!r}")
+    handshake, gateway = house.handshake, house.gateway
+    assert isinstance(handshake, HandshakeActor)  # noqa: S101 - the house has the actors that furnish made
+    if told := {pool for _, pool in handshake._reception._told} - {worker.name for worker in workers}:
+        world.violate(Promise.SOUND, f"{daemon.name} remembers who was told of {told}, which are gone")
+    assert isinstance(gateway, GatewayActor)  # noqa: S101 - as above
+    if (sessions := gateway._admission._sessions.total()) != len(gateway._connections):
+        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(gateway._connections)}")
     if not daemon.stamps_are_free():
         world.violate(Promise.SOUND, f"{daemon.name}: stamps of leases that have ended are not free")
     _check_blocks(world, daemon)
@@ -118,7 +127,6 @@ _PER_WORKER = {
     "gateway._by_id",
     "pools._records",
     "handshake._reception._pools",
-    "handshake._reception._told",
     "leases._offers._pools",
     "scheduler._targets._pools",
     "scheduler._targets._busy",
@@ -127,7 +135,13 @@ _PER_WORKER = {
 """What an actor keeps of the workers that are attached: one entry for each."""
 _KEPT = {
     "gateway._admission._attaches": "one of each user that attached lately",
+    "gateway._admission._inquiries": "one of each user that asked lately",
+    "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
+    "handshake._introductions._specs": "those read last; their number is bounded",
+    "handshake._reception._told": "the pools that somebody was told of: those that are attached, at most",
+    "handshake._reception._welcomes": "one frame for all that may read the same pools",
+    "leases._claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
     "SimTransport._pools": "regions, of which the descriptors tell",
     "SimPeerPort._askers": "of the network, not of the daemon",
     "SimPeerPort.answers_to_stranger": "of the network, not of the daemon",
