@@ -64,8 +64,9 @@ class Sequence:
     brief: bool = False
     """Offered for so short a time that no message may be lost or late."""
     tickets: dict[int, str] = field(default_factory=dict)
-    blocks: dict[int, tuple[Blocks, ...]] = field(default_factory=dict)
-    """That were offered, by rank of the source."""
+    offered: dict[int, tuple[tuple[Blocks, ...], bytes]] = field(default_factory=dict)
+    """Blocks and secret, by rank of the source, of those offers whose tickets name their leases: a careless engine
+    offers both again under the same name."""
     done: set[Worker] = field(default_factory=set)
     """Who has it."""
 
@@ -73,6 +74,10 @@ class Sequence:
     def served(self) -> bool:
         """Whether every rank that it was prefilled for has it."""
         return self.done.issuperset(self.target.workers)
+
+
+def _secret(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=SECRET_BYTES).digest()
 
 
 def make_engine(
@@ -132,7 +137,7 @@ class Router:
         ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
         for rank, worker in enumerate(source.workers):
-            self._offer(sequence, rank, worker, ttl, like=earlier.blocks.get(rank) if earlier else None)
+            self._offer(sequence, rank, worker, ttl, like=earlier.offered.get(rank) if earlier else None)
         return sequence
 
     def _earlier(self, source: Engine) -> Sequence | None:
@@ -153,18 +158,25 @@ class Router:
         return tuple(engine for engine in [*others, target] if engine.ready and self.world.chance(0.5))
 
     def _offer(
-        self, sequence: Sequence, rank: int, worker: Worker, ttl: float, *, like: tuple[Blocks, ...] | None
+        self,
+        sequence: Sequence,
+        rank: int,
+        worker: Worker,
+        ttl: float,
+        *,
+        like: tuple[tuple[Blocks, ...], bytes] | None,
     ) -> None:
         groups = worker.cache.spec.groups
         wanted = [range(-(-sequence.tokens // group.block_tokens)) for group in groups]
-        blocks = worker.take_again(like) if like else None
+        blocks = worker.take_again(like[0]) if like else None
         blocks = blocks or worker.take_blocks(wanted)
         if blocks is None:
             return
-        sequence.blocks[rank] = blocks
         run = worker.runs
-        secret = hashlib.blake2b(f"{sequence.name} {worker.process.name}".encode(), digest_size=SECRET_BYTES).digest()
         late = not sequence.calm and self.world.chance(0.3)
+        secret = like[1] if like and not late else _secret(f"{sequence.name} {worker.process.name}")
+        if not late:
+            sequence.offered[rank] = (blocks, secret)
 
         def offer() -> None:
             if worker.runs != run:

@@ -190,6 +190,7 @@ def generations_are_not_compared(monkeypatch):
         lease = self._held.get(key)
         if lease is None and fence.unclaimed is not None and key not in self._fenced:
             lease = self._offers.find(fence.unclaimed.pool, fence.unclaimed.offer)
+            fence = replace(fence, unclaimed=replace(fence.unclaimed, generation=0))
         return original(self, key, fence if lease is None else replace(fence, generation=lease.generation))
 
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
@@ -320,10 +321,8 @@ def lasting_reads_are_not_claimed(monkeypatch):
 
 @mutation(Promise.SURVIVES)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
-    original = Claims._claim_anew
-    monkeypatch.setattr(
-        Claims, "_claim_anew", lambda self, key, request: original(self, key, replace(request, incarnation=0))
-    )
+    original = Claims._lease_of
+    monkeypatch.setattr(Claims, "_lease_of", lambda self, request: original(self, replace(request, incarnation=0)))
 
 
 @mutation(Promise.SURVIVES)
