@@ -224,10 +224,8 @@ class Core:
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call; the worker has it from now on."""
-        if not self._events:
-            return []
+        self._handed_out = self._expected - 1  # also where nothing came of a notification: it is acknowledged too
         events, self._events = self._events, []
-        self._handed_out = self._expected - 1
         return events
 
     def take_offer(self, offer: str) -> Event | None:

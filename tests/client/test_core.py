@@ -127,6 +127,15 @@ def test_many_acknowledgements_do_not_wait() -> None:
     assert codec.worker_requests.decode(frame) == wire.Acknowledge(ACKNOWLEDGE_EVERY)
 
 
+def test_a_notification_that_nothing_comes_of_is_acknowledged_too() -> None:
+    core = connected()
+    core.on_frame(batch(1, wire.Done("given-up-long-ago")), now=1.0)
+    assert core.take_events() == []
+    assert [codec.worker_requests.decode(frame) for frame in core.take_frames(1.0 + ACKNOWLEDGE_SECONDS)] == [
+        wire.Acknowledge(1)
+    ]
+
+
 def test_what_the_worker_has_not_taken_is_not_acknowledged() -> None:
     core = pulling("a", "b")
     core.on_frame(batch(1, wire.Done("a")), now=5.0)
