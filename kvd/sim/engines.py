@@ -211,9 +211,10 @@ class Router:
     def pull_again(self) -> None:
         """Somebody pulls with a ticket of before."""
         over = [(sequence, text) for sequence, text in self._joined if not sequence.calm]
-        if Piece.OLD_TICKETS in self.world.pieces and over:
+        if over and not self.world.pieces.isdisjoint((Piece.OLD_TICKETS, Piece.REUSED_NAMES)):
             stale = [(sequence, text) for sequence, text in over if self._is_stale(text)]
-            sequence, text = self.world.rng.choice(stale or over)
+            reused = [(sequence, text) for sequence, text in over if self._is_reused(sequence)]
+            sequence, text = self.world.rng.choice(reused or stale or over)
             self._again_number += 1
             sequence.timeout = 1.0
             self._pull(
@@ -268,6 +269,13 @@ class Router:
         """Whether all daemons that the ticket names were started anew since."""
         runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
         return all(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
+
+    def _is_reused(self, sequence: Sequence) -> bool:
+        """Whether another offer stands under its name."""
+        return any(
+            other is not sequence and other.offer == sequence.offer and other.began > sequence.began
+            for other in self._alive
+        ) and any(sequence.offer in worker.offers for worker in sequence.source.workers)
 
     def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
         """What the target needs and does not have: some of its prefix may be cached there."""

@@ -47,7 +47,7 @@ class Inspector:
             leases = daemon.house.leases
             assert isinstance(leases, LeasesActor)  # noqa: S101 - the house has the actors that furnish made
             for key in leases._claims._held:
-                consumer = self._by_identity.get(key.sender)
+                consumer = self._by_identity.get(key.sender.rpartition(b"#")[0])
                 if consumer is not None and not self._wants(consumer, key.claim, daemon):
                     known = (f"{daemon.name} {key.sender!r}", key.claim)
                     seen[known] = looks = self._seen.get(known, 0) + 1
