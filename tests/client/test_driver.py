@@ -32,7 +32,7 @@ class Host:
 def attached_driver(host):
     cache = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
     worker = Process(host.world.loop, "worker")
-    connection = SimConnection(host.world.kernel, host, worker, lambda _frame: None, blind=False)
+    connection = SimConnection(host.world.kernel, host, worker, lambda _frame: None)
     fittings = Fittings(connection, connection, lambda number, _: SimPool(host.world.kernel, number), b"i" * 16)
     driver = Driver("", "w", cache.raw, cache.spec.pool_bytes, fittings)
     driver.step(0.0)

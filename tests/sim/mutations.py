@@ -88,7 +88,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
     handler(monkeypatch, CompletionActor, Notify, notify)
 
 
-@mutation(Promise.ENDS_ONCE)
+@mutation(Promise.ENDS_ONCE, first=265)
 def a_drain_makes_no_last_call(monkeypatch):
     handler(monkeypatch, leases.LeasesActor, leases._LastCall, lambda self, message: None)
 
@@ -96,7 +96,7 @@ def a_drain_makes_no_last_call(monkeypatch):
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
 
 
-@mutation(Promise.FENCED, first=37)
+@mutation(Promise.FENCED)
 def the_fence_always_holds(monkeypatch):
     original = Claims._fence
 
@@ -109,7 +109,7 @@ def the_fence_always_holds(monkeypatch):
     monkeypatch.setattr(Claims, "_fence", fence)
 
 
-@mutation(Promise.FENCED, first=129)
+@mutation(Promise.FENCED)
 def nobody_asks_for_the_fence(monkeypatch):
     table = transfer_machine.TABLE
     done = Step(
@@ -120,7 +120,7 @@ def nobody_asks_for_the_fence(monkeypatch):
     steps(monkeypatch, table, steps={key: done})
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=19)
 def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     key = (lease_machine.State.CLAIMED, lease_machine.Event.REVOKE)
     steps(
@@ -130,7 +130,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=187)
+@mutation(Promise.FENCED, first=49)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -161,7 +161,7 @@ def stamps_are_not_wiped(monkeypatch):
     monkeypatch.setattr(Stamps, "wipe", lambda self, number: self._free.append(number) if number else None)
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=192)
 def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
@@ -176,13 +176,13 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.key])
 
 
-@mutation(Promise.BAD_INPUT)
+@mutation(Promise.BAD_INPUT, first=75)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
 
 
-@mutation(Promise.FENCED, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=137, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -196,7 +196,7 @@ def generations_are_not_compared(monkeypatch):
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=42)
 def stamps_are_believed_whatever_path_the_bytes_took(monkeypatch):
     original = Transfers.landed
     monkeypatch.setattr(Transfers, "landed", lambda self, event: original(self, replace(event, in_post=True)))
@@ -264,7 +264,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 # --- 5: only blocks of the own pool -----------------------------------------------------------------------------------
 
 
-@mutation(Promise.OWN_POOL, first=27)
+@mutation(Promise.OWN_POOL)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
@@ -274,7 +274,7 @@ def block_ids_are_not_checked(monkeypatch):
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
 
 
-@mutation(Promise.BAD_INPUT, first=102)
+@mutation(Promise.BAD_INPUT, first=29)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
     monkeypatch.setattr(claims.hmac, "compare_digest", lambda one, other: True)
 
@@ -287,7 +287,7 @@ def refusals_are_not_sent(monkeypatch):
 # --- 7: a death costs only what it must -------------------------------------------------------------------------------
 
 
-@mutation(Promise.QUARANTINE, first=35)
+@mutation(Promise.QUARANTINE)
 def successors_do_not_wait(monkeypatch):
     original = PoolsActor.attach
 
@@ -304,12 +304,12 @@ def successors_do_not_wait(monkeypatch):
             handler(monkeypatch, PoolsActor, kind, attach)
 
 
-@mutation(Promise.SURVIVES, first=107)
+@mutation(Promise.SURVIVES)
 def claims_are_not_renewed(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, asks.RenewAll, lambda self, message: None)
 
 
-@mutation(Promise.SURVIVES, first=46)
+@mutation(Promise.SURVIVES, first=47)
 def lost_asks_are_not_sent_again(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, asks.Overdue, lambda self, message: None)
 
@@ -319,7 +319,7 @@ def lasting_reads_are_not_claimed(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, asks.ClaimLasting, lambda self, message: None)
 
 
-@mutation(Promise.SURVIVES)
+@mutation(Promise.SURVIVES, first=96)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
     original = Claims._lease_of
     monkeypatch.setattr(Claims, "_lease_of", lambda self, request: original(self, replace(request, incarnation=0)))
@@ -356,15 +356,22 @@ def claims_are_never_let_go(monkeypatch):
 # --- each bound -------------------------------------------------------------------------------------------------------
 
 
-def bound(name):
+def bound(name, first):
     """Everybody sees the bound as it is outside of the simulator; the inspector counts by the small one."""
 
     def apply(monkeypatch):
         monkeypatch.setitem(small.SEEN, name, getattr(limits, name))
 
     apply.__name__ = f"the_bound_{name}_is_not_kept"
-    mutation(Promise.SOUND)(apply)
+    mutation(Promise.SOUND, first)(apply)
 
 
+FIRST = {
+    "MAX_CLAIMS_PER_OFFER": 33,
+    "MAX_CLAIMS_WAITING": 64,
+    "MAX_HANDSHAKES": 16,
+    "MAX_REQUESTS_PER_WORKER": 88,
+    "MAX_TOMBSTONES": 0,
+}
 for each in small.COUNTED:
-    bound(each)
+    bound(each, FIRST[each])
