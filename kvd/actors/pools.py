@@ -362,11 +362,15 @@ class PoolsActor(Actor):
             self._release(record)
 
     def _release(self, record: Record, refusal: KvdError | None = None) -> None:
-        """Gives the memory back; whoever waits for the pool then hears `refusal`, if there is one."""
+        """Ends the pool; whoever waits for it then hears `refusal`, if there is one.
+
+        Its memory is given back, but where the transport would not have it: a worker may bring that again.
+        """
         memory, worker = record.memory, record.pool.worker
         assert memory is not None  # noqa: S101 - it was registered, or would have been
         record.stage = Stage.ENDING
-        self._background(memory.close, lambda result: self.tell(_Released(worker, result, refusal)))
+        end = memory.free if refusal is None else memory.close
+        self._background(end, lambda result: self.tell(_Released(worker, result, refusal)))
 
     @handles(_Released)
     def released(self, message: _Released) -> None:

@@ -31,7 +31,10 @@ class Memory(Protocol):
         """
 
     def close(self) -> None:
-        """Unmaps, gives the memory back to the system whoever still has it mapped, and closes.
+        """Unmaps and closes. The bytes live on while another process has them mapped."""
+
+    def free(self) -> None:
+        """Like `close`, and gives the memory back to the system whoever still has it mapped.
 
         Whoever has finds zeros there, and pays for what it writes. Takes long: it is done beside the loop.
         """

@@ -73,18 +73,21 @@ class MemfdPool:
         self._mapping = mapping
 
     def close(self) -> None:
-        """Unmaps, gives the memory back whoever still maps it, and closes; a second call does nothing.
+        """Unmaps and closes; a second call does nothing. The bytes live on while another process holds the file."""
+        if self._descriptor >= 0:
+            self._mapping.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def free(self) -> None:
+        """Like `close`, and gives the memory back whoever still maps it.
 
         Blocks for as long as the kernel needs to free it: measured 0.28 s per GiB on small pages, 4 ms on huge ones.
         """
-        if self._descriptor < 0:
-            return
-        descriptor, self._descriptor = self._descriptor, -1
-        self._mapping.close()
         try:
-            give_back(descriptor, _file_length(self._size))
+            give_back(self._descriptor, _file_length(self._size))
         finally:
-            os.close(descriptor)
+            self.close()
 
 
 class MemfdProvider:

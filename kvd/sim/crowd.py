@@ -222,6 +222,8 @@ class PlainMemory:
     def close(self) -> None:
         """Nothing to do."""
 
+    free = close
+
 
 class PlainProvider:
     """`kvd.memory.interface.MemoryProvider` of `PlainMemory`."""

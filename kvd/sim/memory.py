@@ -87,11 +87,15 @@ class SimMemory:
         self.base = base
 
     def close(self) -> None:
+        """Unmaps and closes."""
+        self.provider.unmap(self.base)
+        self.provider.kernel.close(self.descriptor)
+
+    def free(self) -> None:
         """Unmaps, gives the bytes back, and closes."""
         file = self.provider.kernel.file(self.descriptor)
         file.data[:], file.ended = 0, True
-        self.provider.unmap(self.base)
-        self.provider.kernel.close(self.descriptor)
+        self.close()
 
 
 class SimProvider:

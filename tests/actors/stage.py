@@ -45,6 +45,8 @@ class Memory:
     def close(self):
         self.closed = True
 
+    free = close
+
 
 class Stage:
     """Everything outside the actors; `sent` and `asked` hold what they said."""

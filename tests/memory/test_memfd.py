@@ -249,7 +249,7 @@ def test_a_pool_that_ends_gives_its_memory_back_though_its_worker_keeps_it_mappe
     with worker_map(pool) as mapped:
         mapped[0] = mapped[-1] = 7
         kept = os.dup(pool.descriptor)
-        pool.close()
+        pool.free()
         assert os.fstat(kept).st_blocks == 0
         assert (mapped[0], mapped[-1]) == (0, 0)
         assert "ended" in refusal(kept, 2 * HUGE_PAGE)
@@ -262,7 +262,7 @@ def test_hugetlb_pages_of_a_pool_that_ends_can_be_had_again_though_its_worker_ke
     first = provider.allocate("first", hugetlb_pages * HUGE_PAGE)
     with worker_map(first) as mapped:
         mapped[0] = 7
-        first.close()
+        first.free()
         second = provider.allocate("second", hugetlb_pages * HUGE_PAGE)
         second.close()
         assert mapped[0] == 0
