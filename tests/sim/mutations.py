@@ -304,7 +304,7 @@ def successors_do_not_wait(monkeypatch):
             handler(monkeypatch, PoolsActor, kind, attach)
 
 
-@mutation(Promise.SURVIVES)
+@mutation(Promise.SURVIVES, first=390)
 def claims_are_not_renewed(monkeypatch):
     handler(monkeypatch, scheduler.SchedulerActor, asks.RenewAll, lambda self, message: None)
 
