@@ -99,6 +99,16 @@ class Post:
 
     def _deliver(self) -> None:
         """Hands messages out in the order they were told; sockets and timers get their turn after so many."""
+        try:
+            self._hand_out()
+        finally:  # also where a failure could not be reported: whoever waits behind it has no part in that
+            if self._full and len(self._letters) <= limits.INTAKE_OPENS:
+                self._full = False
+                self.loop.call_soon(self._resume)
+            if self._called:
+                self.loop.call_soon(self._deliver)
+
+    def _hand_out(self) -> None:
         for _ in range(limits.MESSAGES_PER_TURN):
             if not self._letters:
                 self._called = False
@@ -109,11 +119,6 @@ class Post:
                 actor.handlers[type(message)](actor, message)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
                 self._supervisor.failed(actor, message, error)
-        if self._full and len(self._letters) <= limits.INTAKE_OPENS:
-            self._full = False
-            self.loop.call_soon(self._resume)
-        if self._called:
-            self.loop.call_soon(self._deliver)
 
 
 class Actor:

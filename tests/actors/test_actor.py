@@ -165,3 +165,17 @@ def test_a_delayed_message_can_be_called_off(loop, supervisor, post):
 
 def test_failures_stop_the_daemon_unless_an_actor_says_otherwise():
     assert Counter.on_failure is OnFailure.STOP
+
+
+def test_messages_behind_a_failure_that_cannot_be_reported_are_handled_all_the_same(loop, supervisor, post):
+    def failed(actor, message, error):
+        raise BrokenPipeError("nobody reads the log any more")
+
+    supervisor.failed = failed
+    actor = Counter(post)
+    for number in (3, 4):
+        actor.tell(number)
+    with pytest.raises(BrokenPipeError):
+        loop.run_until(0.0)
+    loop.run_until(0.0)
+    assert actor.seen == [3, 4]
