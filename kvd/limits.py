@@ -68,13 +68,17 @@ MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
 are worked out on the event loop, once a peer, in 100 ms; NIXL then needs half a second for each block."""
 
 # --- queues ---------------------------------------------------------------------------------------------------------
-MAILBOX_MESSAGES: Final = 65_536
-"""Messages waiting in one actor. Sockets are not read long before, so an overflow is a bug and stops the daemon."""
+MAILBOX_MESSAGES: Final = 1 << 22
+"""Messages waiting in one actor: one for each producer rank of all workers' pulls (`MAX_WORKERS` times
+`MAX_RANKS_PER_WORKER`), whose peer may be the same. More cannot be, so an overflow is a bug and stops the daemon."""
 
 INTAKE_CLOSES: Final = 256
 INTAKE_OPENS: Final = 64
 """Messages waiting in all actors with which sockets are read no more, and again: what one turn delivers, and a
 quarter of it. So a frame waits behind a few milliseconds of work, however much its neighbours send."""
+
+BATCH_ITEMS: Final = 1024
+"""Deadlines and the like that passed at once and are handled by one message, in some 20 ms; the others by the next."""
 
 FAILURES_LOGGED_PER_SECOND: Final = 1.0
 """Lines about messages that an actor could not handle; `kvd_actor_failures_total` counts those beyond."""
@@ -84,6 +88,12 @@ MESSAGES_PER_TURN: Final = 256
 
 MAX_REQUESTS_PER_WORKER: Final = 4096
 """Offers and pulls of one worker that have no outcome yet; more are refused as overloaded."""
+
+MAX_RANKS_PER_WORKER: Final = 16_384
+"""Producer ranks in the tickets of one worker's open pulls: as many pulls as it may have, of four ranks each."""
+
+MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
+"""Tickets of one worker's open pulls, as text: 12 M block ids. They lie in memory until the pull has ended."""
 
 MAX_ATTACHES_PER_SECOND: Final = 20
 """Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""

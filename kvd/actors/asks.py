@@ -1,10 +1,11 @@
 """What producers are asked on behalf of transfers: claims, renewals, fences; again where an answer is late."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
 from kvd import limits
+from kvd.actors.batch import Batch
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import AskPeer
@@ -21,9 +22,7 @@ SETTLE_AFTER = 0.02
 
 
 class Overdue(Struct, frozen=True, gc=False):
-    """To the scheduler: this transfer's answer is late."""
-
-    number: int
+    """To the scheduler: some transfers' answers are late."""
 
 
 class ClaimLasting(Struct, frozen=True, gc=False):
@@ -51,7 +50,9 @@ class Asks:
         """Proven, and the producer has not been told."""
         self._unclaimed: list[Transfer] = []
         """Reads that began without a claim since they were looked through."""
-        self._due: Expiry[int] = Expiry(house.loop, lambda number: tell(Overdue(number)))
+        self._late: Batch[int] = Batch(lambda: tell(Overdue()))
+        """Transfers whose answers are."""
+        self._due: Expiry[int] = Expiry(house.loop, self._late.put)
 
     def ask(self, transfer: Transfer, ask: Message) -> None:
         """Sends `ask`, and has it sent again until it is `answered`."""
@@ -63,6 +64,10 @@ class Asks:
         """Nothing is asked for this transfer any more."""
         transfer.ask = None
         self._due.unset(transfer.number)
+
+    def take_late(self) -> Iterator[int]:
+        """Transfers whose answers are late; they may have come since."""
+        return (number for number in self._late.take() if number not in self._due)
 
     # --- claims -----------------------------------------------------------------------------------------------------
 

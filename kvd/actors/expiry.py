@@ -24,6 +24,9 @@ class Expiry(Generic[K]):
     def __len__(self) -> int:
         return len(self._deadlines)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._deadlines
+
     def set(self, key: K, deadline: float) -> None:
         """Sets or moves the deadline of `key` (seconds on the loop's clock)."""
         moved_later = self._deadlines.get(key, deadline + 1.0) <= deadline

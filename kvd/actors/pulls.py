@@ -95,6 +95,8 @@ class Pull(Struct, eq=False):
     pool: Pool
     ticket: Ticket
     spans: Spans
+    ticket_bytes: int
+    """As text."""
     started: float
     awaited: set[str]
     """Addresses of peers that must be ready before the pull can be routed."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvd import limits
 from kvd.actors.actor import Actor, handles
 from kvd.actors.asks import ClaimLasting, Overdue, RenewAll, SettleAll
+from kvd.actors.batch import Batch
 from kvd.actors.expiry import Expiry
 from kvd.actors.house import House
 from kvd.actors.messages import (
@@ -50,8 +51,8 @@ Where the ticket was made while its daemon was away, the worker may take its tim
 `retry` seconds after that, until the pull's deadline."""
 
 
-class _Deadline(Struct, frozen=True, gc=False):
-    key: PullKey
+class _DeadlinesOver(Struct, frozen=True, gc=False):
+    """The time of some pulls is over."""
 
 
 class _LookAgain(Struct, frozen=True, gc=False):
@@ -73,7 +74,8 @@ class SchedulerActor(Actor):
         self._transfers = Transfers(house, transport, self._producers, self, tell=self.tell, tell_later=self.tell_later)
         self._quarantined = 0
         self._draining = False
-        self._deadlines: Expiry[PullKey] = Expiry(house.loop, lambda key: self.tell(_Deadline(key)))
+        self._overdue: Batch[PullKey] = Batch(lambda: self.tell(_DeadlinesOver()))
+        self._deadlines: Expiry[PullKey] = Expiry(house.loop, self._overdue.put)
 
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
@@ -82,17 +84,24 @@ class SchedulerActor(Actor):
         """Accepts a pull or refuses it, in which case nothing has changed."""
         pull, pool = message.pull, message.pool
         key = (pool.worker, pull.request)
+        now, awaited = self.loop.time(), self._producers.unknown(message.ticket)
+        record = Pull(
+            key,
+            pool,
+            message.ticket,
+            pull.spans,
+            ticket_bytes=len(pull.ticket),
+            started=now,
+            awaited=awaited,
+            unasked={rank.address for rank in message.ticket.ranks} - awaited,
+            consumer=pull.consumer or pull.request,
+        )
         try:
             self._check(key)
-            self._targets.take(pool, pull.spans)
+            self._targets.take(record)
         except KvdError as error:
             self._house.gateway.tell(Refusal(pool.worker, pull.call, error))
             return
-        now = self.loop.time()
-        awaited = self._producers.unknown(message.ticket)
-        consumer = pull.consumer or pull.request
-        met = {rank.address for rank in message.ticket.ranks} - awaited
-        record = Pull(key, pool, message.ticket, pull.spans, now, awaited, unasked=met, consumer=consumer)
         if self._house.spans is not None:
             record.span = self._house.spans.pull(pool.worker, pull)
         self._pulls[key] = record
@@ -215,9 +224,9 @@ class SchedulerActor(Actor):
         self._transfers.prepare(message)
 
     @handles(Overdue)
-    def overdue(self, message: Overdue) -> None:
-        """An answer is late."""
-        self._transfers.overdue(message)
+    def overdue(self, _message: Overdue) -> None:
+        """Answers are late."""
+        self._transfers.overdue()
 
     @handles(ClaimLasting)
     def claim_lasting(self, _message: ClaimLasting) -> None:
@@ -282,7 +291,7 @@ class SchedulerActor(Actor):
         if not pull.outcome or any(transfer.writing for transfer in pull.transfers) or pull.key not in self._pulls:
             return
         del self._pulls[pull.key]
-        self._targets.give_back(pull.pool, pull.spans)
+        self._targets.give_back(pull)
         if pull.quarantined:
             self._count_quarantined(-1)
             self._house.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
@@ -298,14 +307,15 @@ class SchedulerActor(Actor):
         )
         self._house.condition("quarantine", over if self._quarantined > bound else None)
 
-    @handles(_Deadline)
-    def deadline(self, message: _Deadline) -> None:
-        """The time of a pull is over."""
-        pull = self._pulls.get(message.key)
-        if pull is not None:
-            waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or "connecting"
-            text = f"not done after {self.loop.time() - pull.started:.3f} s (it was {waited_for})"
-            self._end(pull, Unavailable(ErrorCode.DEADLINE, text))
+    @handles(_DeadlinesOver)
+    def deadlines_over(self, _message: _DeadlinesOver) -> None:
+        """The time of some pulls is over."""
+        for key in self._overdue.take():
+            pull = self._pulls.get(key)
+            if pull is not None and key not in self._deadlines:
+                waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or "connecting"
+                text = f"not done after {self.loop.time() - pull.started:.3f} s (it was {waited_for})"
+                self._end(pull, Unavailable(ErrorCode.DEADLINE, text))
 
     @handles(CancelRequest)
     def cancel(self, message: CancelRequest) -> None:

@@ -1,10 +1,44 @@
 """The pools that pulls write to: which of their blocks are busy, and how many pulls are open."""
 
+from dataclasses import dataclass, replace
+
 from kvd import limits
 from kvd.actors.blocks import BusyBlocks
 from kvd.actors.messages import Pool
+from kvd.actors.pulls import Pull
 from kvd.errors import ErrorCode, Unavailable
-from kvd.protocol.types import Spans
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the pulls into one pool that have not ended take."""
+
+    pulls: int = 0
+    ranks: int = 0
+    """In their tickets."""
+    ticket_bytes: int = 0
+
+    def add(self, pull: Pull, *, times: int = 1) -> None:
+        """One more, or one less."""
+        self.pulls += times
+        self.ranks += times * len(pull.ticket.ranks)
+        self.ticket_bytes += times * pull.ticket_bytes
+
+    def check(self) -> None:
+        """That there may be so much.
+
+        Raises:
+            Unavailable: `OVERLOADED`, it is too much.
+
+        """
+        for what, count, bound in (
+            ("pulls of this worker", self.pulls, limits.MAX_REQUESTS_PER_WORKER),
+            ("producer ranks of this worker's pulls", self.ranks, limits.MAX_RANKS_PER_WORKER),
+            ("bytes of tickets of this worker's pulls", self.ticket_bytes, limits.MAX_TICKET_BYTES_PER_WORKER),
+        ):
+            if count > bound:
+                text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
+                raise Unavailable(ErrorCode.OVERLOADED, text)
 
 
 class Targets:
@@ -13,8 +47,8 @@ class Targets:
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
         self._busy: dict[int, BusyBlocks] = {}
-        self._open: dict[int, int] = {}
-        """Pulls, by the id of the pool they write to."""
+        self._open: dict[int, _Open] = {}
+        """By the id of the pool that pulls write to."""
         self._closing: set[int] = set()
 
     def up(self, pool: Pool) -> None:
@@ -35,29 +69,30 @@ class Targets:
         """Whether it is closing, and nothing writes to it any more."""
         return pool in self._closing and pool not in self._open
 
-    def take(self, pool: Pool, spans: Spans) -> None:
-        """The blocks of one more pull, which are busy until they are given back.
+    def take(self, pull: Pull) -> None:
+        """One more pull, and its blocks, which are busy until they are given back.
 
         Raises:
             BadRequest: `BAD_BLOCKS`, one is named twice.
-            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too many pulls are open; `BLOCKS_BUSY`.
+            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`.
 
         """
+        pool = pull.pool
         if self._pools.get(pool.worker) is not pool or pool.id in self._closing:
             raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
-        count = self._open.get(pool.id, 0)
-        if count >= limits.MAX_REQUESTS_PER_WORKER:
-            text = f"{count} pulls of this worker are open, the bound; wait until some have ended"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
-        self._busy[pool.id].take(spans)
-        self._open[pool.id] = count + 1
+        after = replace(self._open.get(pool.id, _Open()))
+        after.add(pull)
+        after.check()
+        self._busy[pool.id].take(pull.spans)
+        self._open[pool.id] = after
 
-    def give_back(self, pool: Pool, spans: Spans) -> None:
-        """Nothing writes to these blocks any more."""
-        self._busy[pool.id].give_back(spans)
-        self._open[pool.id] -= 1
-        if not self._open[pool.id]:
-            del self._open[pool.id]
+    def give_back(self, pull: Pull) -> None:
+        """Nothing of it writes any more."""
+        self._busy[pull.pool.id].give_back(pull.spans)
+        left = self._open[pull.pool.id]
+        left.add(pull, times=-1)
+        if not left.pulls:
+            del self._open[pull.pool.id]
 
     def busy_blocks(self) -> dict[str, int]:
         """How many, by worker."""

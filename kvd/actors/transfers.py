@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from kvd.actors.asks import Asks, Overdue
+from kvd.actors.asks import Asks
 from kvd.actors.house import House
 from kvd.actors.messages import LeaseAnswer, NeedPeer, PeerAnswers
 from kvd.actors.producers import Producers
@@ -205,15 +205,16 @@ class Transfers:
         if transfer is not None and transfer.state is State.CLAIMING:
             self._plan(transfer)
 
-    def overdue(self, message: Overdue) -> None:
-        """The answer is late: it, or the ask, may have been lost with a connection."""
-        transfer = self._open.get(message.number)
-        if transfer is None or transfer.ask is None:
-            return
-        if transfer.state is State.SETTLING and self._house.loop.time() > transfer.settled_by:
-            self._step(transfer, Event.REFUSED)  # a peer that lives and does not answer: its lease ends by its time
-        else:
-            self._asks.ask(transfer, transfer.ask)
+    def overdue(self) -> None:
+        """Answers are late: they, or the asks, may have been lost with a connection."""
+        for number in self._asks.take_late():
+            transfer = self._open.get(number)
+            if transfer is None or transfer.ask is None:
+                continue
+            if transfer.state is State.SETTLING and self._house.loop.time() > transfer.settled_by:
+                self._step(transfer, Event.REFUSED)  # a peer that lives and does not answer: its lease ends by its time
+            else:
+                self._asks.ask(transfer, transfer.ask)
 
     def claim_lasting(self) -> None:
         """Claims what is read without a claim and has not ended."""

@@ -68,6 +68,6 @@ def _counts(house: House) -> Iterator[tuple[str, int]]:
     yield "MAX_CLAIMS_WAITING", len(leases._claims._waiting)
     yield "MAX_HANDSHAKES", len(handshake._turns._in)
     yield "MAX_REQUESTS_PER_WORKER", max(leases._offers._standing.values(), default=0)
-    yield "MAX_REQUESTS_PER_WORKER", max(scheduler._targets._open.values(), default=0)
+    yield "MAX_REQUESTS_PER_WORKER", max((each.pulls for each in scheduler._targets._open.values()), default=0)
     claims = Counter(lease.key for lease in leases._claims._held.values())
     yield "MAX_CLAIMS_PER_OFFER", max(claims.values(), default=0)

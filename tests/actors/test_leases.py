@@ -519,6 +519,15 @@ def test_claims_that_lapse_at_one_moment_fill_no_mailbox(stage, monkeypatch):
     assert stage.house.leases._claims._held == {}
 
 
+def test_offers_that_end_at_one_moment_fill_no_mailbox(stage, monkeypatch):
+    for number in range(100):
+        stage.offer(f"o{number}", ttl=30.0 - stage.loop.time())
+    monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 30)
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 20)
+    stage.run(31.0)
+    assert [item.offer for item in stage.notified] == [f"o{number}" for number in range(100)]
+
+
 class Traced:
     """Spans that count."""
 

@@ -10,9 +10,9 @@ from kvd.actors.policy import Rule
 from kvd.bench.spec import flat_spec
 from kvd.protocol.codec import encode
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held
-from kvd.protocol.ticket import proof
+from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Attach, Attached, Error, Offer, Offered, Refused, Status, StatusRequest
+from kvd.protocol.worker import Attach, Attached, Error, Offer, Offered, Pull, Refused, Status, StatusRequest
 from kvd.sim import fleet
 from tests.actors.lone import Lone
 
@@ -175,6 +175,36 @@ def test_open_offers_are_bounded_for_each_worker_by_itself():
     )
     lone.say(other, offer("mine"))
     assert isinstance(lone.heard(other)[0], Offered)
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        (
+            "MAX_RANKS_PER_WORKER",
+            "with this one 12 producer ranks of this worker's pulls would be open, the bound is 10",
+        ),
+        ("MAX_TICKET_BYTES_PER_WORKER", "bytes of tickets of this worker's pulls would be open, the bound is"),
+    ],
+)
+def test_what_the_tickets_of_open_pulls_take_is_bounded_for_each_worker_by_itself(monkeypatch, bound, text):
+    lone = Lone()
+    hoarder, other = lone.worker("hoarder"), lone.worker("other")
+    ranks = tuple(TicketRank("d1", f"sim://d{number}", 0, "p", "o", 0, SECRET) for number in range(1, 5))
+    ticket = Ticket(16, ranks, (SPANS,)).encode()
+    monkeypatch.setattr(limits, bound, 10 if bound == "MAX_RANKS_PER_WORKER" else 2 * len(ticket) + 1)
+
+    def pull(session, name):
+        lone.say(session, encode(Pull(1, name, ticket, (), 2.0)))
+        return [answer.text for answer in lone.heard(session) if isinstance(answer, Error)]
+
+    assert pull(hoarder, "a") == pull(hoarder, "b") == []
+    (refusal,) = pull(hoarder, "c")
+    assert text in refusal
+    assert pull(other, "mine") == []
+    lone.run(2.0)
+    lone.heard(hoarder)
+    assert pull(hoarder, "c") == []
 
 
 def test_sessions_that_say_nothing_are_closed():

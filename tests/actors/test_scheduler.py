@@ -58,6 +58,15 @@ def test_a_pull_claims_reads_fences_and_is_done(stage):
     assert outcome(stage) == Done("p")
 
 
+def test_pulls_whose_time_is_over_at_one_moment_fill_no_mailbox(stage, monkeypatch):
+    for number in range(100):
+        assert stage.pull(f"p{number}", blocks=(), timeout=2.0 - stage.loop.time()) == []
+    monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 30)
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 20)
+    stage.run(3.0)
+    assert [(item.request, item.code) for item in stage.notified] == [(f"p{n}", "deadline") for n in range(100)]
+
+
 def test_a_claim_names_what_the_ticket_names(stage):
     stage.pull(ticket=make_ticket(incarnation=5))
     stage.peer_says(welcome_of())

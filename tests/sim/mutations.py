@@ -62,7 +62,7 @@ def steps(monkeypatch, table, **changes):
 
 @mutation(Promise.ENDS_ONCE)
 def deadlines_are_not_kept(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, scheduler._Deadline, lambda self, message: None)
+    handler(monkeypatch, scheduler.SchedulerActor, scheduler._DeadlinesOver, lambda self, message: None)
 
 
 @mutation(Promise.ENDS_ONCE)
