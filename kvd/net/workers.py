@@ -255,6 +255,10 @@ class _Session:
         self._on_finished: Callable[[_Session], None] | None = None
         self._time_out: asyncio.TimerHandle | None = None
         self._reading = False
+        self._unread = False
+        """It does not read what it is sent: until it does, nothing of it is handed on."""
+        self._stopped = False
+        """For that reason."""
         self._read_on()
 
     def send(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
@@ -266,6 +270,7 @@ class _Session:
             self.close()
             self._loop.call_soon(self._on_event, SessionClosed(self._connection))  # never inside the caller's own call
         elif self._stream.waiting:
+            self._unread = True
             self._loop.add_writer(self._stream.fileno(), self._flush)
 
     def finish(self, on_finished: "Callable[[_Session], None]") -> None:
@@ -301,8 +306,12 @@ class _Session:
             if self._stream.waiting:
                 return
         self._loop.remove_writer(self._stream.fileno())
+        self._unread = False
         if self._on_finished is not None:
             self._finished()
+        elif self._stopped:
+            self._stopped = False
+            self._hand_on()
 
     def _readable(self) -> None:
         try:
@@ -326,6 +335,10 @@ class _Session:
                 return
             if not self._frames:
                 self._read_on()
+                return
+            if self._unread:
+                self._stopped = True
+                self._pause()
                 return
             if not self._intake.admits(self._hand_on):
                 self._pause()

@@ -144,6 +144,8 @@ async def test_unfinished_frames_of_one_user_have_a_bound_together_and_finished_
         await loop.run_in_executor(None, first.sendall, b"." + part)
         assert (await daemon.inbox.next(SessionFrame)).connection == number
         await loop.run_in_executor(None, last.sendall, part)
+        while daemon.port._unfinished[os.getuid()] < len(sessions) * len(part):
+            await asyncio.sleep(0)
         extra, refused = await daemon.session()
         with extra:
             extra.sendall(part[: limits.MIB // 8])
@@ -171,6 +173,40 @@ async def test_a_worker_that_never_reads_loses_its_session(daemon: Daemon) -> No
         for _ in range(4):
             daemon.port.send_session(connection, bytes(limits.MAX_MESSAGE_BYTES))
         assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+
+
+async def test_a_worker_that_does_not_read_its_answers_is_not_heard_until_it_does(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        answer = bytes(3 * limits.MIB)
+        daemon.port.send_session(connection, answer)
+        worker.sendall(pack(b"one more"))
+        other, _ = await daemon.session()
+        with other:
+            other.sendall(pack(b"mine"))
+            assert (await daemon.inbox.next(SessionFrame)).frame == b"mine"
+            assert not [event for event in daemon.inbox.events if isinstance(event, SessionFrame)]
+            assert (await read_frame(worker))[0] == answer
+            assert (await daemon.inbox.next(SessionFrame)).frame == b"one more"
+
+
+async def test_a_worker_that_goes_away_with_answers_unread_is_noticed(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        daemon.port.send_session(connection, bytes(limits.MIB))
+        worker.sendall(pack(b"one more"))
+        other, _ = await daemon.session()
+        other.close()
+        await daemon.inbox.next(SessionClosed)
+    assert await daemon.inbox.next(SessionClosed) == SessionClosed(connection)
+
+
+async def test_a_frame_longer_than_any_attach_is_refused_before_it_has_come(daemon: Daemon) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        worker.sendall(HEADER.pack(limits.MAX_SESSION_FRAME_BYTES + 1))
+        closed = await daemon.inbox.next(SessionClosed)
+        assert (closed.connection, closed.error.code) == (connection, ErrorCode.TOO_LARGE)
 
 
 async def test_the_lock_is_never_taken_through_somebody_elses_link_file_or_folder(tmp_path: Path) -> None:
