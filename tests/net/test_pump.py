@@ -1,0 +1,27 @@
+import asyncio
+
+import pytest
+import zmq
+
+from kvd.net import pump
+from kvd.net.pump import SocketPump
+
+
+@pytest.mark.parametrize("size", [pump.BYTES_PER_WAKE // 2, pump.BYTES_PER_WAKE * 2, 1])
+async def test_between_large_messages_others_get_their_turn_as_between_many_small_ones(size: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender:
+        receiver = context.socket(zmq.PAIR)
+        receiver.bind("inproc://messages")
+        sender.connect("inproc://messages")
+        count = 3 * (1 if size > 1 else pump.RECEIVES_PER_WAKE)
+        for _ in range(count):
+            sender.send(bytes(size))
+        arrived: list[int] = []
+        taking = SocketPump(receiver, lambda parts: arrived.append(sum(map(len, parts))))
+        most, before = 0, 0
+        async with asyncio.timeout(10):
+            while len(arrived) < count:
+                await asyncio.sleep(0)  # one turn of the loop
+                most, before = max(most, len(arrived) - before), len(arrived)
+        taking.close()
+    assert most == min(pump.RECEIVES_PER_WAKE, max(1, pump.BYTES_PER_WAKE // size))
