@@ -78,7 +78,7 @@ INTAKE_OPENS: Final = 64
 quarter of it. So a frame waits behind a few milliseconds of work, however much its neighbours send."""
 
 BATCH_ITEMS: Final = 1024
-"""Deadlines and the like that passed at once and are handled by one message, in some 20 ms; the others by the next."""
+"""Deadlines and the like that passed at once and are handled by one message, in some 10 ms; the others by the next."""
 
 FAILURES_LOGGED_PER_SECOND: Final = 1.0
 """Lines about messages that an actor could not handle; `kvd_actor_failures_total` counts those beyond."""

@@ -11,7 +11,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
 
 RECEIVE_BYTES: Final = 16 * 1024
-"""In one read. As many empty frames as fit take 35 times as much memory, for each session."""
+"""In one read. As many empty frames as fit take 18 times as much memory, for each session."""
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
