@@ -155,6 +155,9 @@ MAX_PEERS: Final = 4096
 MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
 """Of them that pulls of one worker have led to: a ticket names `MAX_RANKS` addresses, and may have made them up."""
 
+MAX_HELLOS_PER_SECOND: Final = 100
+"""Hellos of one peer after the first `MAX_PEERS`, since replicas may share a key; each says one in a heartbeat."""
+
 MAX_HANDSHAKES: Final = 16
 """Handshakes under way at a time; further ones wait their turn. Taking a peer's metadata in keeps the transport from
 posting for 0.4 to 3 ms, so that a thousand peers that come at once would stop every read for seconds."""

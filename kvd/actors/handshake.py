@@ -40,7 +40,6 @@ from kvd.protocol.peer import (
     Grant,
     Held,
     Hello,
-    Ping,
     Pong,
     Settled,
     Welcome,
@@ -121,7 +120,12 @@ class HandshakeActor(Receiving):
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
             peer.heard = now  # nobody has waited for it since it was lost: who does now gets three heartbeats
-        peer.asked, peer.wanted = now, True
+        peer.asked = now
+        if peer.avoided(now):
+            text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
+            self._house.scheduler.tell(PeerDown(peer.address, text))
+            return
+        peer.wanted = True
         self._turns.hurry(peer.link, peer.worker)
         if message.stale:
             self._step(peer, Event.REFRESH)
@@ -159,6 +163,8 @@ class HandshakeActor(Receiving):
 
     def _take_turn(self, peer: Peer) -> None:
         """Goes on with a handshake, now or when it is its turn: those first that a pull waits for."""
+        if peer.state is State.GREETING and self.loop.time() < peer.greeted_from:
+            return  # by a later heartbeat
         if self._turns.enter(peer.link, urgent=peer.wanted, owner=peer.worker):
             self._go_on(peer)
 
@@ -212,7 +218,7 @@ class HandshakeActor(Receiving):
         if isinstance(reply, Grant | Held | Broken | Settled):
             self._house.scheduler.tell(PeerAnswers(peer.address, reply))
         elif isinstance(reply, Pong):
-            if peer.welcome is not None and reply.incarnation != peer.welcome.incarnation:
+            if peer.restarted(reply):
                 self._lose(peer, Event.RESTARTED, "it was restarted")
         elif isinstance(reply, Welcome):
             self._welcome(peer, reply)
@@ -285,6 +291,7 @@ class HandshakeActor(Receiving):
     def failed(self, event: PeerFailed) -> None:
         """The transport lost a peer, or never reached it."""
         for peer in self._known.using(event.agent):
+            peer.failed(self.loop.time(), self._house.settings.heartbeat)
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
 
     @handles(_Beat)
@@ -296,6 +303,8 @@ class HandshakeActor(Receiving):
         settings, now = self._house.settings, self.loop.time()
         if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
             self._house.scheduler.tell(PeerIdle(peer.address))
+        if now < peer.greeted_from:
+            peer.heard = now  # it was not asked
         if now - peer.heard > _MISSED * settings.heartbeat:
             peer.heard = now
             self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
@@ -304,8 +313,7 @@ class HandshakeActor(Receiving):
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_turn(peer)
         else:
-            peer.pings += 1
-            self._port.ask(peer.link, codec.encode(Ping(peer.pings)))
+            self._port.ask(peer.link, codec.encode(peer.ping()))
         self.tell_later(settings.heartbeat, message)
 
     @handles(ForgetPeer)

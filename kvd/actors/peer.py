@@ -6,12 +6,15 @@ import structlog
 
 from kvd.actors.house import House
 from kvd.actors.messages import PeerPool, PeerView
-from kvd.protocol.peer import Welcome
+from kvd.protocol.peer import Ping, Pong, Welcome
 from kvd.state import peer as machine
 from kvd.state.peer import State
 from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
+
+_LONGEST_PAUSE = 32
+"""Heartbeats: what a peer sends costs a process that tries it out first, a second of a core."""
 
 _LOADED = frozenset({State.LOADING, State.READY, State.REFRESHING})
 
@@ -39,7 +42,13 @@ class Peer:
     slow: str | None = None
     """Why its path is slower than it should be."""
     loss: str = ""
+    failures: int = 0
+    """Of the transport, since it could reach the peer."""
+    greeted_from: float = 0.0
+    """When the peer may be greeted again after the last of them."""
     pings: int = 0
+    awaited: int | None = None
+    """The last ping that is not answered."""
     counted: Kind | None = None
     """Under which path the metrics count it."""
     counted_slow: bool = False
@@ -49,8 +58,31 @@ class Peer:
         """The transport's agent that reaches its memory; empty where none does."""
         return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
 
+    def ping(self) -> Ping:
+        """The next one."""
+        self.pings += 1
+        self.awaited = self.pings
+        return Ping(self.pings)
+
+    def restarted(self, pong: Pong) -> bool:
+        """Whether it says that it is another run than the one that said welcome, in answer to the last ping."""
+        if pong.number != self.awaited:
+            return False
+        self.awaited = None
+        return self.welcome is not None and pong.incarnation != self.welcome.incarnation
+
+    def failed(self, now: float, heartbeat: float) -> None:
+        """The transport lost it, or could not reach it: it is greeted in a while that grows each time."""
+        self.greeted_from = now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
+        self.failures += 1
+
+    def avoided(self, now: float) -> bool:
+        """Whether it has failed again and again and is not greeted just now, so that nobody should wait for it."""
+        return self.failures > 1 and now < self.greeted_from
+
     def reached_by(self, path: str, house: House) -> None:
         """Notes the path to it, and warns of a slow one the first time."""
+        self.failures = 0
         settings, welcome = house.settings, self.welcome
         same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
         slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
@@ -62,7 +94,7 @@ class Peer:
 
     def forgotten(self, house: House) -> None:
         """Its agent is known no more."""
-        self.welcome = None
+        self.welcome = self.awaited = None
         self._count(house)
 
     def _count(self, house: House) -> None:

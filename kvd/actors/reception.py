@@ -15,6 +15,7 @@ from kvd import limits
 from kvd.actors.actor import Actor, Post, handles
 from kvd.actors.house import House
 from kvd.actors.messages import AnswerPeer, LeaseAsk, PeerAsks, Pool, PoolDown, PoolUp, RenewPool, RightsChanged
+from kvd.actors.rate import Pace, Rates
 from kvd.errors import ErrorCode, KvdError
 from kvd.net.interface import EVERY_POOL, PeerAsked, PeerPort
 from kvd.protocol import codec
@@ -24,6 +25,8 @@ from kvd.transport.interface import Described, Transport
 
 STAMPS: Final = 0
 """What the transport knows the stamps' memory as, which every peer may read: pools are numbered from 1."""
+
+_HELLOS: Final = Pace(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
 
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
@@ -49,8 +52,10 @@ class Reception:
         """Metadata of some of the pools, by what the transport knows them as."""
         self._welcomes: dict[tuple[int, ...], bytes] = {}
         """Frames, by the same: one for all who may read the same, so that it lies in memory once, unread or not."""
-        self._waiting: dict[tuple[int, ...], dict[bytes, PeerAsked]] = {}
+        self._waiting: dict[tuple[int, ...], dict[bytes, tuple[PeerAsked, Hello]]] = {}
         """Hellos by sender, that wait for such metadata."""
+        self._hellos: Rates[str] = Rates(_HELLOS)
+        """By peer."""
         self._told: set[tuple[str, str]] = set()
         """(key of a peer, pool): who has been told of what."""
 
@@ -88,8 +93,10 @@ class Reception:
             self._answer(event.sender, Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT]))
             return
         match request:
-            case Hello():
+            case Hello() if self._hellos.take(_peer(event), self._house.loop.time()):
                 self._greeted(event, request)
+            case Hello():
+                self._house.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
             case Ping():
                 self._answer(event.sender, Pong(request.number, self._house.settings.incarnation))
             case _:
@@ -114,9 +121,7 @@ class Reception:
             self._tell_leases(event, Settle(fences))
 
     def _tell_leases(self, event: PeerAsked, request: LeaseAsk) -> None:
-        # The key is the peer where there is one: a name is as its sender likes it, before the `#` of its run.
-        peer = event.key or event.sender.partition(b"#")[0].decode(errors="replace")
-        self._house.leases.tell(PeerAsks(event.sender, peer, request))
+        self._house.leases.tell(PeerAsks(event.sender, _peer(event), request))
 
     def _greeted(self, event: PeerAsked, request: Hello) -> None:
         settings = self._house.settings
@@ -138,13 +143,13 @@ class Reception:
         if numbers not in self._waiting:
             self._waiting[numbers] = {}
             self._transport.describe(numbers)
-        self._waiting[numbers][event.sender] = event
+        self._waiting[numbers][event.sender] = (event, request)
 
     def described(self, event: Described) -> None:
         """Metadata of some of the pools: for whoever waits for it, unless what it may read has changed meanwhile."""
         self._parts[event.pools] = event.metadata
-        for asked in self._waiting.pop(event.pools, {}).values():
-            self.asked(asked)
+        for asked, request in self._waiting.pop(event.pools, {}).values():
+            self._greeted(asked, request)
 
     def _welcome(self, event: PeerAsked, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]) -> None:
         """`numbers` are of the pools told of, empty for all."""
@@ -210,6 +215,11 @@ class Receiving(Actor):
     def described(self, event: Described) -> None:
         """Metadata of some of the pools."""
         self._reception.described(event)
+
+
+def _peer(event: PeerAsked) -> str:
+    """Its key where it has proved one: a name is as its sender likes it, before the `#` of its run."""
+    return event.key or event.sender.partition(b"#")[0].decode(errors="replace")
 
 
 def _covers(patterns: tuple[str, ...], pool: str) -> bool:

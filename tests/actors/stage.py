@@ -12,7 +12,7 @@ from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, PoolInfo, Welcome
+from kvd.protocol.peer import Claim, Ping, Pong, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import Attach, Notifications, Offer, Pull
@@ -146,6 +146,12 @@ class Stage:
         frame = message if isinstance(message, bytes) else codec.encode(message)
         self.house.handshake.tell(PeerAnswered(link, frame))
         self.run()
+
+    def pongs(self, incarnation, link=1):
+        """A heartbeat later a peer answers the last ping."""
+        self.run(1.0)
+        number = [message.number for to, message in self.to_peers if to == link and isinstance(message, Ping)][-1]
+        self.peer_says(Pong(number, incarnation), link)
 
     def asks(self, kind):
         return [message for _, message in self.to_peers if isinstance(message, kind)]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import msgspec
 import pytest
 from stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
@@ -122,20 +124,67 @@ def test_a_peer_that_answers_is_not_lost(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
     for _ in range(6):
-        stage.run(1.0)
-        stage.peer_says(Pong(1, 5))
+        stage.pongs(5)
     assert stage.notified == []
 
 
 def test_a_peer_that_restarted_is_greeted_again(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
-    stage.peer_says(Pong(1, 6))
+    stage.pongs(6)
     assert stage.notified[0].code == ErrorCode.PEER_LOST
     assert len(stage.asks(Hello)) == 2
+    before = len(stage.asks(Claim))
     stage.pull("q", blocks=(4, 5), timeout=60.0)
     stage.peer_says(welcome_of(incarnation=6))
-    assert len(stage.asks(Claim)) == 2
+    assert len(stage.asks(Claim)) == before + 1
+
+
+def test_only_the_answer_to_the_last_ping_tells_of_a_restart_and_it_does_so_once(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Pong(0, 6))
+    stage.peer_says(Pong(1, 6))
+    stage.pongs(5)
+    last = stage.asks(Ping)[-1].number
+    for number in (last, last - 1, last + 1):
+        stage.peer_says(Pong(number, 6))
+    assert stage.notified == []
+    stage.pongs(6)
+    for incarnation in range(7, 20):
+        stage.peer_says(welcome_of(incarnation=incarnation - 1))
+        stage.peer_says(Pong(last + 1, incarnation))
+    assert len(stage.asks(Hello)) == 2
+
+
+def test_a_peer_that_the_transport_cannot_have_is_greeted_after_a_growing_while_and_pulls_hear_why_at_once():
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    stage.fittings.transport.add_peer = lambda *_: None
+    stage.pull("first", timeout=600.0)
+    moments = []
+    while len(moments) < 8 and stage.loop.now < 200.0:
+        if len(stage.asks(Hello)) > len(moments):
+            moments.append(stage.loop.now)
+            stage.peer_says(welcome_of())
+            stage.transport_says(PeerFailed("peer#1", "bad metadata"))
+        stage.run(0.5)
+    pauses = [later - earlier for earlier, later in pairwise(moments)]
+    assert all(least <= pause <= least + 1.6 for pause, least in zip(pauses, (1, 2, 4, 8, 16, 32, 32), strict=True))
+    stage.pull("second", blocks=(4, 5), timeout=600.0)
+    assert [failed.request for failed in stage.notified] == ["first", "second"]
+    assert all("bad metadata" in failed.text for failed in stage.notified)
+
+
+def test_hellos_of_one_peer_have_a_pace_and_those_beyond_are_not_answered(stage):
+    flood = [
+        answer for _ in range(limits.MAX_PEERS + 500) for answer in stage.asked_by_peer(Hello("loud", 1), b"loud#1#x")
+    ]
+    assert len(flood) == limits.MAX_PEERS
+    assert stage.asked_by_peer(Hello("loud", 1), b"loud#2#y") == []
+    assert len(stage.asked_by_peer(Hello("loud", 1), b"calm#1#z")) == 1
+    stage.run(1.0)
+    assert len(stage.asked_by_peer(Hello("loud", 1), b"loud#1#x")) == 1
 
 
 def test_an_idle_peer_is_forgotten(stage):

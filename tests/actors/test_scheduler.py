@@ -317,7 +317,7 @@ def test_a_producer_that_is_lost_before_the_other_is_there_fails_the_pull(stage)
 def test_a_producer_that_restarts_before_the_other_is_there_is_waited_for(stage):
     stage.pull(ticket=two_ranks(), timeout=60.0)
     stage.peer_says(half_welcome("a", 0), link=1)
-    stage.peer_says(Pong(1, 6), link=1)
+    stage.pongs(6)
     stage.peer_says(half_welcome("b", 1), link=2)
     assert stage.notified == []
     assert stage.asks(Claim) == []
@@ -332,7 +332,7 @@ def test_a_producer_that_has_done_its_part_may_go(stage):
     stage.peer_says(Grant(1, 7, 1, 5), link=1)
     stage.landed(1)
     stage.peer_says(Held(1), link=1)
-    stage.peer_says(Pong(1, 6), link=1)
+    stage.pongs(6)
     stage.peer_says(Grant(2, 8, 2, 5), link=2)
     stage.peer_says(half_welcome("b", 1, epoch=2), link=2)
     stage.landed(2)
