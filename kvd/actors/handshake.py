@@ -258,6 +258,7 @@ class HandshakeActor(Receiving):
             peer.welcome, peer.pools = welcome, pools
             self._answers_due.unset(link)
             self._step(peer, Event.WELCOME)
+            self._greet_early(peer)
 
     def _misspoke(self, peer: Peer, error: KvdError) -> None:
         self._house.metrics.refused.labels("peer", error.code).inc()
@@ -267,8 +268,8 @@ class HandshakeActor(Receiving):
         """Whether nobody who came before speaks otherwise of this agent.
 
         Two links may lead to one daemon, by two spellings of its address. The first one speaks for its agent: what is
-        told over the other is the same, or comes too early (the first is asked again, the other by its heartbeat), or
-        is another daemon's word.
+        told over the other is the same, or comes too early (the first is asked again, then the other), or is another
+        daemon's word.
         """
         first = min(self._known.using(welcome.agent), key=lambda user: user.link, default=peer)
         if first.link >= peer.link or first.welcome == welcome:
@@ -277,8 +278,16 @@ class HandshakeActor(Receiving):
             taken = f"the agent {welcome.agent!r} is that of {first.address}"
             self._misspoke(peer, BadRequest(ErrorCode.NOT_PERMITTED, taken))
         else:
+            first.early.add(peer.link)
             self._step(first, Event.REFRESH)
         return False
+
+    def _greet_early(self, first: Peer) -> None:
+        """Asks those again, at once, that had been told more than the first link to their daemon."""
+        links, first.early = first.early, set()
+        for peer in map(self._by_link.get, links):
+            if peer is not None and peer.state in (State.GREETING, State.REFRESHING):
+                self._take_turn(peer)
 
     @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:

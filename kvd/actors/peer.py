@@ -41,6 +41,8 @@ class Peer:
     path: str = ""
     slow: str | None = None
     """Why its path is slower than it should be."""
+    early: set[int] = field(default_factory=set)
+    """Links to the same daemon that were told more than this one, which is being asked again."""
     loss: str = ""
     failures: int = 0
     """Of the transport, since it could reach the peer."""

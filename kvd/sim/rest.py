@@ -142,6 +142,7 @@ _KEPT = {
     "handshake._reception._told": "the pools that somebody was told of: those that are attached, at most",
     "handshake._reception._welcomes": "one frame for all that may read the same pools",
     "leases._claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
+    "handshake._reception._hellos._rates": "one of each peer that said hello lately",
     "SimTransport._pools": "regions, of which the descriptors tell",
     "SimPeerPort._askers": "of the network, not of the daemon",
     "SimPeerPort.answers_to_stranger": "of the network, not of the daemon",
