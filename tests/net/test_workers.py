@@ -144,7 +144,7 @@ async def test_unfinished_frames_of_one_user_have_a_bound_together_and_finished_
         await loop.run_in_executor(None, first.sendall, b"." + part)
         assert (await daemon.inbox.next(SessionFrame)).connection == number
         await loop.run_in_executor(None, last.sendall, part)
-        while daemon.port._unfinished[os.getuid()] < len(sessions) * len(part):
+        while daemon.port._unfinished[os.getuid()] < len(sessions) * len(part):  # noqa: ASYNC110
             await asyncio.sleep(0)
         extra, refused = await daemon.session()
         with extra:
