@@ -20,12 +20,9 @@ KNOWN: Final[dict[str, str]] = {
     "session-unread-statuses": "each session may keep 32 MiB of answers unread",
     "sessions-silent": "silent sessions of one user lock everybody out",
     "transport-ports": "random bytes on the ports of the transport end the process",
-    "worker-endless-message": "multipart messages of any length are taken in",
     "worker-large-messages": "large messages wait by the thousand: RCVHWM counts messages, not bytes",
     "worker-many-places": "one ticket with 1,024 places uses up ZMQ's sockets",
     "worker-specs": "specs are decoded on the loop",
     "zmtp-endless-on-peers": "multipart messages of any length are taken in",
-    "zmtp-endless-on-requests": "multipart messages of any length are taken in",
     "zmtp-long-identities-on-peers": "routing ids of 16 MiB are kept",
-    "zmtp-long-identities-on-requests": "routing ids of 16 MiB are kept",
 }
