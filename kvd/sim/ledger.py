@@ -87,14 +87,17 @@ class Ledger:
         self.free = [list(range(group.num_blocks)) for group in self.cache.spec.groups]
         self.pulls: dict[str, Pulling] = {}
         self.offers: dict[str, Offering] = {}
-        self._seen: dict[tuple[int, int], object] = {}
+        self._seen: dict[tuple[tuple[int, int], int], object] = {}
 
     # --- what the daemon says ---------------------------------------------------------------------------------------
 
-    def check_batch(self, incarnation: int, batch: wire.Notifications) -> None:
-        """Promise 4: a number always names the same notification; promise 1: one outcome, in time."""
+    def check_batch(self, log: tuple[int, int], batch: wire.Notifications) -> None:
+        """Promise 4: a number always names the same notification; promise 1: one outcome, in time.
+
+        `log` is what numbers them: a pool of one incarnation. One that was lost, and given again, has another number.
+        """
         for number, item in enumerate(batch.items, batch.first):
-            known = self._seen.setdefault((incarnation, number), item)
+            known = self._seen.setdefault((log, number), item)
             if known is not item:
                 if known != item:
                     self.world.violate(Promise.NOTIFIED, f"{self.name}: notification {number} was {known}, is {item}")

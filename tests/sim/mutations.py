@@ -255,7 +255,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
     original = CompletionActor.session_up
 
     def session_up(self, message):
-        self._logs[message.worker] = _Log(message.instance)
+        self._logs[message.worker] = _Log(message.tenancy)
         original(self, message)
 
     handler(monkeypatch, CompletionActor, SessionUp, session_up)
