@@ -30,6 +30,9 @@ START_SECONDS: Final = 30.0
 TRY_SECONDS: Final = 5
 """How long it may take with one peer's metadata: 1 to 10 ms."""
 
+END_SECONDS: Final = 1.0
+"""How long it may take to end once it has crashed, or its input has ended."""
+
 IDLE_SECONDS: Final = 600.0
 """After which a probe that nobody needed ends: it holds 26 MB of its own, a new one costs a handshake a second."""
 
@@ -115,16 +118,24 @@ class Probe:
             self._run(self._end())
 
     async def _end(self) -> str:
-        """How the process ended: by itself, or killed now."""
+        """How the process ended: by itself, or killed now.
+
+        It gets the time to end by itself, since asyncio loses the status of a process that it kills as it ends.
+        """
         process, self._process = self._process, None
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
         if process is None:
             return "it was not running"
-        with contextlib.suppress(ProcessLookupError):
+        assert process.stdin is not None  # noqa: S101 - piped
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                status = await process.wait()
+        except TimeoutError:
             process.kill()
-        status = await process.wait()
+            status = await process.wait()
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
 
 
