@@ -485,16 +485,20 @@ class TestRequests:
             longest = max(longest, turn)
         assert longest <= 64
 
-    @pytest.mark.parametrize("parts", [[bytes(limits.MAX_MESSAGE_BYTES + 1)], [b"offer", b"and more"]])
-    async def test_an_oversize_frame_or_one_in_parts_is_passed_up_as_an_empty_one_and_costs_the_connection(
-        self, daemon: Daemon, dealer: "zmq.Socket[bytes]", parts: list[bytes]
+    async def test_an_oversize_frame_costs_its_sender_the_connection_and_nothing_else(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
     ) -> None:
-        dealer.send_multipart(parts)
-        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"", os.getuid())
-        while not daemon.inbox.events:  # the dealer connects again
+        dealer.send(bytes(limits.MAX_MESSAGE_BYTES + 1))
+        while not daemon.inbox.events:
             dealer.send(b"offer", zmq.NOBLOCK)
             await asyncio.sleep(0.01)
         assert daemon.inbox.events[0].frame == b"offer"
+
+    async def test_a_message_in_several_parts_is_passed_up_as_an_empty_frame(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    ) -> None:
+        dealer.send_multipart([b"offer", b"and more"])
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"", os.getuid())
 
     async def test_random_bytes_on_the_socket_change_nothing(self, daemon: Daemon, dealer: "zmq.Socket[bytes]") -> None:
         for _ in range(10):
@@ -502,8 +506,8 @@ class TestRequests:
                 raw.connect(daemon.path + ".zmq")
                 raw.sendall(os.urandom(500))
         dealer.send(b"offer")
-        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"offer", os.getuid())
-        assert daemon.inbox.events == []
+        # Some bytes are a greeting of an old ZMTP: what follows them is a frame, for the actor to refuse.
+        await daemon.inbox.until(lambda events: WorkerFrame(b"session-of-16-by", b"offer", os.getuid()) in events)
 
 
 async def test_a_stream_tells_what_the_kernel_did_not_take_yet() -> None:
