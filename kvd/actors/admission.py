@@ -8,7 +8,7 @@ from kvd import limits
 from kvd.actors.loop import Loop
 from kvd.actors.once import Once
 from kvd.actors.policy import Policy
-from kvd.actors.rate import Pace, Rate
+from kvd.actors.rate import Pace, Rate, Rates
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 
 _ATTACHES = Pace(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
@@ -54,9 +54,9 @@ class Admission:
     def __init__(self, policy: Policy, loop: Loop) -> None:
         self._policy = policy
         self._loop = loop
-        self._attaches: dict[int, Rate] = {}
-        self._inquiries: dict[int, Rate] = {}
-        """By user; those that are full again are forgotten."""
+        self._attaches: Rates[int] = Rates(_ATTACHES)
+        self._inquiries: Rates[int] = Rates(_INQUIRIES)
+        """By user."""
         self._sessions: Counter[int] = Counter()
         """By user."""
         self._once = Once(structlog.get_logger("kvd.gateway"), "kvd_requests_refused_total")
@@ -78,7 +78,7 @@ class Admission:
         except BadRequest as error:
             self._once.warn("attach not permitted", uid, uid=uid, worker=worker, text=error.text)
             raise
-        if not self._take(self._attaches, uid, _ATTACHES):
+        if not self._attaches.take(uid, self._loop.time()):
             text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         return quota
@@ -90,17 +90,11 @@ class Admission:
             Unavailable: `OVERLOADED`, this user's sessions ask too often.
 
         """
-        if not self._take(self._inquiries, uid, _INQUIRIES):
+        if not self._inquiries.take(uid, self._loop.time()):
             text = (
                 f"user {uid} asks for more than {_INQUIRIES.per_second:g} statuses a second without a pool; slow down"
             )
             raise Unavailable(ErrorCode.OVERLOADED, text)
-
-    def _take(self, rates: dict[int, Rate], uid: int, pace: Pace) -> bool:
-        now = self._loop.time()
-        for user in [user for user, rate in rates.items() if rate.is_full(now)]:
-            del rates[user]
-        return rates.setdefault(uid, Rate(pace, now)).take(now)
 
     def enter(self, uid: int) -> None:
         """One more session of this user.

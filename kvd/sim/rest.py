@@ -134,8 +134,8 @@ _PER_WORKER = {
 }
 """What an actor keeps of the workers that are attached: one entry for each."""
 _KEPT = {
-    "gateway._admission._attaches": "one of each user that attached lately",
-    "gateway._admission._inquiries": "one of each user that asked lately",
+    "gateway._admission._attaches._rates": "one of each user that attached lately",
+    "gateway._admission._inquiries._rates": "one of each user that asked lately",
     "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
     "handshake._introductions._specs": "those read last; their number is bounded",
