@@ -98,7 +98,7 @@ class Daemon:
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         identity = f"{config.name}#{self.incarnation}"
-        agents = [identity, *(f"{identity}.{number}" for number in range(1, config.transport_threads))]
+        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
         stripes = open_transports(agents, loop, devices=config.network_devices())
         self._probe = Probe(stripes[0].library)
         self._probe.start()

@@ -16,6 +16,8 @@ from typing import Final
 _OK: Final = 0
 _FIELD_TRANSPORTS: Final = 1 << 3
 _MAX_LANES: Final = 64
+_NAME_CHARACTERS: Final = 31
+"""Of a context's name, which is the agent's: UCX cuts off what is longer (`UCP_ENTITY_NAME_MAX`, with its zero)."""
 _Visit = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -45,7 +47,10 @@ class _Attributes(ctypes.Structure):
 
 
 class Lanes:
-    """The endpoints of the agent called `agent`, which must exist. Who holds `others` makes the other agents rest."""
+    """The endpoints of the agent called `agent`, which must exist. Who holds `others` makes the other agents rest.
+
+    The first 31 characters of its name must be its own in this process: UCX knows no more of it.
+    """
 
     def __init__(self, agent: str, others: Sequence[AbstractContextManager[object]] = ()) -> None:
         self._agent = agent
@@ -55,7 +60,7 @@ class Lanes:
 
     def endpoints(self) -> frozenset[int]:
         """Addresses of the endpoints that are open now; empty where UCX does not say."""
-        context = f"/ucp/context/{self._agent}"
+        context = f"/ucp/context/{self._agent[:_NAME_CHARACTERS]}"
         found: set[int] = set()
         with self._alone():
             for folder in ("/", "/ucp", "/ucp/context", context):

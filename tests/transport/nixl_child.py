@@ -85,7 +85,7 @@ class NixlProducer:
 class NixlSite:
     def __init__(self, stripes: int) -> None:
         self._stripes = stripes
-        self._names = map("agent-{}".format, itertools.count())
+        self._names = map("{}-agent-whose-name-ucx-cuts-off".format, itertools.count())
         self._shared: NixlProducer | None = None
         self._spare = allocate(PRODUCED)  # faulted in once: a fresh 256 MiB for each check is a second of page faults
 
