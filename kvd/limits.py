@@ -1,6 +1,7 @@
 """Every bound of kvd in one place: its unit, and why it is what it is.
 
-A bound that an operator may want to turn is a default of `kvd.config`; the rest are constants: peers rely on them.
+Bounds that an operator may want to change are defaults in `kvd.daemon.config`; the rest are constants that peers rely
+on.
 """
 
 from typing import Final

@@ -1,6 +1,6 @@
 import asyncio
 
-from kvd.daemon import _Background
+from kvd.daemon.server import _Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
 
 

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvd import limits
+from kvd.daemon.health import Health
+from kvd.daemon.http import HttpServer
 from kvd.errors import BadRequest
-from kvd.health import Health
-from kvd.http import HttpServer
 from kvd.metrics import Metrics
 
 SLOW = 2000

@@ -6,12 +6,12 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from kvd import logs
-from kvd.actors.actor import Actor, OnFailure, Post, handles
-from kvd.actors.supervisor import LoggingSupervisor
+from kvd.actors.runtime.actor import Actor, Dispatcher, OnFailure, handles
+from kvd.actors.runtime.supervisor import LoggingSupervisor
+from kvd.daemon import logs
 from kvd.errors import BadRequest, ErrorCode
 from kvd.metrics import Metrics
-from kvd.sim.loop import VirtualLoop
+from tests.simulator.loop import VirtualLoop
 
 SECRET = "kvd1-a-ticket"  # noqa: S105
 
@@ -40,8 +40,8 @@ def lines(request, monkeypatch):
 
 @pytest.fixture
 def clumsy(monkeypatch):
-    monkeypatch.setattr("kvd.actors.supervisor._log", structlog.get_logger("kvd.actors"))
-    return Clumsy(Post(VirtualLoop(), LoggingSupervisor(Metrics(CollectorRegistry()), lambda _why: None)))
+    monkeypatch.setattr("kvd.actors.runtime.supervisor._log", structlog.get_logger("kvd.actors"))
+    return Clumsy(Dispatcher(VirtualLoop(), LoggingSupervisor(Metrics(CollectorRegistry()), lambda _why: None)))
 
 
 def test_a_failure_is_logged_with_where_it_happened_and_without_what_the_message_held(lines, clumsy):

@@ -18,7 +18,7 @@ from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, InternalError
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import Child, Processes
-from kvd.transport.pace import PROMPT, RECENT
+from kvd.transport.nixl.poll_interval import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 

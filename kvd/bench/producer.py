@@ -75,7 +75,7 @@ class Producer:
 
 
 def main() -> None:
-    """Serves requests until `Stop` or the end of the input; leaves without NIXL's teardown (`kvd.transport.nixl`)."""
+    """Serves requests until `Stop` or the end of the input; leaves without NIXL's teardown."""
     producer = Producer()
     decoder = msgspec.json.Decoder(Request)
     for line in sys.stdin.buffer:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvd.plan import Descriptors
-from kvd.transport.nixl import open_agent
-from kvd.transport.pace import RECENT
+from kvd.transport.nixl.poll_interval import RECENT
+from kvd.transport.nixl.transport import open_agent
 
 
 class RawAgent:
-    """A NIXL agent over one pool that this process has mapped; `devices` as in `kvd.transport.ucx.choose_settings`."""
+    """A NIXL agent over a pool that this process has mapped; `devices` as `kvd.transport.nixl.ucx` takes them."""
 
     def __init__(self, name: str, base: int, size: int, devices: Collection[str] | None = None) -> None:
         self.base = base

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.hosts.wire import BLOCK, BLOCKS, Wire
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
-from kvd.bench.wire import BLOCK, BLOCKS, Wire
 from kvd.limits import KIB, MIB
 
 WIDTH = 150

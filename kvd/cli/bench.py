@@ -13,11 +13,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from kvd.bench import load, report, transfers, wire
+from benchmarks import plan as bench_plan
+from benchmarks.hosts import wire
+from benchmarks.scale import __main__ as bench_scale
+from benchmarks.vllm import __main__ as bench_vllm
+from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
 from kvd.bench.prepare import Preparation
 from kvd.bench.spinners import Spinners
-from kvd.cli import bench_plan, bench_scale, bench_vllm
 from kvd.errors import BadRequest, ErrorCode
 
 _WINDOW = 32

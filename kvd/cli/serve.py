@@ -9,9 +9,9 @@ from typing import Any
 import uvloop
 from pydantic_core import PydanticUndefined
 
-from kvd.config import Config, load
-from kvd.daemon import Daemon
-from kvd.logs import configure
+from kvd.daemon.config import Config, load
+from kvd.daemon.logs import configure
+from kvd.daemon.server import Daemon
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves; does not return: NIXL's teardown must not decide the exit status (see `kvd.transport.nixl`)."""
+    """Serves; does not return: NIXL's teardown must not decide the exit status (see `kvd.transport.nixl.transport`)."""
     flags = {name: value for name in Config.model_fields if (value := getattr(args, name)) is not None}
     config = load(flags)
     configure(config.log_level, config.log_format)

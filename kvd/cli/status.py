@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from kvd.cli.status_view import status_view
-from kvd.config import load
+from kvd.daemon.config import load
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
 

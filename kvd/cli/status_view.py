@@ -56,12 +56,12 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _pools(status: StatusReport) -> Table:
-    table = _table("pools", "worker", "size", "memory", "stage", "busy blocks", "unacknowledged")
+    table = _table("pools", "worker", "size", "memory", "state", "busy blocks", "unacknowledged")
     for pool in status.pools:
         log = status.completion.get(pool.worker)
         busy = status.scheduler.busy_blocks.get(pool.worker, 0)
         kept = log.kept if log else 0
-        table.add_row(escape(pool.worker), size(pool.bytes), pool.backing or "-", pool.stage, str(busy), str(kept))
+        table.add_row(escape(pool.worker), size(pool.bytes), pool.backing or "-", pool.state, str(busy), str(kept))
     return table
 
 

@@ -49,7 +49,7 @@ class Poller(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fittings:
+class Dependencies:
     """What a driver works with; the simulator has its own. `map(descriptor, bytes)` takes the descriptor over."""
 
     connection: Connection
@@ -61,8 +61,10 @@ class Fittings:
 class Driver:
     """One worker's session, its pool and its requests; see the module's text."""
 
-    def __init__(self, path: str, name: str, spec: bytes, pool_bytes: int, fittings: Fittings | None = None) -> None:
-        fittings = fittings or Fittings(Connection(path), select.poll(), PoolMap, os.urandom(16))
+    def __init__(
+        self, path: str, name: str, spec: bytes, pool_bytes: int, dependencies: Dependencies | None = None
+    ) -> None:
+        dependencies = dependencies or Dependencies(Connection(path), select.poll(), PoolMap, os.urandom(16))
         self.core = Core(name)
         self.pool: PoolMap | None = None
         self.failed: KvdError | None = None
@@ -70,12 +72,12 @@ class Driver:
         self.detached = False
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
         """Told what to wait on for reading, whenever that changes."""
-        self._connection = fittings.connection
+        self._connection = dependencies.connection
         self._path = path
-        self._attach = Attach(name, fittings.instance, spec)
-        self._map = fittings.map
+        self._attach = Attach(name, dependencies.instance, spec)
+        self._map = dependencies.map
         self._pool_bytes = pool_bytes
-        self._poller = fittings.poller
+        self._poller = dependencies.poller
         self._watched: tuple[int, ...] = ()
         self._closed = False
         self._outbox: deque[bytes] = deque()

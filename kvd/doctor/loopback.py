@@ -13,7 +13,7 @@ from kvd import limits
 from kvd.bench.raw import RawAgent
 from kvd.doctor.finding import Finding, Level
 from kvd.plan import Descriptors
-from kvd.transport.lanes import Lanes
+from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.path import Kind, kind_of
 
 BYTES: Final = 64 * limits.MIB
@@ -49,7 +49,7 @@ def read() -> list[Finding]:
     agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES, _ONE_HOST)
     assert other.stdout is not None  # noqa: S101 - piped
     metadata, address = other.stdout.readline().split()
-    lanes = Lanes("kvd-doctor")
+    lanes = UcxEndpoints("kvd-doctor")
     before = lanes.endpoints()
     peer = agent.connect(bytes.fromhex(metadata))
     path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
@@ -67,7 +67,7 @@ def _read(agent: RawAgent, peer: str, address: int) -> float:
     return time.perf_counter() - started
 
 
-def _transports(lanes: Lanes) -> Finding:
+def _transports(lanes: UcxEndpoints) -> Finding:
     names = lanes.components()
     if not names:
         return Finding("UCX", Level.NOTE, "this UCX does not say which transports it has", "a newer nixl wheel does")
@@ -99,4 +99,4 @@ if __name__ == "__main__":
     else:
         sys.stdout.buffer.write(msgspec.json.encode(read()))
         sys.stdout.flush()
-    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl`)
+    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.transport`)

@@ -6,12 +6,12 @@ from kvd.errors import BadRequest, ErrorCode
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """A pool; `stage` as in `kvd.actors.pools`."""
+    """A pool; `state` is one of `kvd.actors.pools.record.PoolState`."""
 
     worker: str
     bytes: int
     backing: str | None
-    stage: str
+    state: str
     uid: int
 
 

@@ -1,7 +1,7 @@
 """What the daemon asks of a transport, and what it is told: commands in, events out, nothing shared.
 
 The interface is message-shaped so that an implementation may run on a thread of its own (NIXL does) or in a process of
-its own. Commands never block and never raise for what a peer did. `kvd.transport.contract` holds the tests that every
+its own. Commands never block and never raise for what a peer did. `tests.conformance` holds the tests that every
 implementation passes.
 
 The rules:

@@ -38,7 +38,7 @@ from kvd.transport.interface import (
     Transport,
     TransportDied,
 )
-from kvd.transport.queue import Slices
+from kvd.transport.nixl.queue import Slices
 
 _GRAIN = 4 * limits.KIB
 """Stripes begin at multiples of this from the first byte: whole pages where the blocks are."""

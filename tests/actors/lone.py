@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from kvd.actors.policy import Rule
+from kvd.actors.gateway.policy import Rule
 from kvd.bench.spec import flat_spec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached
-from kvd.sim.fabric import SimFabric
-from kvd.sim.fleet import Daemon
-from kvd.sim.network import UID, Network
-from kvd.sim.world import World
+from tests.simulator.fabric import SimFabric
+from tests.simulator.fleet import Daemon
+from tests.simulator.network import UID, Network
+from tests.simulator.world import World
 
 SPEC = flat_spec(16, 16).encode()
 

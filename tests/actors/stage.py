@@ -2,12 +2,12 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvd.actors.house import House
-from kvd.actors.introductions import anybody
-from kvd.actors.policy import Policy
-from kvd.actors.reception import everything
-from kvd.actors.settings import Settings
-from kvd.actors.wiring import Fittings, furnish
+from kvd.actors.build import Dependencies, build_actors
+from kvd.actors.gateway.policy import Policy
+from kvd.actors.handshake.introductions import anybody
+from kvd.actors.handshake.peer_server import everything
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.settings import Settings
 from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
@@ -16,10 +16,10 @@ from kvd.protocol.peer import Claim, Ping, Pong, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import Attach, Notifications, Offer, Pull
-from kvd.sim.cache import make_cache
-from kvd.sim.loop import VirtualLoop
-from kvd.sim.memory import SimStamps
 from kvd.transport.interface import Deregistered, Described, Landed, PeerAdded, ReadFailed, Registered
+from tests.simulator.cache import make_cache
+from tests.simulator.loop import VirtualLoop
+from tests.simulator.memory import SimStamps
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20
@@ -59,7 +59,7 @@ class Stage:
         self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
         self.stamps_asked_for = []
         self.conditions = {}
-        self.house = House(
+        self.context = ActorContext(
             loop=self.loop,
             settings=Settings(daemon="d", incarnation=INCARNATION, **settings),
             metrics=Metrics(CollectorRegistry()),
@@ -67,7 +67,7 @@ class Stage:
             condition=self.conditions.__setitem__,
             idle=self.idle.append,
         )
-        self.fittings = Fittings(
+        self.dependencies = Dependencies(
             worker_port=_WorkerPort(self),
             peer_port=_PeerPort(self),
             transport=_Transport(self),
@@ -82,7 +82,7 @@ class Stage:
             speaks_for=speaks_for,
         )
         self.sessions = 0
-        furnish(self.house, self.fittings)
+        build_actors(self.context, self.dependencies)
 
     def _draw(self):
         self.sessions += 1
@@ -98,17 +98,17 @@ class Stage:
     # --- workers
 
     def connect(self, connection=1):
-        self.house.gateway.tell(SessionOpened(connection, 1, 1000, 1000))
+        self.context.gateway.tell(SessionOpened(connection, 1, 1000, 1000))
         self.run()
 
     def session(self, message, connection=1, descriptors=()):
         frame = message if isinstance(message, bytes) else codec.encode(message)
-        self.house.gateway.tell(SessionFrame(connection, frame, descriptors))
+        self.context.gateway.tell(SessionFrame(connection, frame, descriptors))
         self.run()
         return self.on_sessions[-1] if self.on_sessions else None
 
     def hang_up(self, connection=1):
-        self.house.gateway.tell(SessionClosed(connection))
+        self.context.gateway.tell(SessionClosed(connection))
         self.run()
 
     def attach(self, name="w", connection=1, instance=b"i" * 16, descriptors=(), raw=CACHE.raw):
@@ -118,7 +118,7 @@ class Stage:
     def request(self, message, session=b"\1" * 16):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.to_workers)
-        self.house.gateway.tell(WorkerFrame(session, frame, 1000))
+        self.context.gateway.tell(WorkerFrame(session, frame, 1000))
         self.run()
         return [reply for _, reply in self.to_workers[before:]]
 
@@ -138,13 +138,13 @@ class Stage:
     def asked_by_peer(self, message, sender=b"peer", key=""):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.answers)
-        self.house.handshake.tell(PeerAsked(sender, frame, key))
+        self.context.handshake.tell(PeerAsked(sender, frame, key))
         self.run()
         return [reply for _, reply in self.answers[before:]]
 
     def peer_says(self, message, link=1):
         frame = message if isinstance(message, bytes) else codec.encode(message)
-        self.house.handshake.tell(PeerAnswered(link, frame))
+        self.context.handshake.tell(PeerAnswered(link, frame))
         self.run()
 
     def pongs(self, incarnation, link=1):
@@ -165,7 +165,7 @@ class Stage:
         self.transport_says(ReadFailed(read, "broken"))
 
     def transport_says(self, event):
-        self.fittings.transport.on_event(event)
+        self.dependencies.transport.on_event(event)
         self.run()
 
 

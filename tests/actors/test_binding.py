@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from stage import CACHE, SECRET, Stage, ids, make_ticket, welcome_of
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
@@ -11,6 +10,7 @@ from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Done, Failed, Pull
 from kvd.transport.interface import PeerFailed
+from tests.actors.stage import CACHE, SECRET, Stage, ids, make_ticket, welcome_of
 
 VICTIM, EVIL = "aa" * 32, "bb" * 32
 NAMES = {VICTIM: "victim", EVIL: "evil"}
@@ -23,7 +23,7 @@ class Keyed(Stage):
     def __init__(self, **settings):
         super().__init__(speaks_for=lambda key, daemon: NAMES.get(key) == daemon, **settings)
         self.added = []
-        transport = self.fittings.transport
+        transport = self.dependencies.transport
         add_peer = transport.add_peer
         transport.add_peer = lambda agent, metadata: (self.added.append(agent), add_peer(agent, metadata))
         self.attach()
@@ -95,7 +95,7 @@ class Spelled(Stage):
         super().__init__(heartbeat=1.0, peer_idle=2.0)
         self.attach()
         self.agents = []
-        transport = self.fittings.transport
+        transport = self.dependencies.transport
         add_peer, remove_peer = transport.add_peer, transport.remove_peer
         transport.add_peer = lambda agent, metadata: (self.agents.append(metadata), add_peer(agent, metadata))
         transport.remove_peer = lambda agent: (self.agents.clear(), remove_peer(agent))
@@ -162,7 +162,7 @@ def test_what_a_second_link_says_of_an_agent_counts_when_the_first_says_it_too()
 def test_an_agent_that_the_transport_loses_is_lost_by_both_addresses():
     stage = Spelled()
     stage.transport_says(PeerFailed("peer#1", "gone"))
-    assert stage.house.metrics.peers.labels("greeting")._value.get() == 2
+    assert stage.context.metrics.peers.labels("greeting")._value.get() == 2
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_pool_where_no_memory_can_be_makes_a_peer_lost(base, size, text):
     info = PoolInfo("there", 1, base.to_bytes(8, "little"), size, CACHE.raw)
     stage.peer_says(Welcome("peer", 5, "peer#1", b"m", (info,)))
     assert [(failed.code, text in failed.text) for failed in stage.notified] == ([("peer_lost", True)] if text else [])
-    refused = stage.house.metrics.refused.labels("peer", ErrorCode.BAD_POOL)._value.get()
+    refused = stage.context.metrics.refused.labels("peer", ErrorCode.BAD_POOL)._value.get()
     assert refused == bool(text)
 
 
@@ -195,7 +195,7 @@ def test_a_pool_that_is_named_twice_makes_a_peer_lost():
 def test_a_peer_that_the_transport_never_reaches_is_lost_and_greeted_again():
     stage = Stage(heartbeat=60.0)
     stage.attach()
-    reach, stage.fittings.transport.add_peer = stage.fittings.transport.add_peer, lambda agent, metadata: None
+    reach, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda agent, metadata: None
     stage.pull(timeout=600.0)
     stage.peer_says(welcome_of())
     stage.run(29.0)
@@ -204,7 +204,7 @@ def test_a_peer_that_the_transport_never_reaches_is_lost_and_greeted_again():
     [failed] = stage.notified
     assert "the transport has not reached it within 30 s" in failed.text
     assert ("remove_peer", "peer#1") in stage.commands
-    stage.fittings.transport.add_peer = reach
+    stage.dependencies.transport.add_peer = reach
     stage.pull("again", timeout=600.0)
     stage.peer_says(welcome_of())
     assert len(stage.asks(Claim)) == 1
@@ -217,7 +217,7 @@ def test_a_daemon_that_never_answers_is_forgotten_after_three_heartbeats():
     stage.run(4.1)
     assert stage.notified[0].code == ErrorCode.PEER_LOST
     assert ("disconnect", 1) in stage.commands
-    assert not stage.house.handshake._peers
+    assert not stage.context.handshake._peers
 
 
 def test_a_worker_has_a_share_of_the_peers(monkeypatch):
@@ -245,7 +245,7 @@ def test_addresses_that_one_workers_ticket_made_up_do_not_keep_anothers_pull_wai
     stage.pull("bogus", ticket=Ticket(4, ranks, (spans,)).encode(), timeout=60.0)
     stage.request(Pull(1, "honest", make_ticket(), (Span(0, 0, ids(2, 3)),), 60.0), session=b"\2" * 16)
     stage.run(0.25)
-    assert "tcp://peer:1" in [stage.fittings.peer_port.links[link] for link, _ in stage.to_peers]
+    assert "tcp://peer:1" in [stage.dependencies.peer_port.links[link] for link, _ in stage.to_peers]
 
 
 def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch):
@@ -255,7 +255,7 @@ def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch)
     def full(address):
         raise Unavailable(ErrorCode.OVERLOADED, "no socket for another peer")
 
-    monkeypatch.setattr(stage.fittings.peer_port, "connect", full)
+    monkeypatch.setattr(stage.dependencies.peer_port, "connect", full)
     stage.pull()
     [failed] = stage.notified
     assert (failed.code, "no socket for another peer" in failed.text) == (ErrorCode.PEER_LOST, True)

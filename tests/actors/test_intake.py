@@ -8,8 +8,8 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Fence
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Offer, Offered, StatusRequest
-from kvd.sim.network import UID
 from tests.actors.lone import Lone
+from tests.simulator.network import UID
 
 FRAMES = 70_000
 
@@ -35,7 +35,7 @@ def _read(reply):
 
 
 def _watch(lone, most):
-    house = lone.daemon.house
-    most[0] = max(most[0], *(actor.waiting for actor in house.actors))
-    if house.post._letters:
+    context = lone.daemon.context
+    most[0] = max(most[0], *(actor.waiting for actor in context.actors))
+    if context.dispatcher._queue:
         lone.world.loop.call_soon(_watch, lone, most)

@@ -2,10 +2,10 @@
 
 import msgspec
 import pytest
-from stage import CACHE, Stage, make_ticket, welcome_of
 
 from kvd.protocol.peer import Claim, PoolInfo
 from kvd.protocol.worker import Attached
+from tests.actors.stage import CACHE, Stage, make_ticket, welcome_of
 
 
 class Slow(Stage):
@@ -15,7 +15,7 @@ class Slow(Stage):
         super().__init__(heartbeat=1.0, **settings)
         self.attach()
         self.waiting = []
-        self.house.handshake._introductions._background = lambda work, done: self.waiting.append((work, done))
+        self.context.handshake._introductions._background = lambda work, done: self.waiting.append((work, done))
 
     def work(self):
         work, done = self.waiting.pop(0)
@@ -32,7 +32,7 @@ class Slow(Stage):
         self.peer_says(msgspec.structs.replace(welcome, agent=f"peer#{link}", pools=pools), link)
 
     def met(self):
-        return [link for link, peer in self.house.handshake._by_link.items() if peer.met]
+        return [link for link, peer in self.context.handshake._by_link.items() if peer.met]
 
 
 def spec_of(dtype):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.bench import vllm
-from kvd.bench.vllm_report import FIGURES
-from kvd.cli import bench_vllm
+from benchmarks.vllm import __main__ as bench_vllm
+from benchmarks.vllm import run as vllm
+from benchmarks.vllm.report import FIGURES
 from kvd.cli.main import main
 
 

@@ -1,16 +1,16 @@
 """The driver over a simulated connection, step by step."""
 
 from kvd.client import Blocks
-from kvd.client.driver import Driver, Fittings
+from kvd.client.driver import Dependencies, Driver
 from kvd.client.pulls import GRACE_SECONDS
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.worker import Attached, Cancel, Pull
-from kvd.sim.cache import make_cache
-from kvd.sim.line import SimConnection, SimPool
-from kvd.sim.loop import Process
-from kvd.sim.network import Network, SimWorkerPort
-from kvd.sim.world import World
+from tests.simulator.cache import make_cache
+from tests.simulator.line import SimConnection, SimPool
+from tests.simulator.loop import Process
+from tests.simulator.network import Network, SimWorkerPort
+from tests.simulator.world import World
 
 
 class Host:
@@ -33,8 +33,8 @@ def attached_driver(host):
     cache = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
     worker = Process(host.world.loop, "worker")
     connection = SimConnection(host.world.kernel, host, worker, lambda _frame: None)
-    fittings = Fittings(connection, connection, lambda number, _: SimPool(host.world.kernel, number), b"i" * 16)
-    driver = Driver("", "w", cache.raw, cache.spec.pool_bytes, fittings)
+    dependencies = Dependencies(connection, connection, lambda number, _: SimPool(host.world.kernel, number), b"i" * 16)
+    driver = Driver("", "w", cache.raw, cache.spec.pool_bytes, dependencies)
     driver.step(0.0)
     memory = host.world.kernel.create("daemon", cache.spec.pool_bytes)
     attached = Attached(b"s" * 16, "ipc://d", "d", 1, "sim://d", cache.spec.pool_bytes, "plain", kept=False)

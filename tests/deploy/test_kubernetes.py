@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.actors.policy import Policy, Rule
-from kvd.config import Config
+from kvd.actors.gateway.policy import Policy, Rule
+from kvd.daemon.config import Config
 from tests.deploy.gotemplate import Renderer
 
 pytestmark = pytest.mark.timeout(150)

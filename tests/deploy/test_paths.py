@@ -8,7 +8,7 @@ import pytest
 from kvd.cli.main import main
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
-from kvd.transport.lanes import Lanes
+from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.path import Kind, is_copied, kind_of, why_slow
 from tests.e2e.fleet import Fleet
 
@@ -57,7 +57,7 @@ def test_tcp_is_slow_where_a_same_host_copy_or_rdma_could_be() -> None:
 
 
 def test_where_no_ucx_is_loaded_nothing_is_known_and_nothing_fails() -> None:
-    lanes = Lanes("nobody")
+    lanes = UcxEndpoints("nobody")
     assert lanes.endpoints() == frozenset()
     assert lanes.of(0) == []
     assert lanes.components() == []

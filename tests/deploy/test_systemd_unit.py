@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config
-from kvd.daemon import STOP_SECONDS
+from kvd.daemon.config import Config
+from kvd.daemon.server import STOP_SECONDS
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/kvd@.service"
 

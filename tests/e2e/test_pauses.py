@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 SERVE_UNTIL_READY = """
 import gc, os, signal, sys
 from kvd.cli.main import main
-from kvd.notify import Notifier
+from kvd.daemon.systemd import Notifier
 
 def ready(self):
     print("objects", gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)

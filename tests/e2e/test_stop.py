@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvd.transport.nixl import STOP_SECONDS
+from kvd.transport.nixl.transport import STOP_SECONDS
 from tests.e2e.fleet import send, until
 
 pytestmark = pytest.mark.e2e

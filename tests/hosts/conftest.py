@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from kvd.bench.hosts import Hosts, why_not
+from benchmarks.hosts.namespaces import Hosts, why_not
 from tests.e2e.fleet import Fleet
 from tests.e2e.keyring import Keyring
 from tests.hosts.stage import HEARTBEAT, PORT, Stage

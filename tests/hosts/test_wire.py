@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.bench import wire
+from benchmarks.hosts import wire
 
 
 @pytest.mark.skipif(wire.why_not() is not None, reason=str(wire.why_not()))

@@ -8,11 +8,11 @@ import structlog
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvd.daemon.rejections import Rejections
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Trust
-from kvd.rejections import Rejections
 from tests.net.conftest import Inbox
 
 ATTEMPTS = 1000

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
-from layout_reference import Blocks, held_heads, positions_needed
 
 from kvd.layout import Axis, CacheSpec, Chunked, Full, Group, Shard, Sliding, State, View
+from tests.plan.layout_reference import Blocks, held_heads, positions_needed
 
 
 @dataclass

@@ -3,7 +3,6 @@ import json
 
 import msgspec
 import pytest
-from layout_buffers import engine, model
 
 from kvd.cli import plan as command
 from kvd.errors import BadRequest
@@ -11,6 +10,7 @@ from kvd.layout import Full, Sliding
 from kvd.layout.models import MODELS, LayerKind
 from kvd.layout.presets import Attention
 from kvd.plan.explain import explain
+from tests.plan.layout_buffers import engine, model
 
 HYBRID = model(
     LayerKind(Full(), (1,), (Attention(2, 4),)),

@@ -3,7 +3,6 @@
 import msgspec
 import numpy as np
 import pytest
-from layout_buffers import engine, model, move, spans_for
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Chunked, Full, Sliding, State
@@ -11,6 +10,7 @@ from kvd.layout.models import MODELS, LayerKind, Model
 from kvd.layout.presets import Attention, Recurrent, Section
 from kvd.plan import Planner, Span, route
 from kvd.plan.explain import explain
+from tests.plan.layout_buffers import engine, model, move, spans_for
 
 HEADS = (Attention(2, 4),)
 GEMMA = model(LayerKind(Full(), (2, 5), HEADS), LayerKind(Sliding(24), (0, 1, 3, 4), HEADS))

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from layout_buffers import engine, model, move
 
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from kvd.plan import Planner, Span, route
+from tests.plan.layout_buffers import engine, model, move
 
 LAYERS, HEADS, HEAD, BLOCK = 4, 8, 4, 4
 MODEL = model(LayerKind(Full(), tuple(range(LAYERS)), (Attention(HEADS, HEAD),)))

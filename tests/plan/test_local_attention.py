@@ -1,12 +1,12 @@
 """Llama 4: three of four layers attend within chunks of 8192 tokens."""
 
 import pytest
-from layout_buffers import engine, model, move
 
 from kvd.layout import Chunked, Full, Shard
 from kvd.layout.models import MODELS, LayerKind, even_stages, model_spec
 from kvd.layout.presets import Attention
 from kvd.plan.explain import explain
+from tests.plan.layout_buffers import engine, model, move
 
 SCOUT = MODELS["Llama-4-Scout"]
 BYTES_A_TOKEN_AND_LAYER = 2 * 8 * 128 * 2

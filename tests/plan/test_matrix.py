@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
-from layout_buffers import engine, model, move
 
 from kvd.layout import Full, State
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, Section
+from tests.plan.layout_buffers import engine, model, move
 
 SIZES = list(itertools.product((1, 2, 4, 8), repeat=2))
 RATIOS = ((4, 4), (8, 4), (4, 8), (16, 4))

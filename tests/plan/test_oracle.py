@@ -3,10 +3,10 @@ from unittest import mock
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from layout_cases import Case, cases
-from layout_reference import fewest_descriptors, mapping
 
 from kvd.plan import Descriptors, Planner, Span, check_compatible, route
+from tests.plan.layout_cases import Case, cases
+from tests.plan.layout_reference import fewest_descriptors, mapping
 
 thorough = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from layout_buffers import engine, model
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Full
@@ -8,6 +7,7 @@ from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention
 from kvd.limits import MAX_BLOCK_DESCRIPTORS
 from kvd.plan import Descriptors, Planner, Span, check_ids, route
+from tests.plan.layout_buffers import engine, model
 
 HEADS, HEAD, LAYERS, BLOCK = 8, 4, 3, 4
 MODEL = model(LayerKind(Full(), tuple(range(LAYERS)), (Attention(HEADS, HEAD),)))

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from layout_buffers import engine, model
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Chunked, Full, Sliding, State
 from kvd.layout.models import LayerKind, Model
 from kvd.layout.presets import Attention, Latent, Recurrent, Section
 from kvd.plan import check_compatible, route
+from tests.plan.layout_buffers import engine, model
 
 replace = msgspec.structs.replace
 

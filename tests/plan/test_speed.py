@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.cli.bench_plan import PlanTiming, bench_plan, print_timings, scattered_request
+from benchmarks.plan import PlanTiming, bench_plan, print_timings, scattered_request
 from kvd.layout.presets import LAYOUTS
 
 BLOCKS = 6250

@@ -4,12 +4,12 @@ import itertools
 from collections import Counter
 
 import pytest
-from layout_buffers import engine, model, move
 
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention, Latent
 from kvd.plan import route
+from tests.plan.layout_buffers import engine, model, move
 
 SIZES = list(itertools.product((1, 2, 4, 8), repeat=2))
 HEADS, LAYERS, BLOCK, TOKENS = 8, 3, 4, 17

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.client import Offered
-from kvd.engines.vllm.handover import Handover
-from kvd.engines.vllm.orders import OfferOrder, PullOrder
+from kvd.engines.vllm.metadata import OfferOrder, PullOrder
+from kvd.engines.vllm.transfer_params import Handover
 from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol import worker as wire

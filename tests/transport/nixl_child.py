@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvd import limits
-from kvd.transport.contract import CHECKS, Contract
 from kvd.transport.interface import Landed, PeerAdded, PeerFailed, Registered, Transport, TransportDied
-from kvd.transport.nixl import NixlTransport, open_transports
+from kvd.transport.nixl.probe import Probe
+from kvd.transport.nixl.transport import NixlTransport, open_transports
 from kvd.transport.path import is_copied
-from kvd.transport.probe import Probe
-from kvd.transport.site import PRODUCED, Bytes, Reader, blocks, pattern
 from kvd.transport.striped import StripedTransport
+from tests.conformance.contract import CHECKS, Contract
+from tests.conformance.site import PRODUCED, Bytes, Reader, blocks, pattern
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
 FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl"])

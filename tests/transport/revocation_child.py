@@ -17,7 +17,7 @@ import numpy as np
 
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Deregistered, Described, Registered
-from kvd.transport.nixl import NixlTransport, open_agent
+from kvd.transport.nixl.transport import NixlTransport, open_agent
 
 SIZE = 1 << 20
 PATTERN = 7

@@ -6,16 +6,15 @@ from functools import partial
 import pytest
 
 from kvd import limits
-from kvd.transport import engine as engine_module
-from kvd.transport.engine import Engine
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
-from kvd.transport.lanes import Lanes
-from kvd.transport.metadata import agent_of
-from kvd.transport.pace import IDLE, RECENT
-from kvd.transport.queue import CHUNK_DESCRIPTORS, Slices
-
-from .descriptors import Descriptors, descriptors
-from .scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
+from kvd.transport.nixl import agent_thread as engine_module
+from kvd.transport.nixl.agent_thread import AgentThread
+from kvd.transport.nixl.metadata import agent_of
+from kvd.transport.nixl.poll_interval import IDLE, RECENT
+from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slices
+from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from tests.transport.descriptors import Descriptors, descriptors
+from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
 
 
 def metadata(agent: str, more: bytes = b"") -> bytes:
@@ -31,7 +30,7 @@ class Run:
 
     def __init__(self, path: str = "cma/memory self/memory") -> None:
         self.nixl = ScriptedNixl()
-        self.engine = Engine(self.nixl, FAILURES, Lanes("reader"))
+        self.engine = AgentThread(self.nixl, FAILURES, UcxEndpoints("reader"))
         self.events: list[Event] = []
         self.tell("add_peer", "p", metadata("p"), path)
 
@@ -341,7 +340,7 @@ def test_a_stamp_that_is_late_makes_a_small_read_one_that_was_waited_for() -> No
     assert isinstance(landed, Landed)
     assert not landed.in_post
     assert len(run.nixl.transfers) == 2
-    assert len(run.engine._landing._free) == 512
+    assert len(run.engine._stamp_reader._free) == 512
 
 
 def test_stamps_of_one_page_are_read_by_one_prepared_list_and_nothing_is_left_of_it() -> None:

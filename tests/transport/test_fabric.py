@@ -10,10 +10,9 @@ import pytest
 
 from kvd import limits
 from kvd.errors import InternalError
-from kvd.transport.fake import FakeFabric, FakeTransport, Fault, Faults
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
-
-from .descriptors import Descriptors, descriptors
+from tests.support.fake_transport import FakeFabric, FakeTransport, Fault, Faults
+from tests.transport.descriptors import Descriptors, descriptors
 
 SIZE = 80 * limits.MIB
 BLOCK = descriptors([(0, 0, 4096)])

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from kvd.transport.contract import CHECKS, Contract
-from kvd.transport.fake import FakeFabric, FakeTransport
-from kvd.transport.site import PRODUCED, Bytes, pattern
+from tests.conformance.contract import CHECKS, Contract
+from tests.conformance.site import PRODUCED, Bytes, pattern
+from tests.support.fake_transport import FakeFabric, FakeTransport
 
 
 class FakeProducer:

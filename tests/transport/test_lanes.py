@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.transport.lanes import Lanes
+from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 
 def test_the_other_agents_of_the_process_rest_while_ucx_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_the_other_agents_of_the_process_rest_while_ucx_is_asked(monkeypatch: py
         yield
         seen.append("goes on")
 
-    lanes = Lanes("nobody", [turn()])
+    lanes = UcxEndpoints("nobody", [turn()])
     monkeypatch.setattr(lanes, "_list", lambda _folder: seen.append("asked") or [])
     assert lanes.endpoints() == frozenset()
     assert (seen[0], seen[-1]) == ("rests", "goes on")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvd.transport.contract import CHECKS
+from tests.conformance.contract import CHECKS
 
 pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
 

@@ -4,8 +4,8 @@ import sys
 import threading
 
 from kvd.transport.interface import Event, Landed
-from kvd.transport.outbox import Outbox
-from kvd.transport.pace import IDLE, PROMPT, RECENT, RECENT_SPAN, Pace
+from kvd.transport.nixl.outbox import Outbox
+from kvd.transport.nixl.poll_interval import IDLE, PROMPT, RECENT, RECENT_SPAN, PollInterval
 
 
 def filled(outbox: Outbox, events: range) -> None:
@@ -56,7 +56,7 @@ async def test_a_closed_outbox_delivers_nothing_more() -> None:
 
 
 def test_the_pace_is_prompt_while_anything_waits_and_falls_to_idle() -> None:
-    pace = Pace()
+    pace = PollInterval()
     assert pace.seconds(0.0, in_flight=False) == IDLE
     assert pace.seconds(0.0, in_flight=True) == PROMPT
     pace.touch(10.0)
@@ -67,7 +67,6 @@ def test_the_pace_is_prompt_while_anything_waits_and_falls_to_idle() -> None:
 
 
 def test_the_package_is_imported_without_nixl() -> None:
-    code = (
-        "import sys, kvd.transport.nixl, kvd.transport.fake, kvd.transport.contract; assert 'nixl' not in sys.modules"
-    )
+    modules = "kvd.transport.nixl.transport, tests.support.fake_transport, tests.conformance.contract"
+    code = f"import sys, {modules}; assert 'nixl' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvd.transport.probe import Probe
+from kvd.transport.nixl.probe import Probe
 
 
 class Asking:

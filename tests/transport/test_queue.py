@@ -3,9 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.transport.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, Slices, cut
-
-from .descriptors import Descriptors, descriptors
+from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, Slices, cut
+from tests.transport.descriptors import Descriptors, descriptors
 
 LENGTHS = st.lists(
     st.one_of(st.integers(0, 70_000), st.integers(limits.SLICE_BYTES - 2, 3 * limits.SLICE_BYTES + 2)), max_size=40
@@ -146,8 +145,8 @@ def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> N
     for read in range(1, 1000):
         queue.add("p", Slices(read, blocks(1, limits.MIB)))
         queue.drop(read)
-    lane = queue._lanes["p"]
-    assert len(lane.by_posted) < 100
+    of_peer = queue._queues["p"]
+    assert len(of_peer.by_posted) < 100
     assert last.read == 0
 
 
@@ -214,4 +213,4 @@ def test_whatever_happens_every_byte_is_posted_once_or_dropped_and_the_bounds_ho
         model.end(0)
     kept = [read for read in range(len(model.wanted)) if read not in model.dropped]
     assert [model.posted[read] for read in kept] == [model.wanted[read] for read in kept]
-    assert not model.queue._lanes
+    assert not model.queue._queues

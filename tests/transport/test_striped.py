@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from kvd import limits
 from kvd.errors import InternalError
-from kvd.transport.contract import CHECKS, Contract
-from kvd.transport.fake import FakeFabric, FakeTransport, Fault
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -23,6 +21,8 @@ from kvd.transport.interface import (
     RegisterFailed,
 )
 from kvd.transport.striped import StripedTransport, cut_in_stripes
+from tests.conformance.contract import CHECKS, Contract
+from tests.support.fake_transport import FakeFabric, FakeTransport, Fault
 from tests.transport.descriptors import descriptors
 from tests.transport.test_fabric import VirtualLoop
 from tests.transport.test_fake import FakeSite

@@ -1,6 +1,6 @@
 import pytest
 
-from kvd.transport.ucx import TCP_SETTINGS, backend_parameters, choose_settings
+from kvd.transport.nixl.ucx import TCP_SETTINGS, backend_parameters, choose_settings
 
 
 def chosen(devices: list[str] | None, **environment: str) -> dict[str, str]:

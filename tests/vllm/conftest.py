@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.engines.vllm_lab.catalog import write_models
+from tests.vllm.testbed.catalog import write_models
 
 pytest.register_assert_rewrite("same_tokens", "load")
 

@@ -3,11 +3,10 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 
-from same_tokens import assert_same
-
-from kvd.engines.vllm_lab.client import Completion
-from kvd.engines.vllm_lab.http import HttpError
-from kvd.engines.vllm_lab.pair import Pair
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.client import Completion
+from tests.vllm.testbed.http import HttpError
+from tests.vllm.testbed.pair import Pair
 
 PULL_SECONDS = 60.0
 """`pull_timeout` of the decode side: its default. The longest that a request waits for blocks, whatever died."""

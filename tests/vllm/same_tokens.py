@@ -1,6 +1,6 @@
 import pytest
 
-from kvd.engines.vllm_lab.client import Completion
+from tests.vllm.testbed.client import Completion
 
 TOLERANCE = 1e-3
 """Of a logarithm: float32 sums in another order, where requests are batched otherwise, differ by a hundredth of it."""

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from load import PULL_SECONDS, RECOVERY_SECONDS, REQUEST_SECONDS, Load, one
-from same_tokens import assert_same
-from waiting import until
 
-from kvd.engines.vllm_lab.catalog import make_prompt
-from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
-from kvd.engines.vllm_lab.http import HttpError
-from kvd.engines.vllm_lab.pair import KvdPair
-from kvd.engines.vllm_lab.servers import Daemon, scrape
-from kvd.engines.vllm_lab.service import Service, start_all, stop_all
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
+from tests.vllm.load import PULL_SECONDS, RECOVERY_SECONDS, REQUEST_SECONDS, Load, one
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.catalog import make_prompt
+from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.http import HttpError
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import Daemon, scrape
+from tests.vllm.testbed.service import Service, start_all, stop_all
+from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from same_tokens import assert_same
 
-from kvd.engines.vllm_lab.catalog import BLOCK, make_prompt
-from kvd.engines.vllm_lab.client import complete, make_body
-from kvd.engines.vllm_lab.pair import KvdPair
-from kvd.engines.vllm_lab.servers import scrape
-from kvd.engines.vllm_lab.service import start_all, stop_all
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.catalog import BLOCK, make_prompt
+from tests.vllm.testbed.client import complete, make_body
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import scrape
+from tests.vllm.testbed.service import start_all, stop_all
 
 CORES = 4
 """For three workers and two engines: on two cores the ranks' collectives, which compute while they wait, starve."""

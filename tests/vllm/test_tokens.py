@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from load import REQUEST_SECONDS
-from same_tokens import assert_same
-from waiting import until
 
-from kvd.engines.vllm_lab.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
-from kvd.engines.vllm_lab.client import Completion, complete, make_body, prefill
-from kvd.engines.vllm_lab.pair import KvdPair
-from kvd.engines.vllm_lab.servers import Engine, Server, scrape
-from kvd.engines.vllm_lab.service import start_all, stop_all
+from tests.vllm.load import REQUEST_SECONDS
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
+from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import Engine, Server, scrape
+from tests.vllm.testbed.service import start_all, stop_all
+from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

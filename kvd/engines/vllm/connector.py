@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
-from kvd.engines.vllm.facts import cache_facts, check_supported, rank_of, windows
+from kvd.engines.vllm.cache_config import cache_facts, check_supported, rank_of, windows
 from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.scheduler import SchedulerSide

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvd.engines.vllm.orders import Orders, RankPlace
+from kvd.engines.vllm.metadata import Orders, RankPlace
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any
 
 from kvd.client import Blocks
 from kvd.client.blocks import spans
-from kvd.engines.vllm import handover
-from kvd.engines.vllm.handover import Handover
-from kvd.engines.vllm.orders import OfferOrder, Orders, PullOrder, RankPlace
+from kvd.engines.vllm import transfer_params as handover
+from kvd.engines.vllm.metadata import OfferOrder, Orders, PullOrder, RankPlace
+from kvd.engines.vllm.transfer_params import Handover
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
 from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES

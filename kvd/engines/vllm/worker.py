@@ -26,7 +26,7 @@ from kvd.client import (
     Reattached,
     Released,
 )
-from kvd.engines.vllm.orders import OfferOrder, Orders, PullOrder, RankPlace
+from kvd.engines.vllm.metadata import OfferOrder, Orders, PullOrder, RankPlace
 from kvd.engines.vllm.tally import Tally
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec

@@ -3,8 +3,7 @@ import torch
 
 from kvd.engines.demo.model import Model, generate_by_recomputation
 from kvd.layout.presets import LAYOUTS
-
-from .sides import Side, copy_tokens, make_side
+from tests.engines.demo.sides import Side, copy_tokens, make_side
 
 COUNT = 6
 

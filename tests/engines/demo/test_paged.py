@@ -7,8 +7,7 @@ from kvd.engines.demo.paged import PagedCache, view_tensor
 from kvd.engines.demo.spec import cache_spec
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import View, strided
-
-from .sides import make_side
+from tests.engines.demo.sides import make_side
 
 
 @pytest.mark.parametrize(("layout", "address"), [

@@ -10,8 +10,7 @@ from kvd.engines.demo.messages import Decoded, Failed, Handover, Prefilled, Prom
 from kvd.engines.demo.model import generate_by_recomputation
 from kvd.engines.demo.prefill import PrefillEngine
 from kvd.engines.demo.workload import make_prompts
-
-from .sides import copy_tokens, make_side
+from tests.engines.demo.sides import copy_tokens, make_side
 
 COUNT = 4
 

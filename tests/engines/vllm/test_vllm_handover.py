@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvd.engines.vllm.handover import is_consumer, is_producer, read, write
+from kvd.engines.vllm.transfer_params import is_consumer, is_producer, read, write
 from kvd.protocol.ticket import Ticket, TicketRank
 
 TICKET = Ticket(4, (TicketRank("d", "tcp://h:1", 7, "vllm-0-0", "r#1", 0, bytes(16)),), ((),)).encode()

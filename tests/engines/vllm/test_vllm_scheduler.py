@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks
-from kvd.engines.vllm.orders import RankPlace
+from kvd.engines.vllm.metadata import RankPlace
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.errors import InternalError
 from kvd.layout import Chunked, Full, Sliding

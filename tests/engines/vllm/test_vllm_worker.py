@@ -6,7 +6,7 @@ import pytest
 
 from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, OfferRefused, Reattached, Released
 from kvd.engines.vllm import worker as worker_module
-from kvd.engines.vllm.orders import OfferOrder, Orders, PullOrder
+from kvd.engines.vllm.metadata import OfferOrder, Orders, PullOrder
 from kvd.engines.vllm.worker import Results, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View

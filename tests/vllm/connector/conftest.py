@@ -16,7 +16,7 @@ with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
 @pytest.fixture
 def daemons(tmp_path: Path) -> Iterator[Any]:
     """Daemons on a folder of their own, ended with the test."""
-    from connector_engine import Daemons  # noqa: PLC0415 - needs vLLM
+    from tests.vllm.connector.connector_engine import Daemons  # noqa: PLC0415 - needs vLLM
 
     with Processes(tmp_path) as processes:
         yield Daemons(processes, tmp_path)
@@ -25,7 +25,7 @@ def daemons(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def configurations(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """vLLM's configuration by kind of model; made once, because that takes seconds."""
-    from connector_engine import configuration  # noqa: PLC0415 - needs vLLM
+    from tests.vllm.connector.connector_engine import configuration  # noqa: PLC0415 - needs vLLM
 
     made: dict[str, Any] = {}
 

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
 import torch
-from connector_engine import Daemons, Engine
+
+from tests.vllm.connector.connector_engine import Daemons, Engine
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPT = list(range(3, 53)) * 2

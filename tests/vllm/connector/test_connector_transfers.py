@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
 import torch
-from connector_engine import HEADS, LAYERS, Daemons, Engine
 
 from kvd.layout import Full, Sliding
+from tests.vllm.connector.connector_engine import HEADS, LAYERS, Daemons, Engine
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPT = list(range(3, 53)) * 2  # 100 tokens: three blocks of 32 and a part of a fourth, or seven of 16

@@ -1,0 +1,175 @@
+"""What `kvd bench vllm` found: as tables and as a picture. Figures are medians over rounds, with an interval.
+
+An interval is what the median does in 95 % of samples drawn from the rounds with replacement (bootstrap); that of a
+ratio draws the same rounds for both sides, as they met the same moments of the machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from benchmarks.vllm.run import Side
+
+WIDTH: Final = 160
+"""Columns that the tables need, on a terminal or not."""
+
+_SAMPLES: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median, or a ratio of medians, and where 95 % of its resampled values lie."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """How a figure is shown: `factor` makes `unit` of what was measured; `best` says which of two is better."""
+
+    name: str
+    text: str
+    factor: float = 1e3
+    unit: str = "ms"
+    best: Literal["least", "most"] = "least"
+
+
+FIGURES: Final = (
+    Figure("first_token", "time to first token, prefill included"),
+    Figure("handover", "handover: end of prefill to first token of decode"),
+    Figure("at_decode", "time to first token at the decode side, another decoding"),
+    Figure("transfer", "in transfer: first post to last byte"),
+    Figure("posting", "posts of it, which copy on the same host"),
+    Figure("pull", "one pull, with claim and fence"),
+    Figure("bytes", "bytes of a pull", 1e-6, "MB", "most"),
+    Figure("descriptors", "descriptors", 1, ""),
+    Figure("quiet_p50", "between tokens, nothing arriving, p50"),
+    Figure("quiet_p99", "between tokens, nothing arriving, p99"),
+    Figure("quiet_worst", "between tokens, nothing arriving, worst"),
+    Figure("busy_p50", "between tokens, blocks arriving, p50"),
+    Figure("busy_p99", "between tokens, blocks arriving, p99"),
+    Figure("busy_worst", "between tokens, blocks arriving, worst"),
+    Figure("engine_processor", "processor time of the decode engine while one arrives"),
+    Figure("daemons_processor", "processor time of both daemons while one arrives"),
+)
+_THROUGHPUT: Final = "tokens_a_second_"
+
+
+def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Estimate:
+    """The median of `values`, or its ratio to the median of `over`, whose rounds are those of `values`."""
+    count = min(len(values), len(values if over is None else over))
+    draws = np.random.default_rng(0).integers(count, size=(_SAMPLES, count))
+
+    def medians(of: Sequence[float]) -> tuple[float, NDArray[np.float64]]:
+        column = np.asarray(of[:count], dtype=np.float64)
+        return float(np.median(column)), np.median(column[draws], axis=1)
+
+    value, drawn = medians(values)
+    if over is not None:
+        base, below = medians(over)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a base of 0 has no ratio
+            value, drawn = float(np.divide(value, base)), np.divide(drawn, below)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(value, float(low), float(high))
+
+
+def tables(sides: Sequence[Side]) -> list[Table]:
+    """One for each placement, with those sides that have a round; the last column is kvd over the best of the others.
+
+    Raises:
+        ValueError: No round ended.
+
+    """
+    found = []
+    for placement, (kvd, *others) in _by_placement(sides):
+        table = Table(title=f"vLLM, prefill on one server and decode on another, {placement}: {len(kvd.rounds)} rounds")
+        for heading in ("", kvd.name, *(other.name for other in others), "kvd / best"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for figure in _shown(kvd):
+            columns = [_column(side, figure.name) for side in (kvd, *others)]
+            cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
+            against = [column for column in columns[1:] if column]
+            ratio = "-"
+            if columns[0] and against:
+                choose = min if figure.best == "least" else max
+                ratio = _cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
+            table.add_row(figure.text, *cells, ratio)
+        worst = [estimate(_column(side, "busy_worst"), _column(side, "quiet_worst")) for side in (kvd, *others)]
+        table.add_row("worst gap, blocks arriving / nothing arriving", *map(_cell, worst), "")
+        found.append(table)
+    return found
+
+
+def plot(sides: Sequence[Side], path: Path) -> None:
+    """A panel a figure: medians with their intervals, of all sides and placements, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed (it comes with the extra `plot`).
+        ValueError: No round ended.
+
+    """
+    import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    placed = _by_placement(sides)
+    shown = _shown(placed[0][1][0])
+    rows = -(-len(shown) // 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(17, 3 * rows), layout="constrained", squeeze=False)
+    for axis, each in zip(axes.flat, shown, strict=False):
+        for offset, (_, group) in enumerate(placed):
+            for number, side in enumerate(group):
+                if column := _column(side, each.name):
+                    found = estimate([each.factor * value for value in column])
+                    spread = [[found.value - found.low], [found.high - found.value]]
+                    place, color = offset + 0.28 * number, ("tab:orange", "tab:blue", "tab:green")[number]
+                    axis.bar(place, found.value, 0.26, yerr=spread, color=color, capsize=2, label=side.name)
+        axis.set_xticks([offset + 0.28 for offset in range(len(placed))], [placement for placement, _ in placed])
+        axis.set_title(each.text, fontsize="small")
+        axis.set_ylabel(each.unit)
+        axis.grid(visible=True, axis="y", alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _by_placement(sides: Sequence[Side]) -> list[tuple[str, list[Side]]]:
+    measured = [side for side in sides if side.rounds]
+    if not measured:
+        raise ValueError("no round ended in the time that was given; raise --seconds")
+    return [(placement, list(group)) for placement, group in groupby(measured, key=lambda side: side.placement)]
+
+
+def _shown(side: Side) -> list[Figure]:
+    """Every figure, and a throughput for each number of requests at once that was measured."""
+    numbers = [name.removeprefix(_THROUGHPUT) for name in side.rounds[0] if name.startswith(_THROUGHPUT)]
+    at_once = [Figure(_THROUGHPUT + n, f"tokens a second, {n} at once", 1, "/s", "most") for n in numbers]
+    return [*FIGURES, *at_once]
+
+
+def _column(side: Side, name: str) -> list[float]:
+    return [figures[name] for figures in side.rounds if name in figures]
+
+
+def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+    value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
+    return f"{value} {unit} ({low} to {high})".replace("  ", " ")
+
+
+def _three(found: Estimate) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
+def _digits(value: float) -> int:
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0

@@ -1,0 +1,246 @@
+"""Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
+
+vLLM runs as its users start it: engine and worker spin while they wait for each other. NixlConnector runs twice: as it
+comes, with four threads of NIXL, and without them, which is better where cores are few. All servers take turns, so that
+whatever else the machine does meets all alike; those that wait for theirs are suspended. Each pair has two turns a
+round: pinned, one server a core, and unpinned. Daemons run where they like.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tests.vllm.testbed.catalog import make_prompt
+from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
+from tests.vllm.testbed.servers import scrape
+from tests.vllm.testbed.service import start_all, stop_all
+
+MODEL: Final = "bench"
+BLOCKS: Final = 384
+"""Of a KV cache: 16 prompts of 600 tokens, and what decodes beside them."""
+ANSWER_TOKENS: Final = 8
+SETTLING_TOKENS: Final = 30
+"""Tokens before, and again between, the arrivals whose effect on a decoding request is measured."""
+WAKING_TOKENS: Final = 64
+"""Of the first request after a pause, which is not measured."""
+ARRIVALS: Final = 6
+"""Requests of a turn whose blocks arrive, one after the other, beside one decoding request."""
+ENDLESS_TOKENS: Final = 1800
+TOKENS_SECONDS: Final = 120.0
+"""How long the decoding request may take for the tokens that are waited for: seconds, where nothing is wrong."""
+
+PLACEMENTS: Final = ("pinned", "unpinned")
+
+Figures = dict[str, float]
+"""What one turn gave, by the names of `benchmarks.vllm.report.FIGURES`; seconds, bytes, and numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured: `rounds`, cut off after `seconds` in all; requests at once, one throughput for each."""
+
+    prompt_tokens: int
+    rounds: int
+    concurrent: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Side:
+    """What was measured with one connector, a round after the other, with its servers placed so."""
+
+    name: str
+    placement: str
+    rounds: list[Figures] = field(default_factory=list)
+
+
+async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
+    """Measures all pairs into `sides`, the one with kvd first in each placement; `advance` is called after each step.
+
+    What has been measured stays in `sides` where this raises.
+
+    Raises:
+        HttpError: A server refused or broke off.
+        ProcessEndedError: A server ended.
+        TimeoutError: The time of the plan is over.
+
+    """
+    pairs: list[Pair] = [
+        KvdPair(folder / "kvd", models, MODEL, blocks=BLOCKS),
+        NixlPair(folder / "nixl", models, MODEL, blocks=BLOCKS),
+        NixlPair(folder / "nixl-0", models, MODEL, blocks=BLOCKS, threads=0),
+    ]
+    seeds = itertools.count()
+    turns = [(pair, Side(pair.title, placement)) for placement in PLACEMENTS for pair in pairs]
+    sides += [side for _, side in turns]
+    try:
+        async with asyncio.timeout(plan.seconds):
+            for pair in pairs:  # one after the other: those that are up and wait keep their cores busy
+                await start_all(pair.services)
+                # The first request of a pair pays for handshakes and page faults.
+                await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
+                _suspend(pair)
+                advance()
+            for _ in range(plan.rounds):
+                first = 1000 * next(seeds)
+                for pair, side in turns:
+                    _resume(pair, side.placement)
+                    side.rounds.append(await _turn(pair, plan, first))
+                    _suspend(pair)
+                    advance()
+                    first += 100
+                turns.reverse()
+    finally:
+        for pair in pairs:
+            _resume(pair, "unpinned")
+            stop_all(pair.services)
+
+
+def _suspend(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        server.signal_group(signal.SIGSTOP)
+
+
+def _resume(pair: Pair, placement: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    for server, core in zip((pair.prefill, pair.decode), (cores[0], cores[-1]), strict=True):
+        if server.running:
+            server.keep_to({core} if placement == "pinned" else set(cores))
+            server.signal_group(signal.SIGCONT)
+
+
+async def _turn(pair: Pair, plan: Plan, first: int) -> Figures:
+    """Seeds of its prompts are the hundred from `first` on."""
+    seeds = itertools.count(first)
+    await pair.complete(make_prompt(WAKING_TOKENS, next(seeds)), ANSWER_TOKENS)
+    figures = await _alone(pair, make_prompt(plan.prompt_tokens, next(seeds)))
+    figures |= await _beside(pair, [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(ARRIVALS)])
+    for number in plan.concurrent:
+        prompts = [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(number)]
+        figures[f"tokens_a_second_{number}"] = await _together(pair, prompts)
+    return figures
+
+
+async def _alone(pair: Pair, prompt: list[int]) -> Figures:
+    body = make_body(MODEL, prompt, ANSWER_TOKENS)
+    start = time.perf_counter()
+    params = await prefill(pair.prefill.url, body)
+    prefilled = time.perf_counter()
+    completion = await complete(pair.decode.url, body | {"kv_transfer_params": params})
+    return {"first_token": completion.times[0] - start, "handover": completion.times[0] - prefilled}
+
+
+async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
+    """A request decodes on the decode side, alone and then while blocks of others arrive one after the other."""
+    bodies = [make_body(MODEL, prompt, 1) for prompt in prompts]
+    offered = [body | {"kv_transfer_params": await prefill(pair.prefill.url, body)} for body in bodies]
+    busy: list[tuple[float, float]] = []
+    engine = daemons = 0.0
+    before = await _counted(pair)
+    async with _decoding(pair) as decoding:
+        await _tokens(decoding, 2 * SETTLING_TOKENS)
+        for body in offered:
+            engine -= pair.decode.processor_seconds()
+            daemons -= _processor_seconds_of_daemons(pair)
+            start = time.perf_counter()
+            arrived = await complete(pair.decode.url, body)
+            busy.append((start, arrived.times[-1]))
+            engine += pair.decode.processor_seconds()
+            daemons += _processor_seconds_of_daemons(pair)
+            await _tokens(decoding, SETTLING_TOKENS)
+    quiet, during = split_gaps(decoding.times[10:], busy)
+    after = await _counted(pair)
+    pulls = max(1.0, after["pulls"] - before["pulls"])
+    return {
+        "at_decode": statistics.median(end - start for start, end in busy),
+        **{name: (after[name] - before[name]) / pulls for name in after if name != "pulls"},
+        "engine_processor": engine / len(busy),
+        "daemons_processor": daemons / len(busy),
+        **_spread("quiet", quiet),
+        **_spread("busy", during),
+    }
+
+
+def _spread(name: str, gaps: Sequence[float]) -> Figures:
+    p50, p99, worst = np.quantile(gaps, (0.5, 0.99, 1.0))
+    return {f"{name}_p50": float(p50), f"{name}_p99": float(p99), f"{name}_worst": float(worst)}
+
+
+def split_gaps(times: Sequence[float], busy: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The gaps between `times` that lie outside all intervals of `busy`, and those that share a moment with one."""
+    quiet: list[float] = []
+    during: list[float] = []
+    for earlier, later in itertools.pairwise(times):
+        shared = any(earlier < end and start < later for start, end in busy)
+        (during if shared else quiet).append(later - earlier)
+    return quiet, during
+
+
+@contextlib.asynccontextmanager
+async def _decoding(pair: Pair) -> AsyncIterator[Completion]:
+    """A request that the decode side computes alone, for as long as the context lasts."""
+    completion = Completion()
+    body = make_body(MODEL, make_prompt(64, seed=0), ENDLESS_TOKENS)
+    task = asyncio.create_task(complete(pair.decode.url, body, completion))
+    try:
+        yield completion
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _tokens(completion: Completion, more: int) -> None:
+    """Returns when there are so many more tokens; TimeoutError if they do not come."""
+    enough = len(completion.tokens) + more
+    async with asyncio.timeout(TOKENS_SECONDS):
+        while len(completion.tokens) < enough:  # noqa: ASYNC110 - tokens come every few milliseconds
+            await asyncio.sleep(0.005)
+
+
+async def _together(pair: Pair, prompts: Sequence[list[int]]) -> float:
+    """Tokens a second of requests that are sent at once, prompts included."""
+    start = time.perf_counter()
+    await asyncio.gather(*(pair.complete(prompt, ANSWER_TOKENS) for prompt in prompts))
+    return sum(len(prompt) + ANSWER_TOKENS for prompt in prompts) / (time.perf_counter() - start)
+
+
+def _processor_seconds_of_daemons(pair: Pair) -> float:
+    daemons = pair.daemons.values() if isinstance(pair, KvdPair) else ()
+    return sum(daemon.processor_seconds() for daemon in daemons)
+
+
+async def _counted(pair: Pair) -> Mapping[str, float]:
+    """What the decode side has counted so far.
+
+    `transfer` is from the first post of a read to its last byte, as NixlConnector sees it with its engine's steps;
+    `posting` is what its posts took, which copy on the same host; `pull` is kvd's whole, with claim and fence.
+    """
+    if isinstance(pair, KvdPair):
+        daemon = await scrape(pair.daemons["decode"])
+        return {
+            "pulls": daemon.total("kvd_read_duration_seconds_count"),
+            "transfer": daemon.total("kvd_read_duration_seconds_sum"),
+            "pull": daemon.total("kvd_pull_duration_seconds_sum"),
+            "bytes": daemon.total("kvd_read_bytes_total"),
+            "descriptors": daemon.total("kvd_read_descriptors_total"),
+        }
+    server = await scrape(pair.decode)
+    return {
+        "pulls": server.total("vllm:nixl_xfer_time_seconds_count"),
+        "transfer": server.total("vllm:nixl_xfer_time_seconds_sum"),
+        "posting": server.total("vllm:nixl_post_time_seconds_sum"),
+        "bytes": server.total("vllm:nixl_bytes_transferred_sum"),
+        "descriptors": server.total("vllm:nixl_num_descriptors_sum"),
+    }

@@ -1,0 +1,146 @@
+"""What daemons say of themselves: their welcomes are checked, and the specs in them read beside the loop.
+
+Reading a spec takes up to 35 ms. So one is read at a time, and peers take turns: whoever sends many waits for its own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from msgspec import Struct, field
+
+from kvd import limits
+from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.messages import PeerPool
+from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.layout import CacheSpec
+from kvd.protocol.peer import PoolInfo, Welcome
+
+_ADDRESSES: Final = 1 << 63
+"""Where memory ends: above lie addresses of kernels, and sums of two would not fit into 64 bits."""
+_KNOWN_SPECS: Final = 16
+"""Specs that are kept: the ranks of an engine, and its replicas, describe their pools alike."""
+
+SpeaksFor = Callable[[str, str], bool]
+"""Whether the public key of a peer (hexadecimal, empty without CURVE) is that of the daemon of this name."""
+
+
+def anybody(_key: str, _daemon: str) -> bool:
+    """Where nobody proves a key, every name is believed."""
+    return True
+
+
+def check_welcome(welcome: Welcome, key: str, speaks_for: SpeaksFor) -> None:
+    """That the peer with `key` may be who it says, and that its memory can be where it says.
+
+    Raises:
+        BadRequest: `NOT_PERMITTED`, the name is another daemon's; `BAD_POOL`, no memory can be there.
+
+    """
+    daemon, agent = welcome.daemon, welcome.agent
+    if not speaks_for(key, daemon):
+        raise BadRequest(ErrorCode.NOT_PERMITTED, f"its key is not that of {daemon!r}; see `curve_peers` here")
+    if not agent.startswith(f"{daemon}#"):
+        raise BadRequest(ErrorCode.NOT_PERMITTED, f"the agent {agent!r} is not one of {daemon!r}")
+    _check_memory("its stamps", welcome.stamps, limits.MAX_STAMPS * limits.STAMP_BYTES)
+    for info in welcome.pools:
+        _check_memory(f"pool {info.pool!r}", info.base, info.size)
+    if len({info.pool for info in welcome.pools}) < len(welcome.pools):
+        raise BadRequest(ErrorCode.BAD_POOL, "it names a pool twice")
+
+
+def _check_memory(what: str, base: bytes, size: int) -> None:
+    end = int.from_bytes(base, "little") + size
+    if end > _ADDRESSES:
+        raise BadRequest(ErrorCode.BAD_POOL, f"{what} would end at {end:#x}, where no memory can be")
+
+
+class SpecRead(Struct, frozen=True, gc=False):
+    """One spec of a welcome is read, or is none."""
+
+    link: int
+    info: PoolInfo
+    result: CacheSpec | KvdError
+
+
+class _Reading(Struct, eq=False):
+    welcome: Welcome
+    left: list[PoolInfo]
+    pools: dict[str, PeerPool] = field(default_factory=dict)
+
+
+class Introductions:
+    """Welcomes whose specs are being read, by link.
+
+    `tell` posts a `SpecRead` for `take`; `introduced` is called with a welcome and its pools, or with what is wrong.
+    """
+
+    def __init__(
+        self,
+        background: Background,
+        tell: Callable[[SpecRead], None],
+        introduced: Callable[[int, Welcome, dict[str, PeerPool] | KvdError], None],
+    ) -> None:
+        self._background = background
+        self._tell = tell
+        self._introduced = introduced
+        self._readings: dict[int, _Reading] = {}
+        """In the order of their turns."""
+        self._specs: dict[bytes, CacheSpec] = {}
+        self._busy = False
+
+    def __contains__(self, link: int) -> bool:
+        return link in self._readings
+
+    def read(self, link: int, welcome: Welcome) -> None:
+        """Reads the specs of a welcome, in turn with those of other peers."""
+        if not welcome.pools:
+            self._introduced(link, welcome, {})
+            return
+        self._readings[link] = _Reading(welcome, list(welcome.pools))
+        self._go_on()
+
+    def forget(self, link: int) -> None:
+        """Nobody waits for this peer's welcome any more."""
+        self._readings.pop(link, None)
+
+    def take(self, message: SpecRead) -> None:
+        """One spec is read."""
+        self._busy = False
+        if isinstance(message.result, CacheSpec):
+            self._specs[message.info.spec] = message.result
+            if len(self._specs) > _KNOWN_SPECS:
+                del self._specs[next(iter(self._specs))]
+        reading = self._readings.get(message.link)
+        if reading is not None and reading.left and reading.left[-1] is message.info:
+            self._add(message.link, reading, message.result)
+        if message.link in self._readings:
+            self._readings[message.link] = self._readings.pop(message.link)  # now it is the others' turn
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Until a spec has to be read that is not known."""
+        while self._readings and not self._busy:
+            link = next(iter(self._readings))
+            reading = self._readings[link]
+            info = reading.left[-1]
+            if info.spec in self._specs:
+                self._add(link, reading, self._specs[info.spec])
+                continue
+            self._busy = True
+            self._background(partial(CacheSpec.decode, info.spec), partial(self._read, link, info))
+
+    def _read(self, link: int, info: PoolInfo, result: CacheSpec | KvdError) -> None:
+        self._tell(SpecRead(link, info, result))
+
+    def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
+        info = reading.left.pop()
+        if isinstance(result, CacheSpec) and result.pool_bytes > info.size:
+            text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {result.pool_bytes}"
+            result = BadRequest(ErrorCode.BAD_SPEC, text)
+        if isinstance(result, CacheSpec):
+            reading.pools[info.pool] = PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, result)
+            if reading.left:
+                return
+        del self._readings[link]
+        self._introduced(link, reading.welcome, result if isinstance(result, KvdError) else reading.pools)

@@ -1,0 +1,130 @@
+"""What is known of a daemon that we connect to."""
+
+from dataclasses import dataclass, field
+
+import structlog
+
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.messages import PeerPool, PeerView
+from kvd.protocol.peer import Ping, Pong, Welcome
+from kvd.state import peer as machine
+from kvd.state.peer import State
+from kvd.transport.path import Kind, kind_of, why_slow
+
+_log = structlog.get_logger("kvd.handshake")
+
+_LONGEST_PAUSE = 32
+"""Heartbeats: what a peer sends costs a process that tries it out first, a second of a core."""
+
+_LOADED = frozenset({State.LOADING, State.READY, State.REFRESHING})
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One daemon, by the address and the link that lead to it."""
+
+    address: str
+    link: int
+    heard: float
+    """When it last said something; times are seconds on the loop's clock."""
+    asked: float = 0.0
+    """When it was last needed."""
+    wanted: bool = False
+    """A pull waits for it."""
+    worker: str = ""
+    """Whose pull was the first to need it; empty where it was met ahead."""
+    met: bool = False
+    """It was ready once."""
+    state: State = machine.TABLE.initial
+    welcome: Welcome | None = None
+    pools: dict[str, PeerPool] = field(default_factory=dict)
+    path: str = ""
+    slow: str | None = None
+    """Why its path is slower than it should be."""
+    early: set[int] = field(default_factory=set)
+    """Links to the same daemon that were told more than this one, which is being asked again."""
+    loss: str = ""
+    failures: int = 0
+    """Of the transport, since it could reach the peer."""
+    greeted_from: float = 0.0
+    """When the peer may be greeted again after the last of them."""
+    pings: int = 0
+    awaited: int | None = None
+    """The last ping that is not answered."""
+    counted: Kind | None = None
+    """Under which path the metrics count it."""
+    counted_slow: bool = False
+
+    @property
+    def agent(self) -> str:
+        """The transport's agent that reaches its memory; empty where none does."""
+        return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
+
+    def ping(self) -> Ping:
+        """The next one."""
+        self.pings += 1
+        self.awaited = self.pings
+        return Ping(self.pings)
+
+    def restarted(self, pong: Pong) -> bool:
+        """Whether it says that it is another run than the one that said welcome, in answer to the last ping."""
+        if pong.number != self.awaited:
+            return False
+        self.awaited = None
+        return self.welcome is not None and pong.incarnation != self.welcome.incarnation
+
+    def failed(self, now: float, heartbeat: float) -> None:
+        """The transport lost it, or could not reach it: it is greeted in a while that grows each time."""
+        self.greeted_from = now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
+        self.failures += 1
+
+    def avoided(self, now: float) -> bool:
+        """Whether it has failed again and again and is not greeted just now, so that nobody should wait for it."""
+        return self.failures > 1 and now < self.greeted_from
+
+    def reached_by(self, path: str, context: ActorContext) -> None:
+        """Notes the path to it, and warns of a slow one the first time."""
+        self.failures = 0
+        settings, welcome = context.settings, self.welcome
+        same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
+        slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
+        if slow and not self.slow:
+            context.metrics.slow_paths.labels(kind_of(path)).inc()
+            _log.warning("slow path", peer=self.address, path=path, reason=slow)
+        self.path, self.slow = path, slow
+        self._count(context)
+
+    def forgotten(self, context: ActorContext) -> None:
+        """Its agent is known no more."""
+        self.welcome = self.awaited = None
+        self._count(context)
+
+    def _count(self, context: ActorContext) -> None:
+        """Counts it under the path that it has now."""
+        metrics, reached = context.metrics, self.welcome is not None
+        kind, slow = (kind_of(self.path), bool(self.slow)) if reached else (None, False)
+        for counted, change in ((self.counted, -1), (kind, +1)):
+            if counted is not None:
+                metrics.peer_paths.labels(counted).inc(change)
+        metrics.peers_slow.inc(slow - self.counted_slow)
+        self.counted, self.counted_slow = kind, slow
+
+    def view(self) -> PeerView:
+        """As the scheduler needs it, once it is loaded."""
+        welcome = self.welcome
+        assert welcome is not None  # noqa: S101 - only a loaded peer is announced
+        stamps = int.from_bytes(welcome.stamps, "little")
+        return PeerView(self.address, welcome.daemon, welcome.incarnation, welcome.agent, self.pools, stamps)
+
+    def report(self, now: float) -> dict[str, object]:
+        """As a status tells of it."""
+        return {
+            "address": self.address,
+            "daemon": self.welcome.daemon if self.welcome else None,
+            "incarnation": self.welcome.incarnation if self.welcome else None,
+            "state": self.state,
+            "path": self.path,
+            "slow": self.slow,
+            "silent_seconds": round(now - self.heard, 3),
+            "last_loss": self.loss,
+        }

@@ -1,0 +1,161 @@
+"""A mailbox actor: it owns its state, is told messages, and tells others. It never waits for an answer.
+
+An actor is a class whose methods marked `@handles(Kind)` take one message each, plain functions that return quickly.
+Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock. Sockets are read no faster
+than messages are handled (`Dispatcher.admits`), so a mailbox that overflows is a bug and is treated as a failure.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from kvd import limits
+from kvd.actors.runtime.loop import Loop, Timer
+from kvd.errors import ErrorCode, InternalError
+
+A = TypeVar("A")
+Handler = Callable[[Any, Any], None]
+
+
+class OnFailure(Enum):
+    """What the supervisor does when a handler raises."""
+
+    RESUME = "resume"
+    """Count it, report it and go on with the next message: for actors whose state one message cannot have spoilt."""
+    STOP = "stop"
+    """Stop the daemon: the state may be wrong, and a daemon's death costs only its requests in flight."""
+
+
+class Supervisor(Protocol):
+    """Whoever is told that a handler raised."""
+
+    def failed(self, actor: "Actor", message: object, error: Exception) -> None:
+        """Reports `error` and acts by `actor.on_failure`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To any actor: say your name to `answer`, when this has passed through your mailbox."""
+
+    answer: Callable[[str], None]
+
+
+def handles(kind: type) -> Callable[[A], A]:
+    """Marks the method that takes messages of `kind`."""
+
+    def mark(method: A) -> A:
+        method.__handles__ = kind  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class Dispatcher:
+    """Delivers what the actors of one house tell each other: one callback of the loop for a whole chain of messages.
+
+    A callback for each message would cost a turn of the loop, with its system calls, for each of the ten steps that a
+    request makes through the house. It is also the `kvd.net.interface.Intake` of the house's sockets.
+    """
+
+    def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
+        self.loop = loop
+        self._supervisor = supervisor
+        self._queue: deque[tuple[Actor, object]] = deque()
+        self._called = False
+        self._held: dict[Callable[[], None], None] = {}
+        """Readers of sockets that go on when few enough messages wait, in the order in which they asked."""
+        self._full = False
+        self._resuming = False
+
+    def admits(self, again: Callable[[], None]) -> bool:
+        """Whether a socket may take in one more frame; where not, `again` is called on the loop once it may."""
+        self._full = self._full or len(self._queue) >= limits.INTAKE_CLOSES
+        if self._full or (self._held and not self._resuming):
+            self._held[again] = None
+            return False
+        return True
+
+    def _resume(self) -> None:
+        """Lets the reader go on that has waited longest; who comes meanwhile waits behind the others."""
+        if self._full or not self._held:
+            return
+        again = next(iter(self._held))
+        del self._held[again]
+        self.loop.call_soon(self._resume)
+        self._resuming = True
+        try:
+            again()
+        finally:
+            self._resuming = False
+
+    def put(self, actor: "Actor", message: object) -> None:
+        """`message` is for `actor`, after all that were put before it."""
+        self._queue.append((actor, message))
+        if not self._called:
+            self._called = True
+            self.loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """Hands messages out in the order they were told; sockets and timers get their turn after so many."""
+        try:
+            self._hand_out()
+        finally:  # also where a failure could not be reported: whoever waits behind it has no part in that
+            if self._full and len(self._queue) <= limits.INTAKE_OPENS:
+                self._full = False
+                self.loop.call_soon(self._resume)
+            if self._called:
+                self.loop.call_soon(self._deliver)
+
+    def _hand_out(self) -> None:
+        for _ in range(limits.MESSAGES_PER_TURN):
+            if not self._queue:
+                self._called = False
+                break
+            actor, message = self._queue.popleft()
+            actor.waiting -= 1
+            try:
+                actor.handlers[type(message)](actor, message)
+            except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
+                self._supervisor.failed(actor, message, error)
+
+
+class Actor:
+    """Base of all actors; see the module's text."""
+
+    name: ClassVar[str]
+    on_failure: ClassVar[OnFailure] = OnFailure.STOP
+    handlers: ClassVar[dict[type, Handler]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        methods = (method for klass in reversed(cls.__mro__) for method in vars(klass).values())
+        cls.handlers = {method.__handles__: method for method in methods if hasattr(method, "__handles__")}
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.loop = dispatcher.loop
+        self.waiting = 0
+        """Messages that were told and not handled."""
+        self._dispatcher = dispatcher
+
+    def tell(self, message: object) -> None:
+        """Posts `message`; it is handled after the current message.
+
+        Raises:
+            InternalError: the mailbox is full.
+
+        """
+        if self.waiting >= limits.MAILBOX_MESSAGES:
+            raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
+        self.waiting += 1
+        self._dispatcher.put(self, message)
+
+    def tell_later(self, delay: float, message: object) -> Timer:
+        """Tells itself `message` in `delay` seconds."""
+        return self.loop.call_later(delay, self.tell, message)
+
+    @handles(Probe)
+    def probe(self, message: Probe) -> None:
+        """Says that messages are handled."""
+        message.answer(self.name)

@@ -1,0 +1,81 @@
+"""Deadlines of many things on one timer."""
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from kvd.actors.runtime.loop import Loop, Timer
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """Calls `expired(key)` once the deadline of `key` has passed. It can be moved, and unset."""
+
+    def __init__(self, loop: Loop, expired: Callable[[K], None]) -> None:
+        self._loop = loop
+        self._expired = expired
+        self._deadlines: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._pushes = 0
+        self._timer: Timer | None = None
+        self._timer_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._deadlines
+
+    def set(self, key: K, deadline: float) -> None:
+        """Sets or moves the deadline of `key` (seconds on the loop's clock)."""
+        moved_later = self._deadlines.get(key, deadline + 1.0) <= deadline
+        self._deadlines[key] = deadline
+        if moved_later:
+            return  # its earlier entry in the heap finds the new deadline when it comes up
+        self._push(key, deadline)
+        if len(self._heap) > 64 + 4 * len(self._deadlines):
+            self._compact()
+        self._arm()
+
+    def unset(self, key: K) -> None:
+        """Forgets `key`; unknown ones are ignored."""
+        self._deadlines.pop(key, None)
+
+    def _push(self, key: K, deadline: float) -> None:
+        self._pushes += 1
+        heapq.heappush(self._heap, (deadline, self._pushes, key))
+
+    def _compact(self) -> None:
+        self._heap.clear()
+        for key, deadline in self._deadlines.items():
+            self._push(key, deadline)
+
+    def _arm(self) -> None:
+        if not self._heap:
+            return
+        first = self._heap[0][0]
+        if self._timer is not None:
+            if self._timer_at <= first:
+                return
+            self._timer.cancel()
+        self._timer_at = first
+        self._timer = self._loop.call_later(max(0.0, first - self._loop.time()), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        due: list[K] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, key = heapq.heappop(self._heap)
+            deadline = self._deadlines.get(key)
+            if deadline is None:
+                continue
+            if deadline > now:
+                self._push(key, deadline)
+            else:
+                del self._deadlines[key]
+                due.append(key)
+        self._arm()
+        for key in due:
+            self._expired(key)

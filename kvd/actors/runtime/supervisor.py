@@ -1,0 +1,32 @@
+"""The supervisor: reports and counts what an actor could not handle, and stops the daemon where that may matter."""
+
+from collections.abc import Callable
+
+import structlog
+
+from kvd import limits
+from kvd.actors.runtime.actor import Actor, OnFailure
+from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
+from kvd.daemon.logs import describe
+from kvd.metrics import Metrics
+
+_log = structlog.get_logger("kvd.actors")
+_LINES = RateLimit(limits.FAILURES_LOGGED_PER_SECOND, 10)
+
+
+class LoggingSupervisor:
+    """Acts by the failed actor's `on_failure`; `stop` ends the daemon."""
+
+    def __init__(self, metrics: Metrics, stop: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._stop = stop
+        self._lines = TokenBucket(_LINES, 0.0)
+
+    def failed(self, actor: Actor, message: object, error: Exception) -> None:
+        """Logs where it was raised and the message's kind (its content may be a user's), so many a second at most."""
+        self._metrics.actor_failures.labels(actor.name).inc()
+        kind = type(message).__name__
+        if self._lines.take(actor.loop.time()):
+            _log.error("actor failed", actor=actor.name, message=kind, policy=actor.on_failure.value, exc_info=error)
+        if actor.on_failure is OnFailure.STOP:
+            self._stop(f"the actor {actor.name} could not handle {kind}: {describe(error)}")

@@ -1,0 +1,98 @@
+"""How one own pool is fed by the ranks of one producing engine: worked out once, used by every pull."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd import plan
+from kvd.actors.runtime.messages import PeerPool, PeerView, Pool
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.plan import Descriptors, Planner
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import Span
+
+RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
+
+_NOTHING = Span(0, 0, b"")
+"""Of a group that is not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One producer rank as this pool sees it. Without a planner nothing is read from it: it is only told so."""
+
+    rank: int
+    """Its index in the ticket."""
+    pool: PeerPool
+    agent: str
+    readers: int
+    planner: Planner | None
+
+
+def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> RouteKey:
+    """What a route depends on: this pool, and every producer rank's pool, each by epoch.
+
+    Raises:
+        Unavailable: `OFFER_GONE`, a producer's daemon has no such pool.
+
+    """
+    sources = []
+    for rank in ranks:
+        view = views[rank.address]
+        peer_pool = view.pools.get(rank.pool)
+        if peer_pool is None:
+            text = f"the daemon {view.daemon!r} at {rank.address} has no pool {rank.pool!r}"
+            raise Unavailable(ErrorCode.OFFER_GONE, text)
+        sources.append((rank.address, view.incarnation, rank.pool, peer_pool.epoch))
+    return pool.epoch, tuple(sources)
+
+
+def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> tuple[Source, ...]:
+    """The producer ranks that this pool has to do with.
+
+    Raises:
+        BadRequest: `INCOMPATIBLE`, bytes of one side mean nothing to the other; names the field and both values.
+
+    """
+    pools = [views[rank.address].pools[rank.pool] for rank in ranks]
+    for peer_pool in pools:
+        plan.check_compatible(peer_pool.spec, pool.spec)
+    routing = plan.route([peer_pool.spec for peer_pool in pools], pool.spec)
+    planners = {share.source: Planner(pools[share.source].spec, pool.spec, share) for share in routing.shares}
+    involved = sorted(planners.keys() | set(routing.releases))
+    return tuple(
+        Source(
+            rank=index,
+            pool=pools[index],
+            agent=views[ranks[index].address].agent,
+            readers=max(1, routing.readers[index]),
+            planner=planners.get(index),
+        )
+        for index in involved
+    )
+
+
+def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: int) -> Descriptors | None:
+    """The descriptors that bring what is `wanted` from one producer rank, or None where it is nothing.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or an id is not one of the producer's;
+            `BAD_TICKET`, the ticket's ids are no ids.
+
+    """
+    if source.planner is None or not any(len(span.ids) for span in wanted):
+        return None
+    offered = ticket.spans(ticket.ranks[source.rank])
+    for span in offered:
+        if len(span.ids) % 4:
+            text = f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}: no multiple of 4"
+            raise BadRequest(ErrorCode.BAD_TICKET, text)
+        if span.group < len(source.pool.spec.groups):
+            plan.check_ids(source.pool.spec.groups[span.group], span.ids)
+    there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}
+    spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
+    descriptors = source.planner.plan(spans, ticket.tokens)
+    return descriptors if descriptors.count else None
+
+
+def _pair(there: Span, here: Span) -> plan.Span:
+    return plan.Span(there.first, memoryview(there.ids).cast("I"), here.first, memoryview(here.ids).cast("I"))

@@ -1,0 +1,99 @@
+"""The pools that pulls write to: which of their blocks are busy, and how many pulls are open."""
+
+from dataclasses import dataclass, replace
+
+from kvd import limits
+from kvd.actors.runtime.blocks import BusyBlocks
+from kvd.actors.runtime.messages import Pool
+from kvd.actors.scheduler.pulls import Pull
+from kvd.errors import ErrorCode, Unavailable
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the pulls into one pool that have not ended take."""
+
+    pulls: int = 0
+    ranks: int = 0
+    """In their tickets."""
+    ticket_bytes: int = 0
+
+    def add(self, pull: Pull, *, times: int = 1) -> None:
+        """One more, or one less."""
+        self.pulls += times
+        self.ranks += times * len(pull.ticket.ranks)
+        self.ticket_bytes += times * pull.ticket_bytes
+
+    def check(self) -> None:
+        """That there may be so much.
+
+        Raises:
+            Unavailable: `OVERLOADED`, it is too much.
+
+        """
+        for what, count, bound in (
+            ("pulls of this worker", self.pulls, limits.MAX_REQUESTS_PER_WORKER),
+            ("producer ranks of this worker's pulls", self.ranks, limits.MAX_RANKS_PER_WORKER),
+            ("bytes of tickets of this worker's pulls", self.ticket_bytes, limits.MAX_TICKET_BYTES_PER_WORKER),
+        ):
+            if count > bound:
+                text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
+                raise Unavailable(ErrorCode.OVERLOADED, text)
+
+
+class Targets:
+    """The pools of this daemon's workers, from when they can be used until they are gone."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Pool] = {}
+        self._busy: dict[int, BusyBlocks] = {}
+        self._open: dict[int, _Open] = {}
+        """By the id of the pool that pulls write to."""
+        self._closing: set[int] = set()
+
+    def up(self, pool: Pool) -> None:
+        """Pulls into this pool are welcome."""
+        self._pools[pool.worker] = pool
+        self._busy[pool.id] = BusyBlocks(pool.spec)
+
+    def close(self, pool: int) -> None:
+        """Nothing new is taken of this pool."""
+        self._closing.add(pool)
+
+    def down(self, pool: Pool) -> None:
+        """The pool is gone; it was quiet."""
+        del self._pools[pool.worker], self._busy[pool.id]
+        self._closing.discard(pool.id)
+
+    def is_quiet(self, pool: int) -> bool:
+        """Whether it is closing, and nothing writes to it any more."""
+        return pool in self._closing and pool not in self._open
+
+    def take(self, pull: Pull) -> None:
+        """One more pull, and its blocks, which are busy until they are given back.
+
+        Raises:
+            BadRequest: `BAD_BLOCKS`, one is named twice.
+            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`.
+
+        """
+        pool = pull.pool
+        if self._pools.get(pool.worker) is not pool or pool.id in self._closing:
+            raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
+        after = replace(self._open.get(pool.id, _Open()))
+        after.add(pull)
+        after.check()
+        self._busy[pool.id].take(pull.spans)
+        self._open[pool.id] = after
+
+    def give_back(self, pull: Pull) -> None:
+        """Nothing of it writes any more."""
+        self._busy[pull.pool.id].give_back(pull.spans)
+        left = self._open[pull.pool.id]
+        left.add(pull, times=-1)
+        if not left.pulls:
+            del self._open[pull.pool.id]
+
+    def busy_blocks(self) -> dict[str, int]:
+        """How many, by worker."""
+        return {pool.worker: self._busy[pool.id].count for pool in self._pools.values()}

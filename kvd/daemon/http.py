@@ -1,0 +1,130 @@
+"""The HTTP port: /metrics for Prometheus, /livez and /readyz for whoever supervises the daemon.
+
+It runs on a thread and a loop of its own, so that it answers, truthfully, when the daemon's loop hangs. One request a
+connection, within a time; where too many are open, the oldest of the address that has most of them gives way.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections import Counter
+from http import HTTPStatus
+from typing import NamedTuple
+
+import h11
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvd import limits
+from kvd.daemon.health import Health
+from kvd.errors import BadRequest, ErrorCode
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+class _Answer(NamedTuple):
+    status: HTTPStatus
+    body: bytes
+    kind: str = _TEXT
+
+
+class HttpServer:
+    """Serves until closed. `address` is host:port; port 0 takes a free one.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, the address cannot be bound.
+
+    """
+
+    def __init__(self, address: str, registry: CollectorRegistry, health: Health) -> None:
+        self._registry = registry
+        self._health = health
+        self._open: dict[asyncio.StreamWriter, str] = {}
+        """Connections from oldest to newest, and the address that each is from."""
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                (host.strip("[]"), int(port)), family=family, backlog=limits.HTTP_BACKLOG
+            )
+        except (OSError, OverflowError) as error:
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"http: cannot listen on {address!r}: {error}") from error
+        bound, number = self._socket.getsockname()[:2]
+        self.address = f"[{bound}]:{number}" if family == socket.AF_INET6 else f"{bound}:{number}"
+        """host:port that is listened on."""
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvd-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening and hangs up on everybody."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._listen())
+
+    async def _listen(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._socket)
+        await self._stopping.wait()
+        server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= limits.MAX_HTTP_CONNECTIONS:
+            self._make_room()
+        self._open[writer] = str(writer.get_extra_info("peername", ("",))[0])
+        # An end by time-out, or of the connection, is nobody's event.
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(limits.HTTP_SECONDS):
+                await self._converse(reader, writer)
+        self._open.pop(writer, None)
+        writer.transport.abort()
+
+    def _make_room(self) -> None:
+        """Hangs up on the oldest connection of the address that has most."""
+        ((crowd, _),) = Counter(self._open.values()).most_common(1)
+        oldest = next(writer for writer, address in self._open.items() if address == crowd)
+        del self._open[oldest]
+        oldest.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request, one answer, and the other side hangs up."""
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.MAX_HTTP_REQUEST_BYTES)
+        try:
+            while (event := connection.next_event()) is h11.NEED_DATA:
+                connection.receive_data(await reader.read(limits.MAX_HTTP_REQUEST_BYTES))
+        except h11.RemoteProtocolError as error:
+            answer = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode())
+        else:
+            if not isinstance(event, h11.Request):
+                return
+            answer = self._answer(event)
+        headers = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body))), ("Connection", "close")]
+        head = h11.Response(status_code=answer.status, reason=answer.status.phrase, headers=headers)
+        for part in (head, h11.Data(data=answer.body), h11.EndOfMessage()):
+            writer.write(connection.send(part) or b"")
+        writer.write_eof()
+        await writer.drain()
+        while await reader.read(limits.MAX_HTTP_REQUEST_BYTES):  # to hang up first would cut the answer short
+            pass
+
+    def _answer(self, request: h11.Request) -> _Answer:
+        if request.method != b"GET":
+            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET is all there is\n")
+        path = request.target.partition(b"?")[0]
+        if path == b"/metrics":
+            encode, kind = choose_encoder(dict(request.headers).get(b"accept", b"").decode("latin-1"))
+            return _Answer(HTTPStatus.OK, encode(self._registry), kind)
+        if path == b"/livez":
+            if self._health.alive:
+                return _Answer(HTTPStatus.OK, b"alive\n")
+            why = b"the event loop, an actor or the transport does not answer\n"
+            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, why)
+        if path == b"/readyz":
+            reasons = self._health.reasons
+            text = "".join(f"{name}: {reason}\n" for name, reason in sorted(reasons.items())) or "ready\n"
+            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, text.encode())
+        return _Answer(HTTPStatus.NOT_FOUND, b"paths: /metrics, /livez, /readyz\n")

@@ -1,0 +1,323 @@
+"""The daemon: the only place that wires concrete parts together, starts them, and stops them in order."""
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+import kvd
+from kvd import limits
+from kvd.actors.build import Dependencies, build_actors
+from kvd.actors.gateway import policy
+from kvd.actors.handshake.introductions import anybody
+from kvd.actors.handshake.messages import ExpectPeers, RightsChanged
+from kvd.actors.handshake.peer_server import everything
+from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.supervisor import LoggingSupervisor
+from kvd.daemon.config import Config
+from kvd.daemon.health import Health
+from kvd.daemon.http import HttpServer
+from kvd.daemon.rejections import Rejections
+from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
+from kvd.daemon.watchdog import Watchdog
+from kvd.discovery.directory import Directory
+from kvd.discovery.file import PeersFile
+from kvd.discovery.names import PeerNames
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
+from kvd.host import raise_open_files
+from kvd.memory.provider import provider_for
+from kvd.memory.stamps import HostStamps
+from kvd.metrics import Metrics
+from kvd.net import keys
+from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
+from kvd.net.trust import Trust
+from kvd.net.workers import WorkerSockets
+from kvd.transport.nixl.probe import Probe
+from kvd.transport.nixl.transport import open_transports
+from kvd.transport.striped import StripedTransport
+
+if TYPE_CHECKING:
+    from kvd.daemon.tracing import Traces
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("kvd")
+
+_ROUND_SECONDS = 1.0
+"""Between two rounds of the watchdog."""
+STOP_SECONDS = 15.0
+"""How long the parts may take to stop after the grace time."""
+_FLUSH_SECONDS = 1.0
+"""How long the last messages may take to pass through the actors."""
+_ACKNOWLEDGE_SECONDS = 0.5
+"""How long workers may take to acknowledge the last notifications: an engine does so with its next step. By then they
+lie in the socket of one that does not, and its session's end cannot overtake them."""
+
+
+class Daemon:
+    """One daemon; `serve` runs it until a signal, and returns the process's exit status."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.incarnation = time.time_ns()
+        self._log = structlog.get_logger("kvd").bind(daemon=config.name)
+        self.metrics = Metrics(CollectorRegistry())
+        ProcessCollector(registry=self.metrics.registry)
+        self.health = Health(self.metrics)
+        self._notifier = Notifier(os.environ)
+        self._store = DescriptorStore(self._notifier, received_descriptors(os.environ))
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._failure = ""
+        self._busy: set[str] = set()
+        self._idle = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Starts, waits for SIGTERM or SIGINT, drains, stops. 0 after a clean end, 1 where something failed."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._escaped)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        await self._run(loop)
+        return 1 if self._failure else 0
+
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        config = self.config
+        raise_open_files(limits.MAX_PEERS * DESCRIPTORS_PER_LINK)
+        self._trust = self._load_trust()
+        self._directory = self._make_directory()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        provider = provider_for(config.device, config.memory)
+        rules = () if config.worker_policy is None else policy.load(config.worker_policy)
+        self._http = HttpServer(config.http, self.metrics.registry, self.health)
+        identity = f"{config.name}#{self.incarnation}"
+        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
+        stripes = open_transports(agents, loop, devices=config.network_devices())
+        self._probe = Probe(stripes[0].library)
+        self._probe.start()
+        self._transport = StripedTransport(stripes, self._probe)
+        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._peer_sockets = PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=self._trust,
+            on_rejected=Rejections(self.metrics, self._log),
+        )
+        self._traces = _traces(config)
+        self.context = ActorContext(
+            loop=loop,
+            settings=config.actor_settings(self.incarnation),
+            metrics=self.metrics,
+            supervisor=LoggingSupervisor(self.metrics, self.fail),
+            condition=self.health.set,
+            idle=self._is_idle,
+            spans=self._traces,
+        )
+        dependencies = Dependencies(
+            worker_port=self._worker_sockets,
+            peer_port=self._peer_sockets,
+            transport=self._transport,
+            provider=provider,
+            background=_Background(loop),
+            draw_session=lambda: os.urandom(16),
+            describe=self._describe,
+            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+            transport_answered=self._transport_answered,
+            store=self._store,
+            policy=policy.Policy(os.geteuid(), rules),
+            stamps=HostStamps(),
+            rights=self._trust.pools_of if self._trust else everything,
+            speaks_for=self._trust.speaks_for if self._trust else anybody,
+        )
+        build_actors(self.context, dependencies)
+        self._watchdog = Watchdog(
+            loop,
+            _ROUND_SECONDS,
+            actors=self.context.actors,
+            ping=self._transport.ping,
+            fed=self._fed,
+            metrics=self.metrics,
+        )
+        self._watchdog.start()
+        loop.call_later(config.pool_linger, self._store.drop_unclaimed)
+        self._directory.start()
+        # torch and NIXL leave 200,000 objects: to look through them again stopped the loop for 0.1 to 0.2 s.
+        gc.collect()
+        gc.freeze()
+        self.health.set("starting", None)
+        self._notifier.ready()
+        self._log.info(
+            "serving",
+            version=kvd.__version__,
+            socket=str(config.socket),
+            address=self._peer_sockets.address,
+            http=self._http.address,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            pools_kept=self._store.unclaimed,
+        )
+        await self._stopping.wait()
+        self._directory.stop()
+        await self._shut_down()
+
+    async def _shut_down(self) -> None:
+        """No new work; what runs may finish; workers and peers are told; then the parts.
+
+        Workers keep their sessions, and the path its lock, until the transport has ended: from then on nothing of this
+        process writes to their pools.
+        """
+        context = self.context
+        self.health.set("stopping", self._failure or "the daemon is stopping")
+        self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
+        if not self._failure:
+            self._log.info("draining", grace=self.config.drain_grace)
+            context.gateway.tell(Drain())
+            await self._drain(context.leases, context.scheduler, seconds=self.config.drain_grace)
+        for actor in (context.scheduler, context.leases):
+            actor.tell(Stop())
+        await self._flush()
+        if not self._failure:
+            await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
+        self._peer_sockets.close()
+        await self._probe.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
+        context.gateway.tell(Stop())
+        await self._flush()
+        self._worker_sockets.close()
+        if self._traces is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._traces.close)
+        self._http.close()
+        self._log.info("stopped", failure=self._failure or None)
+
+    async def _drain(self, *actors: Actor, seconds: float) -> None:
+        """Waits until nothing of these actors is left, for so long at most, or until a second signal."""
+        self._busy = {actor.name for actor in actors}
+        self._idle.clear()
+        for actor in actors:
+            actor.tell(Drain())
+        waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for future in waiting:
+            future.cancel()
+
+    async def _flush(self) -> None:
+        """Lets the actors handle what they have been told."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while any(actor.waiting for actor in self.context.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    def _transport_answered(self, number: int) -> None:
+        self._watchdog.transport_answered(number)
+
+    def _fed(self) -> None:
+        """Every part answered the watchdog."""
+        self.health.beat()
+        self._notifier.feed()
+        reasons = self.health.reasons
+        self._notifier.status("; ".join(reasons.values()) or f"serving peers at {self._peer_sockets.address}")
+
+    def _signalled(self, number: int) -> None:
+        self._log.info("signal", signal=signal.Signals(number).name)
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    def _load_trust(self) -> Trust | None:
+        config = self.config
+        if config.curve_key is None or config.curve_peers is None:
+            return None
+        return Trust(keys.load(config.curve_key), config.name, keys.load_allowed(config.curve_peers))
+
+    def _reload(self) -> None:
+        """SIGHUP: the allow-list is read again; a list that cannot be read changes nothing."""
+        if self._trust is None or self.config.curve_peers is None:
+            self._log.info("nothing to read again", signal="SIGHUP")
+            return
+        try:
+            allowed = keys.load_allowed(self.config.curve_peers)
+        except KvdError as error:
+            self._log.error("the allow-list stays as it was", reason=error.text)
+            return
+        self._trust.replace(allowed)
+        self._log.info("allow-list read", peers=len(allowed))
+        self.context.handshake.tell(RightsChanged())
+        self._directory.refresh()
+
+    def _make_directory(self) -> Directory:
+        config, own = self.config, self.config.advertise or self.config.listen
+        return Directory(
+            PeersFile(config.peers, config.name, own, self._trust) if config.peers else None,
+            PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server) if config.peers_dns else None,
+            lambda addresses: self.context.handshake.tell(ExpectPeers(addresses)),
+            self._log,
+        )
+
+    def _is_idle(self, actor: str) -> None:
+        self._busy.discard(actor)
+        if not self._busy:
+            self._idle.set()
+
+    def fail(self, reason: str) -> None:
+        """Ends the daemon with status 1: its state may be wrong, and its death costs only its requests in flight."""
+        self._log.error("stopping after a failure", reason=reason)
+        self._failure = self._failure or reason
+        self._stopping.set()
+
+    def _escaped(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. Logged without its arguments, which asyncio would show: some are messages."""
+        self._log.error("a callback of the loop failed", what=context["message"], exc_info=context.get("exception"))
+
+    def _describe(self) -> dict[str, object]:
+        config = self.config
+        return {
+            "daemon": config.name,
+            "version": kvd.__version__,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "address": self._peer_sockets.address,
+            "http": self._http.address,
+            "device": config.device,
+            "ready": not self.health.reasons,
+            "not_ready": self.health.reasons,
+            "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
+        }
+
+
+def _traces(config: Config) -> "Traces | None":
+    if not config.traces:
+        return None
+    try:
+        from kvd.daemon.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
+    except ImportError as error:
+        text = f"traces are asked for, and OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+    return exporting(config.name)
+
+
+class _Background:
+    """Runs what takes long on a thread: faulting in gigabytes takes seconds, reading a spec milliseconds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        def attempt() -> T | KvdError:
+            try:
+                return work()
+            except KvdError as error:
+                return error
+            except Exception as error:  # noqa: BLE001 - whoever waits for the result hears of it
+                _log.error("background work failed", exc_info=error)
+                return InternalError(ErrorCode.INTERNAL, f"a {type(error).__name__} of kvd's own; see the daemon's log")
+
+        future = self._loop.run_in_executor(None, attempt)
+        future.add_done_callback(lambda finished: done(finished.result()))

@@ -1,0 +1,164 @@
+"""What kvd says to systemd and gets from it: readiness, the watchdog, and the store that keeps descriptors.
+
+The protocol is datagrams of `KEY=value` lines to the socket in $NOTIFY_SOCKET (sd_notify(3)); descriptors travel beside
+them. Where there is no such socket nothing is sent and nothing is kept, and the daemon serves as well.
+"""
+
+import hashlib
+import os
+import socket
+from collections import deque
+from collections.abc import MutableMapping
+from typing import Final
+
+import structlog
+
+_FIRST_DESCRIPTOR: Final = 3
+"""Where passed descriptors begin (sd_listen_fds(3))."""
+_MAX_OWED: Final = 1024
+"""Notifications kept for a socket that refuses them: far more than a daemon's start and its pools have."""
+
+_log = structlog.get_logger("kvd.daemon.systemd")
+
+
+class Notifier:
+    """The notification socket that `environ` names, if it names one."""
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self._path = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_seconds: float | None = int(environ.get("WATCHDOG_USEC", "0")) / 1e6 if watched else None
+        """After how long without `feed` systemd restarts us; None or 0 where it does not."""
+        self._status = ""
+        self._owed: deque[tuple[str, int]] = deque()
+        """What the socket refused and must still get, in order; each with a descriptor of ours, or -1."""
+
+    @property
+    def present(self) -> bool:
+        """Whether somebody listens."""
+        return bool(self._path)
+
+    def ready(self) -> None:
+        """The start is complete."""
+        self._owe("READY=1")
+
+    def stopping(self, seconds: float) -> None:
+        """The end has begun and may take `seconds`."""
+        self._owe(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+
+    def status(self, text: str) -> None:
+        """One line for `systemctl status`; say it again and again, it is sent when it changes."""
+        if text != self._status and self._send(f"STATUS={text}", -1):
+            self._status = text
+
+    def feed(self) -> None:
+        """Everything answers. What the socket refused earlier is sent again first."""
+        self._pay()
+        self._send("WATCHDOG=1", -1)
+
+    def store(self, name: str, descriptor: int) -> None:
+        """Hands a duplicate of `descriptor` to systemd, which gives it to the next daemon of this unit."""
+        self._owe(f"FDSTORE=1\nFDNAME={name}", descriptor)
+
+    def unstore(self, name: str) -> None:
+        """Makes systemd close what was stored under `name`."""
+        self._owe(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    def _owe(self, text: str, descriptor: int = -1) -> None:
+        """Sends what must arrive: a start that systemd never hears of is killed as one that hangs."""
+        if not self._path:
+            return
+        if len(self._owed) >= _MAX_OWED:
+            _log.error("systemd has taken no notification for long; this one is lost", text=text)
+            return
+        self._owed.append((text, -1 if descriptor < 0 else os.dup(descriptor)))
+        self._pay()
+
+    def _pay(self) -> None:
+        while self._owed and self._send(*self._owed[0]):
+            _, descriptor = self._owed.popleft()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _send(self, text: str, descriptor: int) -> bool:
+        """Whether the socket took it; without a socket there is nobody to miss it."""
+        if not self._path:
+            return True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.setblocking(False)  # a service manager that hangs must not hang the loop
+            try:
+                sock.connect(self._path)
+                socket.send_fds(sock, [text.encode()], () if descriptor < 0 else (descriptor,))
+            except OSError as error:
+                _log.warning("systemd does not take notifications", text=text.partition("\n")[0], error=str(error))
+                return False
+        return True
+
+
+def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:
+    """Descriptors that systemd passed to this process, by name; takes the variables that speak of them away."""
+    addressee = environ.pop("LISTEN_PID", "")
+    count = int(environ.pop("LISTEN_FDS", "0"))
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    if addressee != str(os.getpid()):
+        return {}
+    received: dict[str, int] = {}
+    for position, name in zip(range(count), names, strict=False):
+        descriptor = _FIRST_DESCRIPTOR + position
+        os.set_inheritable(descriptor, False)
+        if name in received:  # only one pool of a name can be lent
+            os.close(descriptor)
+        else:
+            received[name] = descriptor
+    return received
+
+
+class DescriptorStore:
+    """Keeps the pools' descriptors with systemd while the daemon is gone (a `kvd.memory.interface.PoolStore`)."""
+
+    def __init__(self, notifier: Notifier, received: dict[str, int]) -> None:
+        self._notifier = notifier
+        self._received = received
+        self._names: dict[str, str] = {}
+
+    def take(self, worker: str, uid: int, spec: bytes) -> int:
+        """The descriptor of the pool that `worker` had under the last daemon, for the caller to close; else -1."""
+        wanted = _name(worker, uid, spec)
+        for name in [name for name in self._received if name.startswith(_prefix(worker, uid)) and name != wanted]:
+            self._forget(name)  # the worker came back with another layout: the old bytes are of no use
+        return self._received.pop(wanted, -1)
+
+    def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
+        """Stores a pool's descriptor; a second time changes nothing."""
+        name = _name(worker, uid, spec)
+        self._names[worker] = name
+        self._notifier.store(name, descriptor)
+
+    def drop(self, worker: str) -> None:
+        """The worker's pool has ended."""
+        name = self._names.pop(worker, None)
+        if name is not None:
+            self._notifier.unstore(name)
+
+    @property
+    def unclaimed(self) -> int:
+        """Pools of the last daemon that no worker has come for."""
+        return len(self._received)
+
+    def drop_unclaimed(self) -> None:
+        """Nobody came for these pools in time: gives their memory back."""
+        for name in list(self._received):
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        os.close(self._received.pop(name))
+        self._notifier.unstore(name)
+
+
+def _prefix(worker: str, uid: int) -> str:
+    return f"pool-{uid}-{hashlib.sha256(worker.encode()).hexdigest()[:24]}-"
+
+
+def _name(worker: str, uid: int, spec: bytes) -> str:
+    """A name of the characters that systemd allows: no colon, at most 255."""
+    return _prefix(worker, uid) + hashlib.sha256(spec).hexdigest()[:24]

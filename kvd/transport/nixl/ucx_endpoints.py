@@ -1,0 +1,118 @@
+"""Which lanes UCX chose for a peer, asked of the UCX that NIXL has loaded.
+
+NIXL does not say. UCX lists its endpoints in its virtual file system (`ucs_vfs_*`, there for debuggers) under their
+addresses, and `ucp_ep_query` tells the transports of one. Both run on the thread of the agent that is asked about, the
+only one that makes or closes its endpoints, so an endpoint that is listed is alive. But a list walks through what all
+agents of the process have, so the others must rest meanwhile. Where a UCX has neither function, nothing is known.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+_OK: Final = 0
+_FIELD_TRANSPORTS: Final = 1 << 3
+_MAX_LANES: Final = 64
+_NAME_CHARACTERS: Final = 31
+"""Of a context's name, which is the agent's: UCX cuts off what is longer (`UCP_ENTITY_NAME_MAX`, with its zero)."""
+_Visit = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class _Entry(ctypes.Structure):
+    """`ucp_transport_entry_t`."""
+
+    _fields_ = (("transport", ctypes.c_char_p), ("device", ctypes.c_char_p))
+
+
+class _Transports(ctypes.Structure):
+    """`ucp_transports_t`."""
+
+    _fields_ = (("entries", ctypes.POINTER(_Entry)), ("count", ctypes.c_uint), ("entry_size", ctypes.c_size_t))
+
+
+class _Attributes(ctypes.Structure):
+    """`ucp_ep_attr_t`; a `sockaddr_storage` has 128 bytes."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local", ctypes.c_char * 128),
+        ("remote", ctypes.c_char * 128),
+        ("transports", _Transports),
+        ("user_data", ctypes.c_void_p),
+    )
+
+
+class UcxEndpoints:
+    """The endpoints of the agent called `agent`, which must exist. Who holds `others` makes the other agents rest.
+
+    The first 31 characters of its name must be its own in this process: UCX knows no more of it.
+    """
+
+    def __init__(self, agent: str, others: Sequence[AbstractContextManager[object]] = ()) -> None:
+        self._agent = agent
+        self._others = others
+        self._ucs = _loaded("libucs", "ucs_vfs_path_list_dir")
+        self._ucp = _loaded("libucp", "ucp_ep_query")
+
+    def endpoints(self) -> frozenset[int]:
+        """Addresses of the endpoints that are open now; empty where UCX does not say."""
+        context = f"/ucp/context/{self._agent[:_NAME_CHARACTERS]}"
+        found: set[int] = set()
+        with self._alone():
+            for folder in ("/", "/ucp", "/ucp/context", context):
+                self._list(folder)  # UCX fills a folder in when the one above it is read
+            for worker in self._list(f"{context}/worker"):
+                self._list(f"{context}/worker/{worker}")
+                found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
+        return frozenset(found)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for other in self._others:
+                stack.enter_context(other)
+            yield
+
+    def of(self, endpoint: int) -> list[str]:
+        """The lanes of an open endpoint, `transport/device` each: `["tcp/lo", "cma/memory"]`."""
+        if self._ucp is None:
+            return []
+        entries = (_Entry * _MAX_LANES)()
+        attributes = _Attributes(mask=_FIELD_TRANSPORTS)
+        attributes.transports = _Transports(entries, _MAX_LANES, ctypes.sizeof(_Entry))
+        if self._ucp.ucp_ep_query(ctypes.c_void_p(endpoint), ctypes.byref(attributes)) != _OK:
+            return []
+        used = entries[: attributes.transports.count]
+        return [f"{entry.transport.decode()}/{entry.device.decode()}" for entry in used]
+
+    def components(self) -> list[str]:
+        """UCX's components that found a device here: `cma`, `tcp`, `ib`, ...; empty where UCX does not say."""
+        self._list("/")
+        self._list("/uct")
+        names = self._list("/uct/component")
+        for name in names:
+            self._list(f"/uct/component/{name}")
+        return sorted(name for name in names if self._list(f"/uct/component/{name}/memory_domain"))
+
+    def _list(self, folder: str) -> list[str]:
+        names: list[str] = []
+        if self._ucs is not None:
+            visit = _Visit(lambda name, _context: names.append(name.decode()))
+            self._ucs.ucs_vfs_path_list_dir(folder.encode(), visit, None)
+        return names
+
+
+def _loaded(library: str, symbol: str) -> ctypes.CDLL | None:
+    """The library that this process has mapped already, if it has `symbol`: NIXL's wheels bring a UCX of their own."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{library}" in line}
+    for path in sorted(paths):
+        name = os.path.basename(path)
+        if name.startswith((f"{library}.", f"{library}-")):
+            loaded = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return loaded if hasattr(loaded, symbol) else None
+    return None

@@ -1,0 +1,133 @@
+import pytest
+
+from kvd import limits
+from kvd.actors.completion.messages import Notify, Undelivered
+from kvd.actors.runtime.messages import Drain
+from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications, Released
+from tests.actors.stage import Stage
+
+
+@pytest.fixture
+def stage():
+    stage = Stage()
+    stage.attach()
+    return stage
+
+
+def end_offers(stage, *names):
+    for name in names:
+        stage.offer(name)
+        stage.request(Cancel(9, name), session=bytes([stage.sessions]) * 16)
+
+
+def batches(stage):
+    return [reply for _, reply in stage.to_workers if isinstance(reply, Notifications)]
+
+
+def test_notifications_are_numbered_from_1(stage):
+    end_offers(stage, "a", "b")
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (2, 1)]
+
+
+def test_a_worker_that_comes_back_gets_what_it_has_not_acknowledged(stage):
+    end_offers(stage, "a", "b", "c")
+    stage.request(Acknowledge(1))
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    [batch] = batches(stage)
+    assert (batch.first, [item.offer for item in batch.items]) == (2, ["b", "c"])
+
+
+def test_what_happens_while_it_is_away_is_kept(stage):
+    stage.offer("a", ttl=0.5)
+    stage.hang_up()
+    stage.run(1.0)
+    stage.attach(connection=2)
+    assert [item.offer for item in stage.notified] == ["a"]
+
+
+def test_a_successor_starts_with_an_empty_log(stage):
+    end_offers(stage, "a")
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2, instance=b"j" * 16)
+    assert batches(stage) == []
+
+
+def test_a_worker_that_detached_is_told_nothing(stage):
+    end_offers(stage, "a")
+    stage.session(Detach())
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    assert batches(stage) == []
+
+
+@pytest.mark.parametrize("sequence", [0, 2, 10**6, (1 << 63) - 1])
+def test_acknowledging_more_than_was_sent_does_no_harm(stage, sequence):
+    end_offers(stage, "a")
+    stage.request(Acknowledge(sequence))
+    stage.request(Acknowledge(sequence))
+    end_offers(stage, "b")
+    assert stage.notified[-1].offer == "b"
+    assert batches(stage)[-1].first == 2
+
+
+def test_a_batch_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(limits, "NOTIFICATIONS_PER_BATCH", 2)
+    end_offers(stage, "a", "b", "c")
+    stage.hang_up()
+    stage.to_workers.clear()
+    stage.attach(connection=2)
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 2), (3, 1)]
+
+
+def test_a_drain_waits_until_every_worker_that_is_there_has_its_notifications(stage):
+    end_offers(stage, "a", "b")
+    stage.context.completion.tell(Drain())
+    stage.run()
+    assert stage.idle == []
+    stage.request(Acknowledge(1))
+    assert stage.idle == []
+    stage.request(Acknowledge(2))
+    assert stage.idle == ["completion"]
+
+
+def test_a_drain_waits_for_no_worker_that_is_gone(stage):
+    end_offers(stage, "a")
+    stage.context.completion.tell(Drain())
+    stage.run()
+    assert stage.idle == []
+    stage.hang_up()
+    assert stage.idle == ["completion"]
+
+
+def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
+    stage = Stage(pool_linger=5.0)
+    first = stage.attach()
+    end_offers(stage, "a", "b")
+    stage.hang_up()
+    stage.run(1.0)
+    assert len(stage.context.completion._logs["w"].items) == 2
+    stage.run(10.0)
+    assert stage.context.completion._logs == {}
+    stage.to_workers.clear()
+    assert stage.attach(connection=2).pool != first.pool
+    assert batches(stage) == []
+
+
+def test_what_is_acknowledged_while_the_queue_is_full_need_not_be_acknowledged_again(stage):
+    end_offers(stage, "a")
+    stage.context.completion.tell(Undelivered("w"))
+    stage.request(Acknowledge(1))
+    assert not stage.context.completion._logs["w"].items
+
+
+def test_a_batch_that_was_refused_comes_again_before_what_was_told_meanwhile(stage):
+    completion = stage.context.completion
+    completion.tell(Notify("w", Released("a", "read")))
+    stage.run()
+    completion.tell(Notify("w", Released("b", "read")))
+    completion.tell(Undelivered("w"))  # the first was refused, while the flush of the second waits
+    stage.run()
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (1, 2)]

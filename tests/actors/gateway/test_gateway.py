@@ -1,0 +1,209 @@
+import base64
+import json
+
+import pytest
+
+from kvd import limits
+from kvd.errors import ErrorCode
+from kvd.protocol.types import Span
+from kvd.protocol.worker import (
+    Acknowledge,
+    Attach,
+    Attached,
+    Cancel,
+    Detach,
+    Error,
+    Offer,
+    Offered,
+    Pull,
+    Refused,
+    Status,
+    StatusRequest,
+)
+from tests.actors.stage import CACHE, Stage, ids, make_ticket
+
+
+@pytest.fixture
+def stage():
+    stage = Stage()
+    stage.attach()
+    return stage
+
+
+def refusal(replies):
+    [reply] = replies
+    assert isinstance(reply, Error)
+    return reply
+
+
+def test_a_worker_gets_its_pool_and_a_session(stage):
+    [attached] = stage.on_sessions
+    assert isinstance(attached, Attached)
+    assert attached.session == b"\1" * 16
+    assert attached.pool_bytes == CACHE.spec.pool_bytes
+    assert not attached.kept
+
+
+def test_a_frame_of_nobody_is_refused(stage):
+    reply = refusal(stage.request(StatusRequest(9), session=b"nobody"))
+    assert reply.code == ErrorCode.NOT_ATTACHED
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\xa4pull", b"\x91\xa7unknown", b"\xff" * 100])
+def test_garbage_is_refused_with_call_0(stage, frame):
+    reply = refusal(stage.request(frame))
+    assert (reply.call, reply.code) == (0, ErrorCode.BAD_MESSAGE)
+
+
+def test_a_frame_above_the_bound_is_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 1000)
+    assert refusal(stage.request(b"x" * 1001)).code == ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("spans", "text"),
+    [
+        ((Span(0, 0, ids(8)),), "block id 8"),
+        ((Span(0, 0, ids(0, 4_000_000_000)),), "block id 4000000000"),
+        ((Span(1, 0, ids(1)),), "group 1"),
+        ((Span(0, 0, ids(1)), Span(0, 1, ids(2))), "group 0 is named"),
+        ((Span(0, 0, b"\1\0\0"),), "3 bytes"),
+    ],
+)
+def test_blocks_of_no_own_pool_are_refused(stage, spans, text):
+    for request in (Offer(3, "o", 4, spans, 1.0, bytes(16)), Pull(3, "p", make_ticket(), spans, 1.0)):
+        reply = refusal(stage.request(request))
+        assert (reply.call, reply.code) == (3, ErrorCode.BAD_BLOCKS)
+        assert text in reply.text
+
+
+def test_too_many_blocks_are_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_BLOCKS_PER_REQUEST", 2)
+    assert refusal(stage.offer(blocks=(0, 1, 2))).code == ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize("text", ["", "kvd2.abc", "kvd1.", "kvd1.!!!", "kvd1.AAAA", "kvd1." + "ö"])
+def test_a_ticket_that_is_none_is_refused(stage, text):
+    assert refusal(stage.pull(ticket=text)).code == ErrorCode.BAD_TICKET
+
+
+def test_a_ticket_of_arrays_in_arrays_is_refused(stage):
+    packed = bytearray(base64.urlsafe_b64decode(make_ticket()[5:] + "=="))
+    packed[0] += 1  # one more element, which a reader skips
+    deep = base64.urlsafe_b64encode(bytes(packed) + b"\x91" * 100_000 + b"\xc0").decode().rstrip("=")
+    assert refusal(stage.pull(ticket="kvd1." + deep)).code == ErrorCode.BAD_TICKET
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.0001])
+def test_a_pull_needs_time(stage, timeout):
+    reply = refusal(stage.pull(timeout=timeout))
+    assert reply.code == ErrorCode.BAD_MESSAGE
+    assert "timeout" in reply.text
+
+
+def test_what_is_unknown_cannot_be_cancelled(stage):
+    assert refusal(stage.request(Cancel(4, "nothing"))).code == ErrorCode.UNKNOWN_REQUEST
+
+
+def test_a_status_has_a_section_of_every_actor(stage):
+    [status] = stage.request(StatusRequest(5))
+    assert isinstance(status, Status)
+    report = json.loads(status.report)
+    assert {"daemon", "workers", "pools", "handshake", "leases", "scheduler", "completion"} <= report.keys()
+    assert report["workers"] == ["w"]
+
+
+# --- sessions
+
+
+def test_a_session_of_another_version_is_refused(stage):
+    stage.connect(2)
+    refused = stage.session(Attach("v", b"i" * 16, CACHE.raw, 2), 2, (11,))
+    assert (type(refused), refused.code) == (Refused, ErrorCode.BAD_VERSION)
+    assert stage.discarded == [11]
+
+
+def test_garbage_on_a_session_is_refused_and_its_descriptors_closed(stage):
+    stage.connect(2)
+    assert stage.session(b"\xc1", 2, (11, 12)).code == ErrorCode.BAD_MESSAGE
+    assert stage.discarded == [11, 12]
+
+
+def test_a_spec_that_is_none_is_refused(stage):
+    stage.connect(2)
+    assert stage.session(Attach("v", b"i" * 16, b"\x80"), 2).code == ErrorCode.BAD_SPEC
+
+
+@pytest.mark.parametrize("connection", [1, 2])
+def test_descriptors_beside_what_needs_none_are_closed_once(stage, connection):
+    """Twice, and it may be another's descriptor that got the number in between."""
+    stage.connect(2)
+    stage.session(Detach(), connection, (11, 12))
+    assert stage.discarded == [11, 12]
+
+
+def test_two_descriptors_are_too_many(stage):
+    stage.connect(2)
+    assert stage.session(Attach("v", b"i" * 16, CACHE.raw), 2, (11, 12)).code == ErrorCode.BAD_MESSAGE
+    assert stage.discarded == [11, 12]
+
+
+def test_a_session_attaches_once(stage):
+    assert stage.session(Attach("v", b"i" * 16, CACHE.raw)).code == ErrorCode.WRONG_STATE
+
+
+def test_a_session_that_is_not_attached_cannot_detach(stage):
+    stage.connect(2)
+    assert stage.session(Detach(), 2).code == ErrorCode.NOT_ATTACHED
+
+
+def test_a_frame_of_a_connection_that_is_gone_is_dropped(stage):
+    stage.session(b"x", 99, (13,))
+    assert stage.discarded == [13]
+
+
+def test_too_many_connections_are_hung_up_on(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_WORKERS", 1)
+    stage.connect(2)
+    assert stage.on_sessions[-1].code == ErrorCode.OVERLOADED
+    assert stage.hung_up == [2]
+
+
+# --- queues
+
+
+def test_a_worker_whose_queue_takes_no_answer_is_hung_up_on(stage):
+    stage.room = False
+    stage.offer()
+    assert stage.hung_up == [1]
+    assert stage.offer("o2") == []  # its session is over
+
+
+def test_a_worker_whose_queue_takes_no_refusal_is_hung_up_on(stage):
+    stage.room = False
+    stage.request(b"garbage")
+    assert stage.hung_up == [1]
+
+
+def test_notifications_wait_until_there_is_room(stage):
+    [offered] = stage.offer()
+    assert isinstance(offered, Offered)
+    stage.room = False
+    stage.request(Cancel(5, "o"))
+    stage.run(1.0)
+    assert stage.notified == []
+    stage.room = True
+    stage.run(0.1)
+    assert [item.offer for item in stage.notified] == ["o"]
+    assert stage.hung_up == []
+
+
+def test_a_worker_that_acknowledges_nothing_gets_nothing_new(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNACKNOWLEDGED", 2)
+    for name in ("a", "b"):
+        stage.offer(name)
+        stage.request(Cancel(5, name))
+    reply = refusal(stage.offer("c"))
+    assert reply.code == ErrorCode.OVERLOADED
+    stage.request(Acknowledge(2))
+    assert isinstance(stage.offer("c")[0], Offered)

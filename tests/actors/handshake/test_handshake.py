@@ -1,0 +1,342 @@
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from kvd import limits
+from kvd.actors.gateway.messages import Reported
+from kvd.actors.handshake.messages import ExpectPeers, NeedPeer
+from kvd.actors.runtime.messages import Report
+from kvd.errors import ErrorCode
+from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import VERSION, Span
+from kvd.transport.interface import PeerAdded, PeerFailed
+from tests.actors.stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(heartbeat=1.0, peer_idle=10.0)
+    stage.attach()
+    return stage
+
+
+# --- peers that connect to us
+
+
+def test_hello_is_answered_with_who_we_are_and_our_pools(stage):
+    [welcome] = stage.asked_by_peer(Hello("peer", 3))
+    assert isinstance(welcome, Welcome)
+    assert (welcome.daemon, welcome.incarnation, welcome.agent) == ("d", INCARNATION, "d#1")
+    assert [info.pool for info in welcome.pools] == ["w"]
+
+
+def test_another_version_is_refused(stage):
+    [refuse] = stage.asked_by_peer(Hello("peer", 3, VERSION + 1))
+    assert (type(refuse), refuse.claim, refuse.code) == (Refuse, 0, ErrorCode.BAD_VERSION)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91\xa5claim", b"\x92\xa4ping\xff", b"\xff" * 50])
+def test_garbage_is_refused(stage, frame):
+    [refuse] = stage.asked_by_peer(frame)
+    assert (type(refuse), refuse.claim, refuse.code) == (Refuse, 0, ErrorCode.BAD_MESSAGE)
+
+
+def test_ping_is_answered(stage):
+    assert stage.asked_by_peer(Ping(4)) == [Pong(4, INCARNATION)]
+
+
+# --- peers that we connect to
+
+
+def test_a_peer_is_greeted_every_heartbeat_until_it_answers(stage):
+    stage.pull(timeout=60.0)
+    assert len(stage.asks(Hello)) == 1
+    stage.run(2.5)
+    assert len(stage.asks(Hello)) == 3
+    stage.peer_says(welcome_of())
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 3
+    assert len(stage.asks(Ping)) == 1
+
+
+def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
+    stage.pull(timeout=60.0)
+    for _ in range(5):
+        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
+    assert len(stage.asks(Hello)) == 1
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "speaks 9" in failed.text
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 2
+
+
+def test_a_peer_of_another_version_is_lost(stage):
+    stage.pull()
+    stage.peer_says(welcome_of(version=VERSION + 1))
+    assert stage.notified[0].code == ErrorCode.PEER_LOST
+
+
+def test_garbage_of_a_peer_is_dropped(stage):
+    stage.pull()
+    stage.peer_says(b"garbage")
+    stage.peer_says(welcome_of())
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_a_peer_that_is_silent_for_three_heartbeats_is_lost(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.run(3.0)
+    assert stage.notified == []
+    stage.run(1.1)
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert ("remove_peer", "peer#1") in stage.commands
+
+
+def test_a_pull_that_comes_while_its_peer_is_lost_waits_three_heartbeats_too(stage):
+    stage.pull("early", timeout=60.0)
+    stage.run(6.6)
+    assert [failed.request for failed in stage.notified] == ["early"]
+    stage.pull("late", timeout=60.0)
+    stage.run(2.9)
+    assert len(stage.notified) == 1
+    stage.run(1.5)
+    assert [failed.request for failed in stage.notified] == ["early", "late"]
+
+
+def test_a_pull_that_comes_while_the_read_of_another_drains_waits_three_heartbeats_too(stage):
+    """The claim of a read that has not ended is renewed all the time, which does not mean that somebody waits."""
+    stage.pull("early", timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    stage.run(6.6)
+    assert [failed.request for failed in stage.notified] == ["early"]
+    stage.pull("late", blocks=(4, 5), timeout=60.0)
+    stage.run(2.9)
+    assert len(stage.notified) == 1
+    stage.run(1.5)
+    assert [failed.request for failed in stage.notified] == ["early", "late"]
+
+
+def test_a_peer_that_answers_is_not_lost(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    for _ in range(6):
+        stage.pongs(5)
+    assert stage.notified == []
+
+
+def test_a_peer_that_restarted_is_greeted_again(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.pongs(6)
+    assert stage.notified[0].code == ErrorCode.PEER_LOST
+    assert len(stage.asks(Hello)) == 2
+    before = len(stage.asks(Claim))
+    stage.pull("q", blocks=(4, 5), timeout=60.0)
+    stage.peer_says(welcome_of(incarnation=6))
+    assert len(stage.asks(Claim)) == before + 1
+
+
+def test_only_the_answer_to_the_last_ping_tells_of_a_restart_and_it_does_so_once(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Pong(0, 6))
+    stage.peer_says(Pong(1, 6))
+    stage.pongs(5)
+    last = stage.asks(Ping)[-1].number
+    for number in (last, last - 1, last + 1):
+        stage.peer_says(Pong(number, 6))
+    assert stage.notified == []
+    stage.pongs(6)
+    for incarnation in range(7, 20):
+        stage.peer_says(welcome_of(incarnation=incarnation - 1))
+        stage.peer_says(Pong(last + 1, incarnation))
+    assert len(stage.asks(Hello)) == 2
+
+
+def test_a_peer_that_the_transport_cannot_have_is_greeted_after_a_growing_while_and_pulls_hear_why_at_once():
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull("first", timeout=600.0)
+    moments = []
+    while len(moments) < 8 and stage.loop.now < 200.0:
+        if len(stage.asks(Hello)) > len(moments):
+            moments.append(stage.loop.now)
+            stage.peer_says(welcome_of())
+            stage.transport_says(PeerFailed("peer#1", "bad metadata"))
+        stage.run(0.5)
+    pauses = [later - earlier for earlier, later in pairwise(moments)]
+    assert all(least <= pause <= least + 1.6 for pause, least in zip(pauses, (1, 2, 4, 8, 16, 32, 32), strict=True))
+    stage.pull("second", blocks=(4, 5), timeout=600.0)
+    assert [failed.request for failed in stage.notified] == ["first", "second"]
+    assert all("bad metadata" in failed.text for failed in stage.notified)
+
+
+def test_hellos_of_one_peer_have_a_pace_and_those_beyond_are_not_answered(stage):
+    flood = [
+        answer for _ in range(limits.MAX_PEERS + 500) for answer in stage.asked_by_peer(Hello("loud", 1), b"loud#1#x")
+    ]
+    assert len(flood) == limits.MAX_PEERS
+    assert stage.asked_by_peer(Hello("loud", 1), b"loud#2#y") == []
+    assert len(stage.asked_by_peer(Hello("loud", 1), b"calm#1#z")) == 1
+    stage.run(1.0)
+    assert len(stage.asked_by_peer(Hello("loud", 1), b"loud#1#x")) == 1
+
+
+def test_an_idle_peer_is_forgotten(stage):
+    stage.pull(timeout=1.0)
+    for _ in range(13):
+        stage.peer_says(welcome_of())
+        stage.run(1.0)
+    assert ("disconnect", 1) in stage.commands
+    assert not stage.context.handshake._peers
+    assert not stage.context.scheduler._producers._views
+
+
+def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
+    spans = (Span(0, 0, ids(0, 1)),)
+    ranks = tuple(TicketRank("peer", f"tcp://{name}:1", 0, "there", "o", 0, SECRET) for name in ("a", "b"))
+    stage.pull(ticket=Ticket(4, ranks, (spans,)).encode(), timeout=60.0)
+    for _ in range(15):
+        stage.peer_says(welcome_of(), link=1)
+        stage.peer_says(b"\xc1", link=2)
+        stage.context.handshake._by_link[2].heard = stage.loop.now  # b's connection is up, it does not say welcome
+        stage.run(1.0)
+    assert stage.notified == []
+    assert ("disconnect", 1) not in stage.commands
+
+
+def test_a_spec_that_is_none_makes_a_peer_lost(stage):
+    stage.pull()
+    info = PoolInfo("there", 1, bytes(8), 100, b"\x80")
+    stage.peer_says(Welcome("peer", 5, "peer#1", b"m", (info,)))
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "described itself wrongly" in failed.text
+
+
+def test_stamps_where_no_memory_can_be_make_a_peer_lost(stage):
+    stage.pull()
+    stage.peer_says(msgspec.structs.replace(welcome_of(), stamps=b"\xff" * 8))
+    [failed] = stage.notified
+    assert failed.code == ErrorCode.PEER_LOST
+    assert "0x1000000000007ffff, where no memory can be" in failed.text
+
+
+def test_too_many_peers_are_refused(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS", 1)
+    stage.pull()
+    stage.pull("q", blocks=(4, 5), ticket=make_ticket(address="tcp://other:1"))
+    assert stage.notified[0].request == "q"
+    assert stage.notified[0].code == ErrorCode.PEER_LOST
+
+
+def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble():
+    stage = Stage()
+    last = limits.MAX_REPORTED_PEERS + 1
+    for number in range(1, last + 1):
+        stage.context.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+        stage.run()
+        if number < last:
+            stage.peer_says(welcome_of(), number)
+    told = []
+    stage.context.gateway.handlers = {
+        **stage.context.gateway.handlers,
+        Reported: lambda _actor, message: told.append(message),
+    }
+    stage.context.handshake.tell(Report(1))
+    stage.run()
+    (report,) = told
+    assert len(report.content) == limits.MAX_REPORTED_PEERS
+    assert report.content[0]["address"] == f"tcp://peer-{last}:1"
+
+
+def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_heartbeat():
+    stage = Stage()
+    stage.context.handshake.tell(ExpectPeers(frozenset(f"tcp://peer-{number}:1" for number in range(100))))
+    most = 0
+    for _ in range(100):
+        before = len(stage.asks(Hello))
+        stage.run(0.01)
+        most = max(most, len(stage.asks(Hello)) - before)
+    assert len(stage.asks(Hello)) >= 100
+    assert most <= 4
+
+
+class _Handshakes:
+    """So many peers that pulls wait for; the transport adds an agent when it is told to."""
+
+    def __init__(self, peers: int) -> None:
+        self.stage = Stage(heartbeat=1.0)
+        self.adding: list[str] = []
+        self.stage.dependencies.transport.add_peer = lambda agent, metadata: self.adding.append(agent)
+        for number in range(1, peers + 1):
+            self.stage.context.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+        self.stage.run()
+
+    @property
+    def greeted(self) -> list[int]:
+        return [link for link, message in self.stage.to_peers if isinstance(message, Hello)]
+
+    def welcomed(self, link: int) -> None:
+        welcome = welcome_of()
+        self.stage.peer_says(Welcome(welcome.daemon, 5, f"peer#{link}", b"m", welcome.pools), link)
+
+    def added(self) -> None:
+        self.stage.transport_says(PeerAdded(self.adding.pop(0)))
+
+
+def test_so_many_handshakes_are_under_way_at_a_time_and_each_that_ends_lets_the_next_begin(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 4)
+    crowd = _Handshakes(10)
+    assert crowd.greeted == [1, 2, 3, 4]
+    for link in crowd.greeted:
+        crowd.welcomed(link)
+    assert (len(crowd.adding), len(crowd.greeted)) == (4, 4)
+    while crowd.adding:
+        crowd.added()
+        assert len(crowd.adding) <= 4
+        for link in crowd.greeted[4:]:
+            crowd.welcomed(link)
+    assert sorted(crowd.greeted) == list(range(1, 11))
+    assert crowd.stage.context.metrics.peers.labels("ready")._value.get() == 10
+
+
+def test_peers_that_do_not_answer_keep_the_others_waiting_for_a_tenth_of_a_heartbeat(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 2)
+    crowd = _Handshakes(6)
+    assert crowd.greeted == [1, 2]
+    crowd.stage.run(0.11)
+    assert crowd.greeted[2:] == [3, 4]
+    crowd.welcomed(1)
+    assert crowd.adding == []
+    crowd.stage.run(0.2)
+    assert crowd.greeted[4:6] == [5, 6]
+    assert crowd.adding == ["peer#1"]
+
+
+def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
+    crowd = _Handshakes(1)
+    crowd.welcomed(1)
+    crowd.stage.context.handshake.tell(ExpectPeers(frozenset(f"tcp://expected-{number}:1" for number in range(3))))
+    crowd.stage.run(1.0)
+    crowd.stage.context.handshake.tell(NeedPeer("tcp://expected-2:1"))
+    crowd.added()
+    assert crowd.greeted == [1, 4]
+
+
+def test_a_handshake_that_fails_lets_the_next_begin(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
+    crowd = _Handshakes(3)
+    crowd.welcomed(1)
+    crowd.stage.transport_says(PeerFailed("peer#1", "no route"))
+    assert crowd.greeted == [1, 2]
+    crowd.stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"), 2)
+    assert crowd.greeted == [1, 2, 3]

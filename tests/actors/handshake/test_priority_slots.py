@@ -1,0 +1,74 @@
+from kvd.actors.handshake.priority_slots import PrioritySlots
+
+
+def test_as_many_are_in_as_there_are_places_and_the_others_wait_in_order():
+    turns = PrioritySlots(2)
+    assert [turns.enter(key, urgent=False) for key in "abcd"] == [True, True, False, False]
+    assert (turns.waiting, turns.next()) == (2, None)
+    turns.leave("a")
+    assert (turns.next(), turns.next()) == ("c", None)
+    turns.leave("b")
+    turns.leave("c")
+    assert (turns.next(), turns.next()) == ("d", None)
+
+
+def test_who_is_in_enters_again_without_waiting():
+    turns = PrioritySlots(1)
+    assert turns.enter("a", urgent=False)
+    assert turns.enter("a", urgent=False)
+    assert turns.waiting == 0
+
+
+def test_the_urgent_go_first_also_those_that_become_so_while_they_wait():
+    turns = PrioritySlots(1)
+    turns.enter("a", urgent=False)
+    for key in "bcd":
+        turns.enter(key, urgent=False)
+    turns.hurry("c")
+    turns.enter("d", urgent=True)
+    turns.enter("e", urgent=True)
+    order = []
+    turns.leave("a")
+    while (key := turns.next()) is not None:
+        order.append(key)
+        turns.leave(key)
+    assert order == ["c", "d", "e", "b"]
+
+
+def test_who_is_forgotten_takes_no_place_and_waits_no_more():
+    turns = PrioritySlots(1)
+    turns.enter("a", urgent=False)
+    turns.enter("b", urgent=True)
+    turns.forget("b")
+    turns.leave("a")
+    assert turns.next() is None
+    turns.enter("c", urgent=False)
+    turns.forget("c")
+    assert turns.enter("d", urgent=False)
+
+
+def test_one_that_waits_and_leaves_waits_on():
+    turns = PrioritySlots(1)
+    turns.enter("a", urgent=False)
+    turns.enter("b", urgent=False)
+    turns.leave("b")
+    turns.leave("a")
+    assert turns.next() == "b"
+
+
+def test_owners_of_urgent_keys_take_turns():
+    turns = PrioritySlots(1)
+    turns.enter("in", urgent=True, owner="a")
+    for key in ("a1", "a2", "a3"):
+        turns.enter(key, urgent=True, owner="a")
+    turns.enter("late", urgent=False)
+    turns.enter("b1", urgent=True, owner="b")
+    turns.enter("patient", urgent=False)
+    turns.hurry("patient", owner="c")
+    came = []
+    turns.leave("in")
+    while (key := turns.next()) is not None:
+        came.append(key)
+        turns.leave(key)
+    assert came == ["a1", "b1", "patient", "a2", "a3", "late"]
+    assert turns.waiting == 0

@@ -1,0 +1,40 @@
+import pytest
+
+from kvd.actors.leases.tombstones import Tombstones
+from tests.simulator.loop import VirtualLoop
+
+
+class Cemetery:
+    def __init__(self, most: int = 100) -> None:
+        self.loop = VirtualLoop()
+        self.forgotten: list[tuple[float, str]] = []
+        self.stones: Tombstones[str] = Tombstones(self.loop, 10.0, most, self._forget, self._sweep)
+
+    def _sweep(self) -> None:
+        self.stones.sweep()
+
+    def _forget(self, key: str) -> None:
+        self.forgotten.append((self.loop.time(), key))
+
+
+@pytest.fixture
+def cemetery() -> Cemetery:
+    return Cemetery()
+
+
+def test_each_key_is_remembered_for_its_time(cemetery: Cemetery) -> None:
+    start = cemetery.loop.time()
+    cemetery.stones.bury("a")
+    cemetery.loop.call_later(4.0, cemetery.stones.bury, "b")
+    cemetery.loop.call_later(30.0, cemetery.stones.bury, "c")
+    cemetery.loop.run_until(start + 60.0)
+    assert [(when - start, key) for when, key in cemetery.forgotten] == [(10.0, "a"), (14.0, "b"), (40.0, "c")]
+    assert not len(cemetery.stones)
+
+
+def test_the_oldest_go_early_where_there_are_too_many() -> None:
+    cemetery = Cemetery(most=2)
+    for key in "abcd":
+        cemetery.stones.bury(key)
+    assert [key for _, key in cemetery.forgotten] == ["a", "b"]
+    assert len(cemetery.stones) == 2

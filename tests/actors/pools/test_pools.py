@@ -1,0 +1,228 @@
+import pytest
+
+from kvd.actors.pools import actor as pools
+from kvd.actors.pools.messages import RenewPool
+from kvd.errors import ErrorCode, Unavailable
+from kvd.net.interface import SessionClosed, SessionOpened
+from kvd.protocol.peer import Broken, Grant, Release
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached, Notifications, Offer, Released
+from kvd.transport.interface import RegisterFailed
+from tests.actors.stage import CACHE, SECRET, Memory, Stage, ids, make_claim, welcome_of
+from tests.simulator.cache import make_cache
+
+OTHER = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
+
+
+@pytest.fixture
+def stage():
+    return Stage(attach_wait=1.0, pool_linger=5.0)
+
+
+def test_a_pool_is_lent_once_at_a_time(stage):
+    stage.attach()
+    refused = stage.attach(connection=2, instance=b"j" * 16)
+    assert refused.code == ErrorCode.POOL_BUSY
+    assert "lent" in refused.text
+
+
+def test_a_worker_that_comes_back_gets_its_pool_at_once_with_its_bytes(stage):
+    stage.attach()
+    stage.offer()
+    stage.hang_up()
+    attached = stage.attach(connection=2)
+    assert isinstance(attached, Attached)
+    assert attached.kept
+    assert attached.session == b"\2" * 16
+
+
+def test_a_successor_waits_until_the_offers_of_its_predecessor_have_ended(stage):
+    stage.attach()
+    stage.offer(ttl=30.0)
+    stage.asked_by_peer(make_claim())
+    stage.hang_up()
+    before = len(stage.on_sessions)
+    stage.attach(connection=2, instance=b"j" * 16)
+    assert len(stage.on_sessions) == before
+    stage.asked_by_peer(Release(1, finished=False))
+    assert isinstance(stage.on_sessions[-1], Attached)
+    assert stage.on_sessions[-1].kept
+
+
+def test_a_successor_waits_for_a_claim_only_so_long(stage):
+    stage.attach()
+    stage.offer(ttl=30.0)
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16)
+    stage.run(1.1)
+    assert isinstance(stage.on_sessions[-1], Attached)
+    assert isinstance(stage.answers[-1][1], Broken)
+
+
+def test_a_worker_that_comes_back_with_another_spec_gets_another_pool(stage):
+    stage.attach()
+    stage.hang_up()
+    stage.memory = Memory(OTHER.spec.pool_bytes)
+    attached = stage.attach(connection=2, raw=OTHER.raw)
+    assert attached.pool_bytes == OTHER.spec.pool_bytes
+    assert not attached.kept
+    assert ("deregister", 1) in stage.commands
+
+
+def test_another_user_does_not_get_the_pool(stage):
+    stage.attach()
+    stage.hang_up()
+    stage.context.gateway.tell(SessionOpened(2, 1, 2000, 2000))
+    assert stage.session(Attach("w", b"j" * 16, CACHE.raw), 2).code == ErrorCode.NOT_PERMITTED
+
+
+def test_a_pool_that_nobody_comes_back_for_is_given_up(stage):
+    stage.attach()
+    stage.hang_up()
+    memory = stage.memory
+    stage.run(4.9)
+    assert not memory.closed
+    stage.run(0.2)
+    assert memory.closed
+
+
+def test_a_detached_pool_is_gone(stage):
+    stage.attach()
+    assert isinstance(stage.session(Detach()), Detached)
+    assert stage.memory.closed
+
+
+def test_memory_is_given_back_beside_the_loop_once_the_transport_has_let_go_and_detached_is_said_after_it(stage):
+    works = []
+    stage.context.pools._background = lambda work, done: works.append((work, done))
+    stage.connect()
+    stage.session(Attach("w", b"i" * 16, CACHE.raw))
+    allocate, made = works.pop()
+    made(allocate())
+    stage.run()
+    assert not isinstance(stage.session(Detach()), Detached)
+    assert ("deregister", 1) in stage.commands
+    (give_back, given_back) = works.pop()
+    assert not stage.memory.closed
+    given_back(give_back())
+    stage.run()
+    assert stage.memory.closed
+    assert isinstance(stage.on_sessions[-1], Detached)
+
+
+def test_a_descriptor_that_a_worker_kept_is_adopted(stage):
+    attached = stage.attach(descriptors=(9,))
+    assert attached.kept
+    assert ("adopt", 9) in stage.commands
+
+
+def test_a_descriptor_that_is_not_needed_is_closed(stage):
+    stage.attach()
+    stage.hang_up()
+    stage.attach(connection=2, descriptors=(9,))
+    assert stage.discarded == [9]
+
+
+def test_the_descriptor_of_a_successor_that_dies_waiting_is_closed(stage):
+    stage.attach()
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
+    assert stage.discarded == []
+    stage.hang_up(2)
+    assert stage.discarded == [9]
+
+
+def test_a_successor_does_not_get_a_pool_that_is_still_written_to(stage):
+    stage.attach()
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16)
+    stage.run(5.0)
+    assert stage.on_sessions[-1].code == ErrorCode.POOL_BUSY
+    assert "quarantine" in stage.on_sessions[-1].text
+    stage.landed(1)
+    stage.attach(connection=3, instance=b"k" * 16)
+    assert isinstance(stage.on_sessions[-1], Attached)
+
+
+def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
+    def allocate(name, size):
+        raise Unavailable(ErrorCode.OVERLOADED, "full")
+
+    stage.dependencies.provider.allocate = allocate
+
+    def background(work, done):
+        try:
+            done(work())
+        except Unavailable as error:
+            done(error)
+
+    assert isinstance(stage.context.pools, pools.PoolsActor)
+    stage.context.pools._background = background
+    assert stage.attach().code == ErrorCode.OVERLOADED
+    del stage.dependencies.provider.allocate
+    assert isinstance(stage.attach(connection=2), Attached)
+
+
+def start_reading(stage):
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    assert ("read", 1) in stage.commands
+
+
+def test_an_offer_to_a_pool_that_is_being_given_back_is_refused(stage):
+    stage.attach()
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.session(Detach())
+    assert stage.request(Cancel(1, "p"))[0].code == ErrorCode.NOT_ATTACHED
+
+
+def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
+    stage.attach()
+    register, stage.dependencies.transport.register = stage.dependencies.transport.register, lambda *_: None
+    stage.context.pools.tell(RenewPool("w"))
+    stage.run()
+    stage.context.pools.tell(RegisterFailed(1, "no keys"))
+    refused = stage.session(Detach())
+    assert refused.code == ErrorCode.TRANSPORT
+    stage.dependencies.transport.register = register
+    assert isinstance(stage.attach(connection=2), Attached)
+
+
+def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_another_pool(stage):
+    first = stage.attach()
+    stage.hang_up()
+    assert stage.attach(connection=2).pool == first.pool
+    stage.hang_up(2)
+    other = stage.attach(connection=3, instance=b"j" * 16)
+    stage.hang_up(3)
+    again = stage.attach(connection=4)
+    assert len({first.pool, other.pool, again.pool}) == 3
+
+
+@pytest.mark.parametrize("gets_it", [True, False])
+def test_notifications_are_numbered_from_1_for_whom_another_worker_had_the_pool_before(stage, gets_it):
+    """Also where that one was gone in the moment in which it got it."""
+    stage.attach()
+    stage.offer("before")
+    stage.hang_up()
+    lend = stage.context.pools._lend
+
+    def lend_late(record):
+        stage.context.gateway.tell(SessionClosed(2))
+        lend(record)
+
+    stage.context.pools._lend = lend if gets_it else lend_late
+    stage.attach(connection=2, instance=b"j" * 16)
+    stage.context.pools._lend = lend
+    stage.hang_up(2)
+    stage.attach(connection=3)
+    session = bytes([stage.sessions]) * 16
+    stage.request(Offer(1, "n", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), session)
+    stage.request(Cancel(2, "n"), session)
+    assert stage.to_workers[-1] == (session, Notifications(1, (Released("n", "withdrawn"),)))

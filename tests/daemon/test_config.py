@@ -1,0 +1,117 @@
+"""Where the configuration comes from, and what it says when it is wrong."""
+
+import pytest
+import structlog
+
+from kvd.cli.main import main
+from kvd.daemon.config import Config, load
+from kvd.errors import BadRequest
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "kvd.toml"
+    file.write_text('name = "from-file"\nheartbeat = 2.0\nclaim_ttl = 9.0\n')
+    monkeypatch.setenv("KVD_HEARTBEAT", "3.0")
+    monkeypatch.setenv("KVD_NAME", "from-environment")
+    config = load({"config": str(file), "name": "from-flag"})
+    assert (config.name, config.heartbeat, config.claim_ttl) == ("from-flag", 3.0, 9.0)
+
+
+def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "kvd.toml"
+    file.write_text('name = "from-file"\n')
+    monkeypatch.setenv("KVD_CONFIG", str(file))
+    assert load({}).name == "from-file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"heartbeat": "0"}, r"heartbeat: .*greater than 0.*not '0'"),
+        ({"memory": "gold"}, r"memory: .*'hugetlb'.*not 'gold'"),
+        ({"name": "a b"}, r"name: .*pattern.*not 'a b'"),
+        ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
+        ({"config": "/nowhere.toml"}, r"no file '/nowhere.toml'"),
+        ({"colour": "red"}, r"colour: .*"),
+        (
+            {"listen": "tcp://0.0.0.0:7071"},
+            r"listen \(tcp://0.0.0.0:7071\) lets in whoever reaches it.* say --insecure",
+        ),
+        ({"listen": "tcp://127.0.0.1:0"}, r"on loopback every user of this host.* or leave listen out"),
+        ({"insecure": "true"}, r"insecure is about tcp://.*; name `listen`, too"),
+        ({"advertise": "tcp://10.0.0.7:1"}, r"stands for a tcp:// address; set `listen` to that one, too"),
+        ({"listen": "tcp://gpu-7:7071"}, r"set curve_key and curve_peers"),
+        (
+            {"listen": "tcp://[::1]:1", "advertise": "tcp://0.0.0.0:7071", "insecure": "true"},
+            r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets",
+        ),
+        (
+            {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
+            r"on another host it means that host itself; name an address",
+        ),
+        ({"curve_key": "/k"}, r"curve_key and curve_peers come together"),
+        ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_may_be(flags, text):
+    with pytest.raises(BadRequest, match=text) as raised:
+        load(flags)
+    assert raised.value.code == "bad_config"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"listen": "ipc:///run/kvd/decode.peers"},
+        {"listen": "tcp://127.0.0.2:7071", "insecure": "true"},
+        {"listen": "tcp://0.0.0.0:7071", "insecure": "true"},
+        {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
+    ],
+)
+def test_a_unix_socket_curve_or_an_explicit_word_is_enough_to_listen(flags):
+    assert load(flags).listen == flags["listen"]
+
+
+def test_peers_connect_to_a_unix_socket_beside_that_of_the_workers_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load({"socket": "d.sock"}).listen == f"ipc://{tmp_path}/d.sock.peers"
+
+
+def test_a_key_file_that_cannot_be_used_ends_serve_with_the_fix(tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_text("")
+    key.chmod(0o644)
+    flags = ["--socket", str(tmp_path / "a.sock"), "--curve-key", str(key), "--curve-peers", str(key)]
+    assert main(["serve", *flags]) == 2
+    assert f"run `chmod 600 {key}`" in capsys.readouterr().err
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text("colour = 1\n")
+    with pytest.raises(BadRequest, match="colour"):
+        load({"config": str(file)})
+
+
+def test_every_field_is_documented():
+    assert all(field.description for field in Config.model_fields.values())
+
+
+@pytest.fixture
+def own_log():
+    """The command sets the log up for its process, which here runs other tests after it."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("own_log")
+def test_a_cuda_device_is_refused_with_what_to_do(tmp_path, capsys):
+    flags = ["--name", "a", "--socket", str(tmp_path / "a.sock"), "--device", "cuda:0"]
+    assert main(["serve", *flags]) == 2
+    assert "no CUDA device: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_flag_ends_the_command_with_its_reason(capsys):
+    assert main(["serve", "--heartbeat", "-1"]) == 2
+    assert "heartbeat" in capsys.readouterr().err

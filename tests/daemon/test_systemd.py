@@ -1,0 +1,192 @@
+import array
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.daemon.systemd import DescriptorStore, Notifier
+
+
+class Systemd:
+    """The other end of the notification socket: remembers texts, keeps descriptors by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.kept: dict[str, int] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.path)
+        self._socket.setblocking(False)
+
+    def read(self, *, keep: bool = True) -> list[str]:
+        """What has arrived; with `keep` the descriptors are kept and closed as systemd does."""
+        texts = []
+        while True:
+            try:
+                data, ancillary, _flags, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(16))
+            except BlockingIOError:
+                return texts
+            fields = dict(line.split("=", 1) for line in data.decode().splitlines())
+            for _level, _kind, content in ancillary:
+                self.kept[fields["FDNAME"]] = array.array("i", content)[0]
+            if keep and "FDSTOREREMOVE" in fields:
+                os.close(self.kept.pop(fields["FDNAME"]))
+            texts.append(data.decode())
+
+    def close(self) -> None:
+        self.read()
+        self._socket.close()
+        for descriptor in self.kept.values():
+            os.close(descriptor)
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[Systemd]:
+    end = Systemd(tmp_path / "notify")
+    yield end
+    end.close()
+
+
+def memfd(content: bytes) -> int:
+    descriptor = os.memfd_create("pool")
+    os.write(descriptor, content)
+    return descriptor
+
+
+def handed_over(systemd: Systemd) -> dict[str, int]:
+    systemd.read()
+    return {name: os.dup(descriptor) for name, descriptor in systemd.kept.items()}
+
+
+def test_readiness_status_watchdog_and_end_are_told_as_systemd_reads_them(systemd: Systemd) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    notifier.ready()
+    notifier.status("serving")
+    notifier.status("serving")
+    notifier.feed()
+    notifier.stopping(1.5)
+    assert systemd.read() == [
+        "READY=1",
+        "STATUS=serving",
+        "WATCHDOG=1",
+        "STOPPING=1\nEXTEND_TIMEOUT_USEC=1500000",
+    ]
+
+
+def test_nothing_is_said_where_nobody_listens() -> None:
+    notifier = Notifier({})
+    assert not notifier.present
+    notifier.ready()
+
+
+def test_a_service_manager_that_does_not_read_does_not_block_the_daemon(systemd: Systemd) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    for _ in range(10_000):
+        notifier.feed()
+
+
+def test_what_the_socket_refuses_is_said_again_in_order_with_the_next_answer_of_everything(tmp_path: Path) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    pool = memfd(b"kept")
+    notifier.ready()
+    notifier.store("a", pool)
+    notifier.store("b", pool)
+    notifier.unstore("a")
+    notifier.status("serving")
+    os.close(pool)
+    notifier.feed()
+    systemd = Systemd(tmp_path / "notify")  # systemd was reloading
+    try:
+        notifier.feed()
+        notifier.status("serving")
+        texts = systemd.read()
+        assert [text.partition("\n")[0] for text in texts] == [
+            "READY=1",
+            "FDSTORE=1",
+            "FDSTORE=1",
+            "FDSTOREREMOVE=1",
+            "WATCHDOG=1",
+            "STATUS=serving",
+        ]
+        assert os.pread(systemd.kept["b"], 4, 0) == b"kept"
+        assert set(systemd.kept) == {"b"}
+        notifier.feed()
+        assert systemd.read() == ["WATCHDOG=1"]
+    finally:
+        systemd.close()
+
+
+def test_a_socket_that_is_full_takes_the_rest_later(systemd: Systemd) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    kernel_keeps = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+    names = [f"pool-{number}" for number in range(3 * kernel_keeps)]
+    for name in names:
+        notifier.unstore(name)
+    taken: list[str] = []
+    for _ in range(5):
+        taken += [text.rpartition("=")[2] for text in systemd.read(keep=False) if text.startswith("FDSTOREREMOVE")]
+        notifier.feed()
+    assert taken == names
+
+
+def test_the_watchdog_of_another_process_is_not_ours() -> None:
+    assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}).watchdog_seconds is None
+    assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}).watchdog_seconds == 2.0
+
+
+def test_a_stored_pool_comes_back_to_the_same_worker_only(systemd: Systemd) -> None:
+    pool = memfd(b"kept")
+    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("engine:0/@a", 1000, b"spec", pool)
+    os.close(pool)
+    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    assert successor.take("engine:0/@b", 1000, b"spec") == -1
+    assert successor.take("engine:0/@a", 1001, b"spec") == -1
+    taken = successor.take("engine:0/@a", 1000, b"spec")
+    assert os.pread(taken, 4, 0) == b"kept"
+    assert successor.take("engine:0/@a", 1000, b"spec") == -1
+    os.close(taken)
+
+
+def test_a_worker_with_another_layout_gives_its_old_pool_up(systemd: Systemd) -> None:
+    pool = memfd(b"old")
+    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("w", 0, b"spec", pool)
+    os.close(pool)
+    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    assert successor.take("w", 0, b"other spec") == -1
+    assert successor.unclaimed == 0
+    systemd.read()
+    assert not systemd.kept
+
+
+def test_an_ended_pool_and_one_that_nobody_came_for_are_given_back(systemd: Systemd) -> None:
+    pools = [memfd(b"a"), memfd(b"b")]
+    store = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {})
+    for worker, pool in zip("ab", pools, strict=True):
+        store.keep(worker, 0, b"spec", pool)
+        os.close(pool)
+    store.drop("a")
+    store.drop("a")
+    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    assert len(systemd.kept) == 1
+    successor.drop_unclaimed()
+    systemd.read()
+    assert not systemd.kept
+
+
+def test_descriptors_are_taken_from_the_environment_by_name_and_not_inherited() -> None:
+    code = textwrap.dedent("""
+        import os
+        from kvd.daemon.systemd import received_descriptors
+        os.dup2(os.memfd_create("x"), 3)
+        os.dup2(3, 4)
+        environ = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "pool-a:pool-b", "LISTEN_PID": str(os.getpid())}
+        assert received_descriptors(dict(environ, LISTEN_PID="1")) == {}
+        assert received_descriptors(environ) == {"pool-a": 3, "pool-b": 4}
+        assert not environ and not os.get_inheritable(3)
+        assert received_descriptors(environ) == {}
+    """)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

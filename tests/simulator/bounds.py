@@ -1,0 +1,73 @@
+"""Small bounds for a world, so that it meets them; and whether they are kept.
+
+`SMALL` says what a bound of `kvd.limits` is in a world that has small ones. `over` counts what each bounds.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvd import limits
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.scheduler.actor import SchedulerActor
+
+SMALL: Final = {
+    "MAX_CLAIMS_PER_OFFER": 2,
+    "MAX_CLAIMS_WAITING": 2,
+    "MAX_HANDSHAKES": 1,
+    "MAX_RENEWALS": 1,
+    "MAX_REQUESTS_PER_WORKER": 3,
+    "MAX_SETTLED": 1,
+    "MAX_TOMBSTONES": 4,
+    "MESSAGES_PER_TURN": 3,
+    "NOTIFICATIONS_PER_BATCH": 1,
+    "SLICE_BYTES": 64,
+    "SLICE_DESCRIPTORS": 4,
+    "MAX_BYTES_IN_FLIGHT": 128,
+}
+
+SEEN = dict(SMALL)
+"""What kvd is made to see of them."""
+COUNTED: Final = (
+    "MAX_CLAIMS_PER_OFFER",
+    "MAX_CLAIMS_WAITING",
+    "MAX_HANDSHAKES",
+    "MAX_REQUESTS_PER_WORKER",
+    "MAX_TOMBSTONES",
+)
+"""Those whose keeping shows in the tables of a daemon."""
+
+
+@contextmanager
+def small_bounds(*, wanted: bool) -> Iterator[None]:
+    """Has all of kvd see small bounds, where they are `wanted`."""
+    before = {name: getattr(limits, name) for name in SMALL}
+    try:
+        for name, value in SEEN.items() if wanted else ():
+            setattr(limits, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(limits, name, value)
+
+
+def over(context: ActorContext) -> list[str]:
+    """The bounds that a daemon does not keep just now."""
+    return [f"{name} is {SMALL[name]}, there are {count}" for name, count in _counts(context) if count > SMALL[name]]
+
+
+def _counts(context: ActorContext) -> Iterator[tuple[str, int]]:
+    leases, scheduler, handshake = context.leases, context.scheduler, context.handshake
+    assert isinstance(leases, LeasesActor)
+    assert isinstance(scheduler, SchedulerActor)
+    assert isinstance(handshake, HandshakeActor)
+    yield "MAX_TOMBSTONES", len(leases._tombstones)
+    yield "MAX_CLAIMS_WAITING", len(leases._claims._waiting)
+    yield "MAX_HANDSHAKES", len(handshake._slots._in)
+    yield "MAX_REQUESTS_PER_WORKER", max(leases._offers._standing.values(), default=0)
+    yield "MAX_REQUESTS_PER_WORKER", max((each.pulls for each in scheduler._targets._open.values()), default=0)
+    claims = Counter(lease.key for lease in leases._claims._held.values())
+    yield "MAX_CLAIMS_PER_OFFER", max(claims.values(), default=0)

@@ -1,0 +1,311 @@
+"""Engines and the router between them: sequences are prefilled by one engine and pulled by another."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvd.client.blocks import Blocks
+from kvd.errors import KvdError
+from kvd.layout import Full
+from kvd.limits import SECRET_BYTES
+from kvd.protocol import ticket
+from tests.simulator.cache import make_cache
+from tests.simulator.fleet import Daemon
+from tests.simulator.ledger import Pulling
+from tests.simulator.network import alias
+from tests.simulator.pieces import Piece
+from tests.simulator.workers import Worker
+from tests.simulator.world import World
+
+MAX_TOKENS = 12
+_BRIEF = 0.15
+"""Seconds that a brief offer stands unless it is claimed: a slow read lasts longer."""
+NUM_BLOCKS = 16
+
+
+@dataclass(slots=True)
+class Engine:
+    """Workers that hold one model between them."""
+
+    name: str
+    workers: list[Worker]
+
+    @property
+    def daemons(self) -> list[Daemon]:
+        """Of its ranks."""
+        return [worker.daemon for worker in self.workers]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank is attached."""
+        return all(worker.attached for worker in self.workers)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request on its way from one engine to another."""
+
+    name: str
+    """Of its content, which no other sequence has."""
+    offer: str
+    """Under which it is offered; perhaps that of an earlier one."""
+    tokens: int
+    source: Engine
+    target: Engine
+    also: tuple[Engine, ...]
+    """Others that pull it, though it was not prefilled for them."""
+    timeout: float
+    tries: int
+    calm: bool
+    """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
+    began: float
+    brief: bool = False
+    """Offered for so short a time that no message may be lost or late."""
+    tickets: dict[int, str] = field(default_factory=dict)
+    offered: dict[int, tuple[tuple[Blocks, ...], bytes]] = field(default_factory=dict)
+    """Blocks and secret, by rank of the source, of those offers whose tickets name their leases: a careless engine
+    offers both again under the same name."""
+    done: set[Worker] = field(default_factory=set)
+    """Who has it."""
+
+    @property
+    def served(self) -> bool:
+        """Whether every rank that it was prefilled for has it."""
+        return self.done.issuperset(self.target.workers)
+
+
+def _secret(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=SECRET_BYTES).digest()
+
+
+def make_engine(
+    world: World, daemons: list[Daemon], name: str, *, groups: int, layout: str, block_tokens: int
+) -> Engine:
+    """An engine of one or two ranks, each beside a daemon that the dice choose."""
+    tp_size = world.rng.choice((1, 2))
+    workers = []
+    for rank in range(tp_size):
+        cache = make_cache(layout, rank, tp_size, num_blocks=NUM_BLOCKS, block_tokens=block_tokens, groups=groups)
+        workers.append(Worker(world, world.rng.choice(daemons), f"{name}.{rank}", cache))
+    return Engine(name, workers)
+
+
+class Router:
+    """Starts sequences and takes them from engine to engine."""
+
+    def __init__(self, world: World, engines: list[Engine]) -> None:
+        self.world = world
+        self.engines = engines
+        self.sequences = 0
+        self.outcomes: dict[str, int] = {}
+        """How many pulls ended how."""
+        self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
+        """Called for each pull that was sent."""
+        self._alive: list[Sequence] = []
+        self._again_number = 0
+        self._joined: list[tuple[Sequence, str]] = []
+        """Sequences with their tickets."""
+        self._by_request: dict[str, tuple[Sequence, Worker]] = {}
+        for engine in engines:
+            for worker in engine.workers:
+                worker.on_end = self._ended
+
+    def begin(self, source: Engine, target: Engine, *, calm: bool) -> Sequence | None:
+        """Prefills a sequence at `source` for `target`; None where an engine is not ready."""
+        if not source.ready or not target.ready:
+            return None
+        rng = self.world.rng
+        self.sequences += 1
+        earlier = self._earlier(source)
+        sequence = Sequence(
+            name=f"s{self.sequences}",
+            offer=earlier.offer if earlier else f"s{self.sequences}",
+            tokens=earlier.tokens if earlier else rng.randint(1, MAX_TOKENS),
+            source=source,
+            target=target,
+            also=() if calm else self._others(source, target),
+            timeout=4.0 if calm else rng.choice((0.02, 0.2, 1.0, 2.0)),
+            tries=0 if calm else rng.randrange(3),
+            calm=calm,
+            began=self.world.loop.now,
+        )
+        self._alive.append(sequence)
+        brief = calm and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
+        sequence.brief = brief
+        ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
+        self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
+        for rank, worker in enumerate(source.workers):
+            self._offer(sequence, rank, worker, ttl, like=earlier.offered.get(rank) if earlier else None)
+        return sequence
+
+    def _earlier(self, source: Engine) -> Sequence | None:
+        """One that is over, and whose name is used once more."""
+        if Piece.REUSED_NAMES not in self.world.pieces or self.world.chance(0.4):
+            return None
+        over = [
+            each
+            for each in self._alive[-4:]
+            if each.source is source and not any(each.offer in worker.offers for worker in source.workers)
+        ]
+        return self.world.rng.choice(over) if over else None
+
+    def _others(self, source: Engine, target: Engine) -> tuple[Engine, ...]:
+        if Piece.SEVERAL_CONSUMERS not in self.world.pieces:
+            return ()
+        others = [engine for engine in self.engines if engine not in (source, target)]
+        return tuple(engine for engine in [*others, target] if engine.ready and self.world.chance(0.5))
+
+    def _offer(
+        self,
+        sequence: Sequence,
+        rank: int,
+        worker: Worker,
+        ttl: float,
+        *,
+        like: tuple[tuple[Blocks, ...], bytes] | None,
+    ) -> None:
+        groups = worker.cache.spec.groups
+        wanted = [range(-(-sequence.tokens // group.block_tokens)) for group in groups]
+        blocks = worker.take_again(like[0]) if like else None
+        blocks = blocks or worker.take_blocks(wanted)
+        if blocks is None:
+            return
+        run = worker.runs
+        late = not sequence.calm and self.world.chance(0.3)
+        secret = like[1] if like and not late else _secret(f"{sequence.name} {worker.process.name}")
+        if not late:
+            sequence.offered[rank] = (blocks, secret)
+
+        def offer() -> None:
+            if worker.runs != run:
+                return
+            if not worker.attached:
+                worker.give_back(blocks)
+                return
+
+            def answered(text: str) -> None:
+                self._have(sequence, rank, text)
+
+            answer = None if late else answered
+            worker.offer(sequence.offer, sequence.tokens, blocks, ttl, answer, secret=secret, text=sequence.name)
+
+        if late:
+            # The router passes the ticket on before the offer is made, as engines that know their blocks early do.
+            self._have(sequence, rank, worker.core.ticket(sequence.offer, sequence.tokens, blocks, secret))
+            worker.process.call_later(self.world.rng.random() * 0.3, offer)
+        else:
+            offer()
+
+    def _have(self, sequence: Sequence, rank: int, text: str) -> None:
+        sequence.tickets[rank] = text
+        if len(sequence.tickets) == len(sequence.source.workers):
+            joined = ticket.join([self._spelled(sequence.tickets[rank]) for rank in sorted(sequence.tickets)])
+            self._joined.append((sequence, joined))
+            for number, engine in enumerate((sequence.target, *sequence.also)):
+                for worker in engine.workers:
+                    delay = self.world.rng.random() * (0.3 if number else 0.01)
+                    self.world.loop.call_later(delay, self._pull, sequence, worker, joined, 10 * number + 1)
+
+    def pull_again(self) -> None:
+        """Somebody pulls with a ticket of before."""
+        over = [(sequence, text) for sequence, text in self._joined if not sequence.calm]
+        if over and not self.world.pieces.isdisjoint((Piece.OLD_TICKETS, Piece.REUSED_NAMES)):
+            stale = [(sequence, text) for sequence, text in over if self._is_stale(text)]
+            reused = [(sequence, text) for sequence, text in over if self._is_reused(sequence)]
+            sequence, text = self.world.rng.choice(reused or stale or over)
+            self._again_number += 1
+            sequence.timeout = 1.0
+            self._pull(
+                sequence, self.world.rng.choice(sequence.target.workers), text, 1000 + 10 * self._again_number + 9
+            )
+
+    def _spelled(self, text: str) -> str:
+        """A rank's ticket, which may name its daemon's address in another way."""
+        if Piece.TWO_ADDRESSES not in self.world.pieces or self.world.chance(0.5):
+            return text
+        whole = ticket.decode(text)
+        ranks = tuple(msgspec.structs.replace(rank, address=alias(rank.address)) for rank in whole.ranks)
+        return msgspec.structs.replace(whole, ranks=ranks).encode()
+
+    def _pull(self, sequence: Sequence, worker: Worker, joined: str, attempt: int) -> None:
+        if not worker.attached:
+            return
+        blocks = worker.take_blocks(self._wanted(sequence, worker))
+        if blocks is None:
+            return
+        request = f"{sequence.name}/{worker.name}/{attempt}"
+        sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
+        pulling = Pulling(
+            sequence=sequence.name,
+            offer=sequence.offer,
+            tokens=sequence.tokens,
+            blocks=blocks,
+            deadline=self.world.loop.now + sequence.timeout,
+            began=sequence.began,
+            concerned=(worker.daemon.name, *sources),
+            trouble=worker.trouble + worker.daemon.pauses,
+            spoilt=not sequence.calm,
+            brief=sequence.brief,
+            sent=self.world.loop.now,
+            stale=self._is_stale(joined) and sequence.source.ready and not self._is_stopped(sequence, worker),
+        )
+        self._by_request[request] = (sequence, worker)
+        try:
+            worker.pull(request, joined, pulling, sequence.timeout)
+        except KvdError:
+            worker.give_back(blocks)
+            return
+        self.on_pull(sequence, worker, request)
+        if attempt % 10 <= sequence.tries:
+            worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
+
+    @staticmethod
+    def _is_stopped(sequence: Sequence, worker: Worker) -> bool:
+        return any(daemon.process.paused for daemon in (worker.daemon, *sequence.source.daemons))
+
+    def _is_stale(self, text: str) -> bool:
+        """Whether all daemons that the ticket names were started anew since."""
+        runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
+        return all(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
+
+    def _is_reused(self, sequence: Sequence) -> bool:
+        """Whether another offer stands under its name."""
+        return any(
+            other is not sequence and other.offer == sequence.offer and other.began > sequence.began
+            for other in self._alive
+        ) and any(sequence.offer in worker.offers for worker in sequence.source.workers)
+
+    def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
+        """What the target needs and does not have: some of its prefix may be cached there."""
+        wanted = []
+        for group in worker.cache.spec.groups:
+            positions = group.needed(sequence.tokens)
+            if isinstance(group.window, Full) and self.world.chance(0.3):
+                positions = positions[self.world.rng.randrange(len(positions) + 1) :]
+            wanted.append(positions)
+        return wanted
+
+    def _again(self, request: str, joined: str, attempt: int) -> None:
+        """The target tries once more where it has not got it."""
+        sequence, worker = self._by_request[request]
+        if worker not in sequence.done:
+            self._pull(sequence, worker, joined, attempt + 1)
+
+    def _ended(self, request: str, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        sequence, worker = self._by_request[request]
+        if outcome == "done":
+            sequence.done.add(worker)
+
+    def withdraw(self, offer: str, worker: Worker) -> None:
+        """Withdraws an offer, perhaps in the middle of its pulls, which may fail from here on."""
+        for engine in self.engines:
+            for each in engine.workers:
+                for pulling in each.pulls.values():
+                    pulling.spoilt |= pulling.offer == offer
+        for sequence in self._alive:
+            if sequence.offer == offer:
+                sequence.calm = False
+        worker.cancel(offer)

@@ -1,0 +1,231 @@
+"""The daemons of a simulated world: the same actors and the same wiring as the real one, over simulated parts."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from kvd.actors.build import Dependencies, build_actors
+from kvd.actors.gateway.policy import Policy, Rule
+from kvd.actors.leases.actor import LAST_CALL_SECONDS, LeasesActor
+from kvd.actors.runtime.actor import Actor, OnFailure
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.settings import Settings
+from kvd.errors import KvdError
+from kvd.metrics import Metrics
+from kvd.state import lease as lease_machine
+from tests.simulator.fabric import SimFabric, SimTransport
+from tests.simulator.loop import Process
+from tests.simulator.memory import SimProvider, SimStamps
+from tests.simulator.network import UID, Network, SimPeerPort, SimWorkerPort
+from tests.simulator.pieces import Piece
+from tests.simulator.promises import Promise
+from tests.simulator.world import World
+
+HEARTBEAT = 0.3
+CLAIM_TTL = 0.6
+CLAIM_WAIT = 0.5
+TOMBSTONE = 2.0
+POOL_LINGER = 2.0
+PEER_IDLE = 1.5
+T = TypeVar("T")
+
+_ALLOCATION = 0.01
+"""Seconds that an allocation takes at most."""
+_METRICS = Metrics(CollectorRegistry())
+"""One for all: nothing reads them here, and making them takes longer than a daemon's start."""
+
+
+class Daemon:
+    """A daemon with a name, of which one run after the other may be alive."""
+
+    def __init__(
+        self, world: World, network: Network, fabric: SimFabric, name: str, rules: tuple[Rule, ...] = ()
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.runs = 0
+        self.pauses = 0
+        self.failure = ""
+        self._rules = rules
+        self._network = network
+        self._fabric = fabric
+        self._sessions = 0
+        self.process = Process(world.loop, name)
+        self.process.kill()
+
+    @property
+    def alive(self) -> bool:
+        """Whether a run is up (it may be stopped by SIGSTOP)."""
+        return not self.process.dead
+
+    def start(self) -> None:
+        """A new run, under a new incarnation."""
+        self.runs += 1
+        world, name = self.world, self.name
+        world.note(name, "starts", self.runs)
+        identity = f"{name}#{self.runs}"
+        self.process = process = Process(world.loop, identity)
+        self.transport = SimTransport(identity, self._fabric, process)
+        self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
+        self.worker_port = SimWorkerPort(self._network, process, name)
+        self.incarnation = self._draw_incarnation()
+        self.context = ActorContext(
+            loop=process,
+            settings=Settings(
+                daemon=name,
+                incarnation=self.incarnation,
+                heartbeat=HEARTBEAT,
+                retry=0.1,
+                claim_ttl=CLAIM_TTL,
+                claim_wait=CLAIM_WAIT,
+                tombstone=TOMBSTONE,
+                attach_wait=0.5,
+                pool_linger=POOL_LINGER,
+                peer_idle=PEER_IDLE,
+                max_quarantined=64,
+            ),
+            metrics=_METRICS,
+            supervisor=self,
+            condition=lambda _name, _why: None,
+            idle=self._idle,
+        )
+        self._busy = {"leases", "scheduler"}
+        self._draining = False
+        provider = SimProvider(
+            world.kernel,
+            identity,
+            map_file=self._map,
+            unmap=self._fabric.unmap_file,
+            is_full=lambda: world.chance(world.knobs.allocation_fails),
+        )
+        self._mapped: list[int] = []
+        self._stamps = SimStamps(self._fabric.map)
+        dependencies = Dependencies(
+            worker_port=self.worker_port,
+            peer_port=self.peer_port,
+            transport=self.transport,
+            provider=provider,
+            background=self._background,
+            draw_session=self._draw_session,
+            describe=lambda: {"daemon": name},
+            transport_died=self.fail,
+            policy=Policy(UID, self._rules),
+            stamps=self._stamps,
+        )
+        build_actors(self.context, dependencies)
+
+    def start_again(self) -> None:
+        """As `start`, unless a run is up."""
+        if not self.alive:
+            self.start()
+
+    def _draw_incarnation(self) -> int:
+        """Of this run: no two have the same, and they lie further apart than a run has leases."""
+        runs = self.runs
+        if Piece.BACKWARD_CLOCKS in self.world.pieces:
+            runs += self.world.rng.randrange(8) << 8
+        return runs << 20
+
+    def _map(self, file: object) -> int:
+        base = self._fabric.map_file(file)  # type: ignore[arg-type]
+        self._mapped.append(base)
+        return base
+
+    def _background(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        def run() -> None:
+            try:
+                result: T | KvdError = work()
+            except KvdError as error:
+                result = error
+            done(result)
+
+        self.process.call_later(self.world.rng.random() * _ALLOCATION, run)
+
+    def _draw_session(self) -> bytes:
+        self._sessions += 1
+        return f"{self.name}/{self._sessions}".encode().ljust(16, b".")
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """SIGKILL: its reads end, its memory is unmapped, its sockets close. What workers have mapped lives on."""
+        if self.process.dead:
+            return
+        self.world.note(self.name, "crashes")
+        self.world.disturb(self.name)
+        self.process.kill()
+        mapped = [base for base in self._mapped if base in self._fabric.files]
+        self._fabric.crash(self.transport.agent, [*mapped, self._stamps.base])
+        self.peer_port.close()
+        self.worker_port.close()
+        self.world.kernel.close_all(self.process.name)
+
+    def drain(self, grace: float) -> None:
+        """SIGTERM: takes nothing new, ends what runs within `grace`, and goes."""
+        self.world.note(self.name, "drains")
+        self.world.disturb(self.name)
+        for actor in (self.context.gateway, self.context.leases, self.context.scheduler):
+            actor.tell(Drain())
+        self._draining = True
+        self.process.call_later(grace, self._stop, self.process)
+        self.process.call_later(LAST_CALL_SECONDS + _ALLOCATION, self._check_last_call, self.pauses)
+
+    def _check_last_call(self, pauses: int) -> None:
+        leases = self.context.leases
+        assert isinstance(leases, LeasesActor)
+        left = [
+            lease.key
+            for lease in leases._offers._leases.values()
+            if lease.state not in lease_machine.TABLE.final and not lease.claims
+        ]
+        if self._draining and self.pauses == pauses and left:
+            self.world.violate(Promise.ENDS_ONCE, f"{self.name} drains, and holds what nobody claimed: {left}")
+
+    def _stop(self, process: Process) -> None:
+        if process.dead or not self._draining:
+            return
+        self._draining = False
+        for actor in (self.context.scheduler, self.context.leases):
+            actor.tell(Stop())
+        process.call_later(0.001, self.context.gateway.tell, Stop())
+        process.call_later(0.01, self.crash)
+
+    def stamps_are_free(self) -> bool:
+        """Whether every word for stamps can be had."""
+        leases = self.context.leases
+        assert isinstance(leases, LeasesActor)
+        return len(leases._offers._stamps._free) == len(self._stamps.words)
+
+    def _idle(self, actor: str) -> None:
+        self._busy.discard(actor)
+        if not self._busy:
+            self.process.call_soon(self._stop, self.process)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.world.note(self.name, "pauses")
+        self.world.disturb(self.name)
+        self.pauses += 1
+        self.process.pause()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.world.note(self.name, "resumes")
+        self.world.disturb(self.name)
+        self.pauses += 1
+        self.process.resume()
+
+    # --- supervision ------------------------------------------------------------------------------------------------
+
+    def failed(self, actor: Actor, message: object, error: Exception) -> None:
+        """An actor raised, which it never should: the daemon dies where that is the actor's rule."""
+        self.world.violate(Promise.SOUND, f"{actor.name} of {self.name} cannot handle {message!r}: {error!r}")
+        if actor.on_failure is OnFailure.STOP:
+            self.crash()
+
+    def fail(self, reason: str) -> None:
+        """The transport died."""
+        self.world.violate(Promise.SOUND, f"{self.name}: {reason}")
+        self.crash()

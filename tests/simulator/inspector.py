@@ -1,0 +1,64 @@
+"""Looks at all daemons every now and then: whether claims are held for nobody."""
+
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.scheduler.actor import SchedulerActor
+from tests.simulator.bounds import over
+from tests.simulator.fleet import Daemon
+from tests.simulator.pieces import Piece
+from tests.simulator.promises import Promise
+from tests.simulator.world import World
+
+_EVERY = 0.12
+"""Seconds between two looks: a claim that nobody wants lasts several of them."""
+_LOOKS = 3
+"""How often in a row a claim may be seen without its transfer: what ends one travels for a moment."""
+
+
+class Inspector:
+    """Runs for as long as the world does."""
+
+    def __init__(self, world: World, daemons: list[Daemon]) -> None:
+        self._world = world
+        self._daemons = daemons
+        self._seen: dict[tuple[str, int], int] = {}
+        self._by_identity: dict[bytes, Daemon] = {}
+        self._look()
+
+    def _look(self) -> None:
+        self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
+        # Where clocks step back a consumer may claim of a run that it has not met, and forget that with the one before.
+        if self._world.orderly and Piece.BACKWARD_CLOCKS not in self._world.pieces:
+            self._find_claims_for_nobody()
+        if Piece.SMALL_BOUNDS in self._world.pieces:
+            self._find_full_tables()
+        self._world.loop.call_later(_EVERY, self._look)
+
+    def _find_full_tables(self) -> None:
+        for daemon in self._daemons:
+            for text in over(daemon.context) if daemon.alive else ():
+                self._world.violate(Promise.SOUND, f"{daemon.name}: {text}")
+
+    def _find_claims_for_nobody(self) -> None:
+        """A consumer that ends a transfer tells the producer so: the claim need not lapse."""
+        seen: dict[tuple[str, int], int] = {}
+        for daemon in self._daemons:
+            if not daemon.alive:
+                continue
+            leases = daemon.context.leases
+            assert isinstance(leases, LeasesActor)
+            for key in leases._claims._held:
+                consumer = self._by_identity.get(key.sender.rpartition(b"#")[0])
+                if consumer is not None and not self._wants(consumer, key.claim, daemon):
+                    known = (f"{daemon.name} {key.sender!r}", key.claim)
+                    seen[known] = looks = self._seen.get(known, 0) + 1
+                    if looks > _LOOKS:
+                        self._world.violate(Promise.SOUND, f"{daemon.name} holds a lease for {key}, who is over it")
+        self._seen = seen
+
+    def _wants(self, consumer: Daemon, claim: int, producer: Daemon) -> bool:
+        scheduler = consumer.context.scheduler
+        assert isinstance(scheduler, SchedulerActor)
+        since = self._world.loop.now - (_LOOKS + 2) * _EVERY
+        quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
+        stopped = consumer.process.paused or producer.process.paused
+        return not quiet or stopped or claim in scheduler._transfers._open

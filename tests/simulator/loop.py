@@ -1,0 +1,132 @@
+"""Virtual time: callbacks run in one order that a seed decides, and the clock jumps to whatever comes next.
+
+Each process of the simulated world (a daemon, a worker) has a view of the loop of its own, which can be killed (nothing
+of it ever runs again) and stopped as by SIGSTOP (its callbacks wait, time goes on).
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_MAX_CALLBACKS = 400_000
+"""In one run; a run that needs more does not come to rest."""
+
+
+class Handle:
+    """A callback that will run unless it is cancelled or its process dies."""
+
+    __slots__ = ("args", "callback", "cancelled", "process")
+
+    def __init__(self, process: "Process | None", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.process = process
+        self.callback = callback
+        self.args = args
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Makes it not happen."""
+        self.cancelled = True
+
+
+class VirtualLoop:
+    """The clock of the world; has the interface of `kvd.actors.runtime.loop.Loop`, for what belongs to no process."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.callbacks = 0
+        self.ready: deque[Handle] = deque()
+        self._heap: list[tuple[float, int, Handle]] = []
+        self._pushes = 0
+
+    def time(self) -> float:
+        """Seconds since the run began."""
+        return self.now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> Handle:
+        """Calls back after the current callback, in order."""
+        handle = Handle(None, callback, args)
+        self.ready.append(handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Handle:
+        """Calls back `delay` seconds from now; equal times in the order they were asked for."""
+        return self.push(delay, Handle(None, callback, args))
+
+    def push(self, delay: float, handle: Handle) -> Handle:
+        """Puts a handle on the clock."""
+        self._pushes += 1
+        heapq.heappush(self._heap, (self.now + delay, self._pushes, handle))
+        return handle
+
+    def run_until(self, end: float) -> None:
+        """Runs everything that is due up to and including `end`.
+
+        Raises:
+            RuntimeError: the world does not come to rest (a loop that feeds itself without time going on).
+
+        """
+        ready, heap = self.ready, self._heap
+        while True:
+            while ready:
+                self._run(ready.popleft())
+            if not heap or heap[0][0] > end:
+                break
+            self.now, _, handle = heapq.heappop(heap)
+            self._run(handle)
+        self.now = end
+
+    def _run(self, handle: Handle) -> None:
+        if handle.cancelled:
+            return
+        process = handle.process
+        if process is not None:
+            if process.dead:
+                return
+            if process.paused:
+                process.backlog.append(handle)
+                return
+        self.callbacks += 1
+        if self.callbacks > _MAX_CALLBACKS:
+            raise RuntimeError(f"more than {_MAX_CALLBACKS} callbacks; the last is {handle.callback}")
+        handle.callback(*handle.args)
+
+
+class Process:
+    """One process's view of the loop; implements `kvd.actors.runtime.loop.Loop`."""
+
+    def __init__(self, world: VirtualLoop, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.dead = False
+        self.paused = False
+        self.backlog: list[Handle] = []
+
+    def time(self) -> float:
+        """Seconds since the run began."""
+        return self.world.now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> Handle:
+        """Calls back after the current callback, in order."""
+        handle = Handle(self, callback, args)
+        self.world.ready.append(handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Handle:
+        """Calls back `delay` seconds from now, or later where the process is stopped then."""
+        return self.world.push(delay, Handle(self, callback, args))
+
+    def kill(self) -> None:
+        """Nothing of this process runs any more."""
+        self.dead = True
+        self.backlog.clear()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """SIGCONT: what was due meanwhile runs now, in its order."""
+        self.paused = False
+        self.world.ready.extend(self.backlog)
+        self.backlog.clear()

@@ -1,0 +1,358 @@
+"""The sockets of the simulated world.
+
+Between daemons messages get lost, come twice, late and in another order, and partitions cut pairs of daemons off from
+each other, both ways or one. Between a worker and its daemon they are reliable and in order, until the session is lost.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.net.interface import (
+    OPEN,
+    Intake,
+    PeerAnswered,
+    PeerAsked,
+    PeerEvent,
+    SessionClosed,
+    SessionFrame,
+    SessionOpened,
+    WorkerEvent,
+    WorkerFrame,
+)
+from tests.simulator.loop import Process
+from tests.simulator.world import LONG_DELAY, World
+
+_PREFIX = "sim://"
+_ROOT = "."
+UID = 1000
+"""The user that every worker runs as."""
+_LOCAL = 0.0002
+"""Seconds that a local message takes; the same for all, so that they stay in order."""
+
+
+def alias(address: str) -> str:
+    """Another spelling of an address, as DNS has of every name."""
+    return address + _ROOT
+
+
+def _daemon_at(address: str) -> str:
+    return address.removeprefix(_PREFIX).removesuffix(_ROOT)
+
+
+class Network:
+    """Who listens where."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.peer_ports: dict[str, SimPeerPort] = {}
+        self.worker_ports: dict[str, SimWorkerPort] = {}
+        self.overheard: Callable[[bytes], None] = lambda _frame: None
+        """Called with every ask of a daemon."""
+        self._last: dict[tuple[str, str], float] = {}
+        """When the last message from one daemon to another arrives, where they stay in order."""
+
+    def carry(self, source: str, target: str, deliver: Callable[[], None]) -> None:
+        """Takes one message from daemon to daemon, or loses it."""
+        world, knobs = self.world, self.world.knobs
+        if (source, target) in world.cut or world.chance(knobs.drop):
+            world.disturb_message(source, target)
+            return
+        copies = 1
+        if world.chance(knobs.duplicate):
+            copies = 2
+        for _ in range(copies):
+            delay = 0.0003 + world.rng.random() * 0.0007
+            if world.orderly:
+                arrives = max(world.loop.now + delay, self._last.get((source, target), 0.0))
+                self._last[source, target] = arrives
+                delay = arrives - world.loop.now
+            if world.chance(knobs.delay):
+                delay += world.rng.random() * LONG_DELAY
+                world.disturb_message(source, target)
+            world.loop.call_later(delay, deliver)
+
+
+class _Inbox:
+    """What has arrived at a port and was not admitted yet."""
+
+    def __init__(self) -> None:
+        self._events: deque[Any] = deque()
+        self.on_event: Callable[[Any], None] = lambda _event: None
+        self.intake: Intake = OPEN
+
+    def put(self, event: Any) -> None:
+        """An event arrives."""
+        self._events.append(event)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._events and self.intake.admits(self._hand_on):
+            self.on_event(self._events.popleft())
+
+
+class SimPeerPort:
+    """One daemon's peer socket; implements `kvd.net.interface.PeerPort`."""
+
+    def __init__(self, network: Network, process: Process, daemon: str, identity: bytes) -> None:
+        self._network = network
+        self._process = process
+        self.daemon = daemon
+        self.identity = identity
+        self.links: dict[int, str] = {}
+        self._askers: dict[bytes, tuple[SimPeerPort, int]] = {}
+        """By routing id: each link has its own, `<daemon>#<incarnation>#<token>`."""
+        self._last_link = 0
+        self._inbox = _Inbox()
+        self.answers_to_stranger: list[bytes] = []
+        """What garbage was answered with."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach us."""
+        return _PREFIX + self.daemon
+
+    def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
+        """Binds."""
+        self._inbox.on_event, self._inbox.intake = on_event, intake
+        self._network.peer_ports[self.daemon] = self
+
+    def connect(self, address: str) -> int:
+        """Opens a link."""
+        if not address.startswith(_PREFIX):
+            raise BadRequest(ErrorCode.BAD_TICKET, f"{address!r} is no address of a daemon")
+        self._last_link += 1
+        self.links[self._last_link] = address
+        return self._last_link
+
+    def ask(self, link: int, frame: bytes) -> bool:
+        """Sends on a link."""
+        address = self.links[link]
+        network = self._network
+        network.world.note(self.daemon, "asks", address, frame)
+        network.overheard(frame)
+
+        def deliver() -> None:
+            port = network.peer_ports.get(_daemon_at(address))
+            if port is not None and (self.daemon, port.daemon) not in network.world.cut:
+                port._asked(self, link, frame)
+
+        network.carry(self.daemon, _daemon_at(address), deliver)
+        return True
+
+    def _asked(self, asker: "SimPeerPort", link: int, frame: bytes) -> None:
+        routing = b"%s#%d" % (asker.identity, link)
+        self._askers[routing] = (asker, link)
+        self.inject_ask(routing, frame)
+
+    def inject_ask(self, sender: bytes, frame: bytes) -> None:
+        """A frame arrives."""
+        self._process.call_soon(self._inbox.put, PeerAsked(sender, frame))
+
+    def inject_answer(self, link: int, frame: bytes) -> None:
+        """A frame arrives on a link."""
+        self._process.call_soon(self._inbox.put, PeerAnswered(link, frame))
+
+    def answer(self, sender: bytes, frame: bytes) -> bool:
+        """Sends to a daemon that connected to us."""
+        asker, link = self._askers.get(sender, (None, 0))
+        network = self._network
+        network.world.note(self.daemon, "answers", sender, frame)
+        if asker is None:
+            self.answers_to_stranger.append(frame)
+            return False
+        source = self.daemon
+
+        def deliver() -> None:
+            if asker._process.dead or (source, asker.daemon) in network.world.cut:
+                return
+            if link in asker.links:
+                asker.inject_answer(link, frame)
+
+        network.carry(source, asker.daemon, deliver)
+        return True
+
+    def disconnect(self, link: int) -> None:
+        """Closes a link."""
+        del self.links[link]
+
+    def close(self) -> None:
+        """Closes everything."""
+        if self._network.peer_ports.get(self.daemon) is self:
+            del self._network.peer_ports[self.daemon]
+
+
+class Receiver(Protocol):
+    """A worker, as its sockets see it."""
+
+    def on_session(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
+        """A frame on the session socket."""
+
+    def on_frame(self, frame: bytes) -> None:
+        """A frame on the request socket."""
+
+    def on_closed(self) -> None:
+        """End of file."""
+
+
+class Session:
+    """One worker's connections with one run of a daemon: the session socket, and ZMQ beside it."""
+
+    def __init__(self, port: "SimWorkerPort", number: int, process: Process, receiver: "Receiver") -> None:
+        self.port = port
+        self.number = number
+        self.process = process
+        self.receiver = receiver
+        self.routing = b""
+        self.open = True
+        self.lost = False
+        """What was under way is lost too."""
+
+    def connect_requests(self, routing: bytes) -> None:
+        """Connects the ZMQ socket under the id that the daemon gave."""
+        self.routing = routing
+        self.port.routes[routing] = self
+
+    def send_session(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """A frame for the daemon; it gets its own duplicates of `descriptors`."""
+        self.port.from_worker(self, SessionFrame(self.number, frame, self.port.duplicate(descriptors, to_daemon=True)))
+
+    def send(self, frame: bytes) -> None:
+        """A request for the daemon."""
+        self.port.from_worker(self, WorkerFrame(self.routing, frame, UID))
+
+    def hang_up(self, *, lose: bool) -> None:
+        """The connection is gone; with `lose`, also what was under way in both directions."""
+        if not self.open:
+            return
+        self.open, self.lost = False, lose
+        self.port.routes.pop(self.routing, None)
+        self.port.sessions.pop(self.number, None)
+        self.port.later(self.port.process, self.port.on_event, SessionClosed(self.number))
+        self.port.later(self.process, self.receiver.on_closed)
+
+
+class SimWorkerPort:
+    """One daemon's local sockets; implements `kvd.net.interface.WorkerPort`."""
+
+    def __init__(self, network: Network, process: Process, daemon: str) -> None:
+        self._network = network
+        self.process = process
+        self.daemon = daemon
+        self.sessions: dict[int, Session] = {}
+        self.listening = False
+        self.routes: dict[bytes, Session] = {}
+        self._last = 0
+        self._inbox = _Inbox()
+        self.answers_to_stranger: list[bytes] = []
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers connect."""
+        return f"ipc://{self.daemon}"
+
+    def on_event(self, event: WorkerEvent) -> None:
+        """Something arrives."""
+        self._inbox.put(event)
+
+    def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
+        """Listens."""
+        self._inbox.on_event, self._inbox.intake, self.listening = on_event, intake, True
+        self._network.worker_ports[self.daemon] = self
+
+    def later(self, process: Process, callback: Callable[..., None], *args: object) -> None:
+        """A local message's time passes, then `callback` runs in `process`."""
+        self._network.world.loop.call_later(_LOCAL, process.call_soon, callback, *args)
+
+    def duplicate(self, descriptors: tuple[int, ...], *, to_daemon: bool, worker: str = "") -> tuple[int, ...]:
+        """The descriptors that the receiver gets."""
+        kernel = self._network.world.kernel
+        owner = self.process.name if to_daemon else worker
+        return tuple(kernel.open(owner, kernel.file(descriptor)) for descriptor in descriptors)
+
+    def accept(self, process: Process, receiver: "Receiver") -> Session:
+        """A worker connects."""
+        self._last += 1
+        session = Session(self, self._last, process, receiver)
+        self.sessions[session.number] = session
+        self.later(self.process, self.on_event, SessionOpened(session.number, 1, UID, UID))
+        return session
+
+    def from_worker(self, session: Session, event: SessionFrame | WorkerFrame) -> None:
+        """A frame under way to the daemon."""
+        self._network.world.note(session.process.name, "sends", self.daemon, event.frame)
+
+        def deliver() -> None:
+            if not session.lost and not self.process.dead:
+                self.process.call_soon(self.on_event, event)
+            elif isinstance(event, SessionFrame) and not self.process.dead:
+                self.discard(event.descriptors)
+
+        self._network.world.loop.call_later(_LOCAL, deliver)
+
+    def inject(self, session: bytes, frame: bytes, uid: int = UID) -> None:
+        """A frame of nobody in particular arrives on the request socket."""
+        self.process.call_soon(self.on_event, WorkerFrame(session, frame, uid))
+
+    def inject_session(self, frame: bytes) -> int:
+        """Somebody connects to the session socket and sends `frame`."""
+        self._last += 1
+        self.process.call_soon(self.on_event, SessionOpened(self._last, 1, UID, UID))
+        self.process.call_soon(self.on_event, SessionFrame(self._last, frame, ()))
+        self.process.call_soon(self.on_event, SessionClosed(self._last))
+        return self._last
+
+    def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """A frame for a worker."""
+        session = self.sessions.get(connection)
+        self._network.world.note(self.daemon, "lends", connection, frame)
+        if session is None:
+            self.answers_to_stranger.append(frame)
+            return
+        copies = self.duplicate(descriptors, to_daemon=False, worker=session.process.name)
+
+        def deliver() -> None:
+            if not session.lost and not session.process.dead:
+                session.process.call_soon(session.receiver.on_session, frame, copies)
+            elif not session.process.dead:
+                self.discard(copies)
+
+        self._network.world.loop.call_later(_LOCAL, deliver)
+
+    def close_session(self, connection: int) -> None:
+        """Hangs up."""
+        session = self.sessions.pop(connection, None)
+        if session is not None and session.open:
+            session.open = False
+            self.routes.pop(session.routing, None)
+            self.later(session.process, session.receiver.on_closed)
+
+    def discard(self, descriptors: tuple[int, ...]) -> None:
+        """Closes descriptors."""
+        for descriptor in descriptors:
+            self._network.world.kernel.close(descriptor)
+
+    def send(self, session: bytes, frame: bytes) -> bool:
+        """A frame for a worker's queue."""
+        world = self._network.world
+        world.note(self.daemon, "tells", session, frame)
+        target = self.routes.get(session)
+        if target is None:
+            self.answers_to_stranger.append(frame)
+            return False
+        if world.chance(world.knobs.queue_full):
+            return False
+
+        def deliver() -> None:
+            if not target.lost and not target.process.dead:
+                target.process.call_soon(target.receiver.on_frame, frame)
+
+        world.loop.call_later(_LOCAL, deliver)
+        return True
+
+    def close(self) -> None:
+        """Closes everything."""
+        self.listening = False
+        for session in list(self.sessions.values()):
+            session.hang_up(lose=True)

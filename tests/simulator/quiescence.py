@@ -1,0 +1,150 @@
+"""The end of a run: a healed world serves fresh requests, and when nobody asks for anything, nothing is left over."""
+
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.gateway.actor import GatewayActor
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.scheduler.actor import SchedulerActor
+from tests.simulator.engines import Router
+from tests.simulator.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
+from tests.simulator.promises import Promise
+from tests.simulator.tables import tables
+from tests.simulator.workers import Worker
+from tests.simulator.world import World
+
+_SETTLING = 6.5
+"""Seconds after which all that was asked for earlier has ended: the longest offer, the longest deadline with grace."""
+_FRESH = 1.0
+"""Seconds that fresh pulls may take in a healed world."""
+_QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.0
+"""Seconds after which nothing is remembered any more."""
+
+
+def settle(world: World, daemons: list[Daemon], router: Router) -> None:
+    """Lets a healed world come to rest and checks what promises 1 to 7 say of it then."""
+    workers = [worker for engine in router.engines for worker in engine.workers if not worker.gone]
+    world.loop.run_until(world.loop.now + _SETTLING)
+    for worker in workers:
+        _check_ended(world, worker)
+    _check_fresh(world, router)
+    world.loop.run_until(world.loop.now + _QUIET)
+    for daemon in daemons:
+        _check_nothing_left(world, daemon, [worker for worker in workers if worker.daemon is daemon])
+
+
+def _check_ended(world: World, worker: Worker) -> None:
+    if not worker.attached:
+        world.violate(Promise.SURVIVES, f"{worker.name} is not attached though all is well")
+    for request, pulling in worker.pulls.items():
+        if pulling.stray and pulling.trouble != worker.trouble + worker.daemon.pauses:
+            continue  # its request may be lost with a session
+        world.violate(
+            Promise.ENDS_ONCE,
+            f"{worker.name}: the pull {request} has not ended (its deadline was {pulling.deadline:.3f})",
+        )
+    worker.give_up_strays()
+    for promise, what in worker.calls.values():
+        if worker.trouble == 0 and worker.daemon.runs == 1:
+            world.violate(promise, f"{worker.name}: {what} was not refused")
+    for group, free in enumerate(worker.free):
+        lent = sum(len(part.ids) for each in worker.offers.values() for part in each.blocks if part.group == group)
+        if len(free) + lent != worker.cache.spec.groups[group].num_blocks and not worker.pulls:
+            world.violate(
+                Promise.ENDS_ONCE,
+                f"{worker.name}: blocks of group {group} are missing: {len(free)} free, {lent} offered",
+            )
+
+
+def _check_fresh(world: World, router: Router) -> None:
+    """Every pair of engines can serve each other again."""
+    started = []
+    for source in router.engines:
+        for target in router.engines:
+            if source is not target and not any(worker.gone for worker in (*source.workers, *target.workers)):
+                started.append(router.begin(source, target, calm=True))
+        world.loop.run_until(world.loop.now + _FRESH)
+    for sequence in started:
+        if sequence is None or not sequence.served:
+            world.violate(
+                Promise.SURVIVES, f"a fresh sequence is not pulled in a healed world: {sequence and sequence.name}"
+            )
+
+
+def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> None:
+    context = daemon.context
+    for actor in context.actors:
+        if actor.waiting:
+            world.violate(Promise.SOUND, f"{daemon.name}: {actor.waiting} messages wait for {actor.name}")
+    for owner in (*context.actors, daemon.transport, daemon.peer_port):
+        for path, table in tables(getattr(owner, "name", type(owner).__name__), owner):
+            if table and not (path in _PER_WORKER and len(table) == len(workers)) and path not in _KEPT:
+                world.violate(Promise.SOUND, f"{daemon.name}: something is left over in {path}: {table!r}")
+    handshake, gateway = context.handshake, context.gateway
+    assert isinstance(handshake, HandshakeActor)
+    if told := {pool for _, pool in handshake._peer_server._told} - {worker.name for worker in workers}:
+        world.violate(Promise.SOUND, f"{daemon.name} remembers who was told of {told}, which are gone")
+    assert isinstance(gateway, GatewayActor)
+    if (sessions := gateway._admission._sessions.total()) != len(gateway._connections):
+        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(gateway._connections)}")
+    if not daemon.stamps_are_free():
+        world.violate(Promise.SOUND, f"{daemon.name}: stamps of leases that have ended are not free")
+    _check_blocks(world, daemon)
+    _check_descriptors(world, daemon, workers)
+
+
+def _check_descriptors(world: World, daemon: Daemon, workers: list[Worker]) -> None:
+    held = len(world.kernel.held_by(daemon.process.name))
+    if held != len(workers):
+        world.violate(Promise.SOUND, f"{daemon.name} holds {held} descriptors, it has {len(workers)} pools")
+    for worker in workers:
+        if len(world.kernel.held_by(worker.process.name)) != 1:
+            held = len(world.kernel.held_by(worker.process.name))
+            world.violate(Promise.SOUND, f"{worker.name} holds {held} descriptors, not one")
+        if worker.file is not None and worker.file.writable.any():
+            world.violate(Promise.QUARANTINE, f"{worker.name}: a pull's blocks were never freed")
+
+
+def _check_blocks(world: World, daemon: Daemon) -> None:
+    scheduler = daemon.context.scheduler
+    assert isinstance(scheduler, SchedulerActor)
+    for worker, busy in scheduler._targets.busy_blocks().items():
+        if busy:
+            world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
+    completion = daemon.context.completion
+    assert isinstance(completion, CompletionActor)
+    for name, log in completion._logs.items():
+        if log.items:
+            world.violate(Promise.NOTIFIED, f"{daemon.name}: {name} has not acknowledged {log.items}")
+    leases = daemon.context.leases
+    assert isinstance(leases, LeasesActor)
+    if standing := leases._offers.report()["active"]:
+        world.violate(Promise.SOUND, f"{daemon.name}: {standing} leases stand")
+
+
+_PER_WORKER = {
+    "gateway._connections",
+    "gateway._by_worker",
+    "gateway._by_id",
+    "pools._records",
+    "handshake._reception._pools",
+    "leases._offers._pools",
+    "scheduler._targets._pools",
+    "scheduler._targets._busy",
+    "completion._logs",
+}
+"""What an actor keeps of the workers that are attached: one entry for each."""
+_KEPT = {
+    "gateway._admission._attaches._rates": "one of each user that attached lately",
+    "gateway._admission._inquiries._rates": "one of each user that asked lately",
+    "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
+    "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
+    "handshake._introductions._specs": "those read last; their number is bounded",
+    "handshake._reception._told": "the pools that somebody was told of: those that are attached, at most",
+    "handshake._reception._welcomes": "one frame for all that may read the same pools",
+    "leases._claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
+    "handshake._reception._hellos._rates": "one of each peer that said hello lately",
+    "SimTransport._pools": "regions, of which the descriptors tell",
+    "SimPeerPort._askers": "of the network, not of the daemon",
+    "SimPeerPort.answers_to_stranger": "of the network, not of the daemon",
+}
+"""What else is not empty in a world at rest, and why."""

@@ -1,0 +1,83 @@
+"""One run: a seed makes a world, things happen and go wrong in it, it is healed, and must come to rest."""
+
+from dataclasses import dataclass, field
+
+from kvd.layout.presets import LAYOUTS
+from tests.simulator import quiescence as rest
+from tests.simulator.bounds import small_bounds
+from tests.simulator.engines import Router, make_engine
+from tests.simulator.fabric import SimFabric
+from tests.simulator.fleet import Daemon
+from tests.simulator.hostile import Hostile
+from tests.simulator.inspector import Inspector
+from tests.simulator.network import Network
+from tests.simulator.pieces import ON, Piece
+from tests.simulator.promises import Promise
+from tests.simulator.schedule import ACTIVE, Schedule
+from tests.simulator.world import World
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of one seed."""
+
+    seed: int
+    violations: list[str]
+    trace_hash: str
+    callbacks: int
+    sequences: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = ON) -> Result:
+    """Runs the world of `seed`, of `pieces`; equal ones give equal results, to the hash of the trace."""
+    world = World(seed, pieces)
+    with small_bounds(wanted=Piece.SMALL_BOUNDS in world.pieces):
+        router = _run(world)
+    return Result(
+        seed=seed,
+        violations=world.violations,
+        trace_hash=world.trace_hash(),
+        callbacks=world.loop.callbacks,
+        sequences=router.sequences,
+        outcomes=router.outcomes,
+        trace=world.trace if keep_trace else [],
+    )
+
+
+def _run(world: World) -> Router:
+    """From the making of a world to its rest."""
+    rng = world.rng
+    network, fabric = Network(world), SimFabric(world)
+    daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]
+    groups, block_tokens = rng.choice((1, 1, 2)), rng.choice((2, 4))
+    engines = [
+        make_engine(
+            world,
+            daemons,
+            f"e{number}",
+            groups=groups,
+            layout=rng.choice(sorted(LAYOUTS)),
+            block_tokens=block_tokens,
+        )
+        for number in range(rng.choice((2, 2, 3)))
+    ]
+    router = Router(world, engines)
+    Inspector(world, daemons)
+    schedule = Schedule(world, fabric, daemons, router)
+    for daemon in daemons:
+        daemon.start()
+    for worker in schedule.workers:
+        worker.start()
+    if Piece.HOSTILE_PEERS in world.pieces:
+        schedule.plan_hostility(Hostile(world, network, daemons))
+    schedule.plan()
+    try:
+        world.loop.run_until(ACTIVE + 0.1)
+        schedule.heal()
+        rest.settle(world, daemons, router)
+    except Exception as error:  # noqa: BLE001 - whatever is raised in a world is what the run found
+        world.violate(Promise.SOUND, f"{type(error).__name__}: {error}")
+        world.crash = error
+    return router

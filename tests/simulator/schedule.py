@@ -1,0 +1,288 @@
+"""What happens to a world, and when: drawn from the seed, a mixture of its own for each run.
+
+Each run switches some kinds of faults on and leaves the others out, so that both quiet and rough worlds come up, and
+kinds meet in all combinations.
+"""
+
+from functools import partial
+
+from tests.simulator.bad_input import Mischief
+from tests.simulator.engines import Router, Sequence
+from tests.simulator.fabric import SimFabric
+from tests.simulator.fleet import Daemon
+from tests.simulator.hostile import Hostile
+from tests.simulator.loop import Process
+from tests.simulator.pieces import Piece
+from tests.simulator.workers import Worker
+from tests.simulator.world import World
+
+ACTIVE = 3.0
+"""Seconds during which things are asked for and go wrong."""
+_STRIKE = 0.1
+"""Seconds after a pull's begin in which it is struck."""
+
+
+class Schedule:
+    """Draws and carries out the events of one run."""
+
+    def __init__(self, world: World, fabric: SimFabric, daemons: list[Daemon], router: Router) -> None:
+        self.world = world
+        self.fabric = fabric
+        self.daemons = daemons
+        self.router = router
+        self.workers = [worker for engine in router.engines for worker in engine.workers]
+        self._mischief = Mischief(world, daemons, self.workers)
+        router.on_pull = self._strike
+        world.on_death = self._kill_agent
+        self._set_knobs()
+
+    def _set_knobs(self) -> None:
+        rng, knobs = self.world.rng, self.world.knobs
+        for knob, likely, most in (
+            ("drop", 0.5, 0.2),
+            ("duplicate", 0.4, 0.3),
+            ("delay", 0.4, 0.2),
+            ("read_fails", 0.3, 0.3),
+            ("read_slow", 0.4, 0.7),
+            ("read_sticks", 0.4, 0.4),
+            ("add_peer_fails", 0.15, 0.3),
+            ("strike", 0.6, 0.5),
+            ("forge", 0.4, 0.3),
+            ("queue_full", 0.15, 0.2),
+            ("allocation_fails", 0.1, 0.3),
+            ("registration_fails", 0.1, 0.3),
+        ):
+            if rng.random() < likely:
+                setattr(knobs, knob, rng.random() ** 2 * most)
+
+        if Piece.BRIEF_OFFERS in self.world.pieces and rng.random() < 0.6:
+            knobs.clear()
+            knobs.read_slow = 0.5
+        if Piece.CHANGING_PATHS in self.world.pieces:
+            knobs.die_while_read = 0.08
+        self.world.orderly = knobs.duplicate == knobs.delay == 0.0
+        self.world.queues_fill = knobs.queue_full > 0.0
+
+    def plan(self) -> None:
+        """Puts everything on the clock."""
+        rng = self.world.rng
+        kinds = (
+            (self._sequence, 1.0, 14),
+            (self._partition, 0.3, 3),
+            (self._crash_daemon, 0.35, 2),
+            (self._drain_daemon, 0.15, 1),
+            (self._pause_daemon, 0.25, 2),
+            (self._crash_worker, 0.35, 3),
+            (self._pause_worker, 0.2, 2),
+            (self._vanish, 0.5, 1),
+            (self._lose_session, 0.3, 3),
+            (self._detach_worker, 0.2, 2),
+            (self._cancel, 0.5, 6),
+            (self._withdraw, 0.5, 6),
+            (self.router.pull_again, 0.5, 8),
+            (self._mischief.do, 0.5, 20),
+        )
+        for action, likely, most in kinds:
+            if rng.random() < likely:
+                for _ in range(rng.randint(1, most)):
+                    self.world.loop.call_later(0.05 + rng.random() * ACTIVE, action)
+
+    def plan_hostility(self, hostile: Hostile) -> None:
+        """Has somebody do harm now and then."""
+        for _ in range(self.world.rng.randint(1, 30)):
+            self.world.loop.call_later(self.world.rng.random() * ACTIVE, hostile.do)
+
+    def heal(self) -> None:
+        """Nothing goes wrong from here on, and everybody is up."""
+        world = self.world
+        world.note("world", "healed")
+        world.knobs.clear()
+        world.cut.clear()
+        self.fabric.heal()
+        for seconds in range(4):
+            world.loop.call_later(seconds, self.fabric.let_go)  # those that were slow on their way to getting stuck
+        for daemon in self.daemons:
+            if daemon.process.paused:
+                daemon.resume()
+            daemon.start_again()
+        for worker in self.workers:
+            if worker.process.paused:
+                worker.resume()
+            worker.start_again()
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def _sequence(self) -> None:
+        rng = self.world.rng
+        source, target = rng.sample(self.router.engines, 2)
+        self.router.begin(source, target, calm=rng.random() < 0.4)
+
+    def _daemon(self) -> Daemon:
+        return self.world.rng.choice(self.daemons)
+
+    def _worker(self) -> Worker:
+        return self.world.rng.choice(self.workers)
+
+    def _partition(self) -> None:
+        if len(self.daemons) < 2:
+            return
+        world = self.world
+        one, other = world.rng.sample(self.daemons, 2)
+        pairs = {(one.name, other.name)}
+        if world.rng.random() < 0.6:
+            pairs.add((other.name, one.name))
+        world.note("world", "cut", sorted(pairs))
+        world.disturb(one.name, other.name)
+        world.cut |= pairs
+        bytes_too = one.alive and other.alive and world.rng.random() < 0.5
+        agents = (one.transport.agent, other.transport.agent)
+        if bytes_too:
+            self.fabric.cut(*agents)
+
+        def mend() -> None:
+            world.note("world", "mended", sorted(pairs))
+            world.disturb(one.name, other.name)
+            world.cut -= pairs
+            if bytes_too:
+                self.fabric.mend(*agents)
+
+        world.loop.call_later(world.rng.random() * 2.0, mend)
+
+    def _cut(self, pair: tuple[str, str], seconds: float) -> None:
+        """One way only, and only messages."""
+        world = self.world
+        world.note("world", "cut", pair)
+        world.disturb(*pair)
+        world.cut.add(pair)
+        world.loop.call_later(seconds, world.cut.discard, pair)
+
+    def _crash_daemon(self) -> None:
+        self._crash(self._daemon())
+
+    def _crash(self, daemon: Daemon) -> None:
+        if daemon.alive:
+            daemon.crash()
+            self._restart_later(daemon)
+
+    def _kill_agent(self, agent: str) -> None:
+        for daemon in self.daemons:
+            if daemon.transport.agent == agent:
+                self._crash(daemon)
+
+    def _restart_later(self, daemon: Daemon) -> None:
+        self.world.loop.call_later(0.02 + self.world.rng.random(), daemon.start_again)
+
+    def _drain_daemon(self) -> None:
+        daemon = self._daemon()
+        if daemon.alive and not daemon.process.paused:
+            grace = self.world.rng.random() * 1.5
+            daemon.drain(grace)
+            self.world.loop.call_later(grace + 0.1, self._restart_when_gone, daemon, daemon.process)
+
+    def _restart_when_gone(self, daemon: Daemon, process: Process) -> None:
+        """One that is stopped by SIGSTOP while it drains goes later than its grace is over."""
+        if process.dead:
+            self._restart_later(daemon)
+        else:
+            self.world.loop.call_later(0.1, self._restart_when_gone, daemon, process)
+
+    def _pause_daemon(self) -> None:
+        self._pause(self._daemon())
+
+    def _pause(self, daemon: Daemon) -> None:
+        if daemon.alive and not daemon.process.paused:
+            daemon.pause()
+            process = daemon.process
+
+            def resume() -> None:
+                if process.paused and daemon.process is process:
+                    daemon.resume()
+
+            self.world.loop.call_later(self.world.rng.random() * 2.0, resume)
+
+    def _crash_worker(self) -> None:
+        self._kill(self._worker())
+
+    def _vanish(self) -> None:
+        if Piece.VANISHING_WORKERS in self.world.pieces:
+            worker = self._worker()
+            worker.gone = True
+            worker.crash()
+
+    def _kill(self, worker: Worker) -> None:
+        if worker.alive:
+            worker.crash()
+            self.world.loop.call_later(0.005 + self.world.rng.random() * 0.5, worker.start_again)
+
+    def _pause_worker(self) -> None:
+        worker = self._worker()
+        if worker.alive and not worker.process.paused:
+            worker.pause()
+            process = worker.process
+
+            def resume() -> None:
+                if process.paused and worker.process is process:
+                    worker.resume()
+
+            self.world.loop.call_later(self.world.rng.random(), resume)
+
+    def _lose_session(self) -> None:
+        self._hang_up(self._worker())
+
+    def _hang_up(self, worker: Worker) -> None:
+        if worker.alive and worker.session is not None:
+            self.world.note(worker.name, "loses its session")
+            worker.session.hang_up(lose=self.world.rng.random() < 0.5)
+
+    def _detach_worker(self) -> None:
+        worker = self._worker()
+        if worker.attached:
+            worker.detach()
+
+    def _cancel(self) -> None:
+        worker = self._worker()
+        if worker.attached and worker.pulls:
+            worker.cancel(self.world.rng.choice(sorted(worker.pulls)))
+
+    def _withdraw(self) -> None:
+        worker = self._worker()
+        if worker.attached and worker.offers:
+            self.router.withdraw(self.world.rng.choice(sorted(worker.offers)), worker)
+
+    def _strike(self, sequence: Sequence, worker: Worker, request: str) -> None:
+        """Something happens in the middle of a pull."""
+        world = self.world
+        source = world.rng.choice(sequence.source.workers)
+        if world.chance(world.knobs.forge):
+            self._mischief.forge(source, sequence.offer, self._worker())
+        if not world.chance(world.knobs.strike):
+            return
+
+        def cancel() -> None:
+            if worker.attached and request in worker.pulls:
+                worker.cancel(request)
+
+        def withdraw_unheard() -> None:
+            # The consumer does not hear that its claim is broken; only the fence can tell it.
+            self._cut((source.daemon.name, worker.daemon.name), world.rng.random())
+            withdraw()
+
+        def withdraw() -> None:
+            if source.attached and sequence.offer in source.offers:
+                self.router.withdraw(sequence.offer, source)
+
+        action = world.rng.choice(
+            (
+                cancel,
+                withdraw,
+                withdraw_unheard,
+                partial(self._kill, source),
+                partial(self._kill, worker),
+                partial(self._crash, source.daemon),
+                partial(self._crash, worker.daemon),
+                partial(self._pause, source.daemon),
+                partial(self._pause, worker.daemon),
+                partial(self._hang_up, worker),
+            )
+        )
+        world.loop.call_later(world.rng.random() ** 2 * _STRIKE, action)

@@ -1,0 +1,41 @@
+"""Every table of an actor, found by walking its attributes: what a world at rest must have empty."""
+
+from collections import deque
+from collections.abc import Iterator, Sized
+from dataclasses import fields, is_dataclass
+
+import msgspec
+import numpy as np
+
+_OTHERS = ("House", "Post", "SimFabric", "SimTransport", "SimPeerPort", "SimWorkerPort", "Network", "Settings")
+"""Classes whose objects are not part of who holds them."""
+_LAZY = "_heap"
+"""Of `kvd.actors.runtime.deadlines`: deadlines that were unset stay until they come up; their number is bounded."""
+_TABLES = (dict, set, list, deque)
+_MODULES = ("kvd.actors", "kvd.transport")
+
+
+def tables(name: str, thing: object) -> Iterator[tuple[str, Sized]]:
+    """(path, table) of each that `thing` has, or that one of its parts has."""
+    seen: set[int] = set()
+    pending = deque([(name, thing)])  # the shortest path to each names it
+    while pending:
+        path, each = pending.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        for attribute, value in _attributes(each):
+            inner = f"{path}.{attribute}"
+            if isinstance(value, _TABLES):
+                if attribute != _LAZY:
+                    yield inner, value
+            elif type(value).__module__.startswith(_MODULES) and type(value).__name__ not in _OTHERS:
+                pending.append((inner, value))
+
+
+def _attributes(thing: object) -> list[tuple[str, object]]:
+    if is_dataclass(thing):
+        return [(field.name, getattr(thing, field.name)) for field in fields(thing)]
+    if isinstance(thing, msgspec.Struct | np.ndarray):
+        return []
+    return list(getattr(thing, "__dict__", {}).items())

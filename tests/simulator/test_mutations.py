@@ -1,0 +1,34 @@
+"""Every mechanism behind a promise is missed by the simulator when it is taken out."""
+
+import os
+
+import pytest
+
+from tests.simulator.mutations import MUTATIONS
+from tests.simulator.pieces import WAITING
+from tests.simulator.promises import Promise
+from tests.simulator.run import run_seed
+
+MOST = 2000
+QUICK = "KVD_ALL_MUTATION_SEEDS" not in os.environ
+"""Begins where each was found before. `KVD_ALL_MUTATION_SEEDS=1 python -m pytest --timeout=0` begins at 0, and says
+which seeds find each: `-o junit_logging=all --junit-xml=FILE`."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_simulator_finds_that(mutation, monkeypatch, record_property):
+    if mutation.needs in WAITING:
+        pytest.skip(f"worlds have no {mutation.needs} yet")
+    mutation.apply(monkeypatch)
+    for number in range(MOST):
+        seed = (mutation.first * QUICK + number) % MOST
+        broken = run_seed(seed, keep_trace=False).violations
+        if any(text.startswith(f"[{mutation.breaks}]") for text in broken):
+            record_property("found_at_seed", seed)
+            return
+    pytest.fail(f"{MOST} seeds without a violation of {mutation.breaks}")
+
+
+def test_every_promise_has_a_mutation():
+    assert {mutation.breaks for mutation in MUTATIONS} == set(Promise)

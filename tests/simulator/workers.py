@@ -1,0 +1,286 @@
+"""Model workers: each attaches, offers and pulls through the real client's core, as a process that can die or stop."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvd.client import events
+from kvd.client.blocks import Blocks, spans
+from kvd.client.connection import Phase
+from kvd.client.driver import Dependencies, Driver
+from kvd.errors import ErrorCode, KvdError
+from kvd.protocol import codec
+from kvd.protocol import worker as wire
+from kvd.protocol.types import Message
+from tests.simulator.cache import Cache, content
+from tests.simulator.fleet import Daemon
+from tests.simulator.ledger import SCRAP, Ledger, Offering, Pulling
+from tests.simulator.line import SimConnection, SimPool
+from tests.simulator.loop import Handle, Process
+from tests.simulator.memory import File
+from tests.simulator.network import Session
+from tests.simulator.promises import Promise
+from tests.simulator.world import World
+
+_STEP = 0.008
+"""Seconds between two polls of an engine, at most."""
+
+
+class Worker(Ledger):
+    """One rank of an engine, through all its processes."""
+
+    def __init__(self, world: World, daemon: Daemon, name: str, cache: Cache) -> None:
+        super().__init__(world, daemon, name, cache)
+        self.runs = 0
+        self.gone = False
+        """It never comes back."""
+        self.process = Process(world.loop, name)
+        self.process.kill()
+        self._poll_due = 0.0
+        self._last_file: File | None = None
+        self._unheard = 0
+        """The daemon's run that was asked for the pool and has not answered: it may keep one that was never seen."""
+        """The pool that this worker, or its predecessor, had last."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is up."""
+        return not self.process.dead
+
+    @property
+    def attached(self) -> bool:
+        """Whether it can ask for something."""
+        return self.alive and not self.process.paused and self.driver.connected and not self.detaching
+
+    @property
+    def session(self) -> Session | None:
+        """Its connection with its daemon."""
+        return self.connection.session if self.runs else None
+
+    def start(self) -> None:
+        """A new process, which knows nothing of the one before."""
+        self.runs += 1
+        self.open_books()
+        self.process = process = Process(self.world.loop, f"{self.name}#{self.runs}")
+        self.connection = SimConnection(self.world.kernel, self.daemon, process, self._heard)
+        instance = process.name.encode().ljust(16, b".")
+        dependencies = Dependencies(self.connection, self.connection, self._map, instance)
+        self.driver = Driver("", self.name, self.cache.raw, self.cache.spec.pool_bytes, dependencies)
+        self.core = self.driver.core
+        self.calls: dict[int, tuple[Promise, str]] = {}
+        """Requests made wrong on purpose: the promise that refuses them, and what each was."""
+        self.detaching = False
+        self._incarnation = 0
+        self._poll: Handle | None = None
+        self._strays = 1 << 40
+        self._stray_pulls: dict[int, str] = {}
+        """Pulls made past the core, by call."""
+        self.world.note(self.name, "starts", self.runs)
+        self._poll_at(0.0)
+
+    def start_again(self) -> None:
+        """As `start`, unless a process runs already: the end of the world's faults starts all that are down."""
+        if not self.alive and not self.gone:
+            self.start()
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        if self.process.dead:
+            return
+        self.world.note(self.name, "crashes")
+        self.world.disturb(self.name)
+        self.trouble += 1
+        self.process.kill()
+        if self.session is not None:
+            self.session.hang_up(lose=False)
+        self.world.kernel.close_all(self.process.name)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.trouble += 1
+        self.process.pause()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.trouble += 1
+        self.process.resume()
+
+    # --- the session ------------------------------------------------------------------------------------------------
+
+    def _map(self, descriptor: int, _size: int) -> SimPool:
+        """The pool, when it is lent to this process for the first time."""
+        pool = SimPool(self.world.kernel, descriptor)
+        # A successor, or the first: it may do what it likes, so nothing may write there any more.
+        self.file = pool.file
+        pool.file.writable[:] = False
+        pool.file.data[:] = SCRAP
+        return pool
+
+    def _attached(self) -> None:
+        """The daemon lent the pool, perhaps again."""
+        attached = self.core.attached
+        if attached.kept and self._last_file is not None and self._last_file is not self.file:
+            self.world.violate(Promise.SURVIVES, f"{self.name}: the pool that was kept for it is another one")
+        self._last_file, self._unheard = self.file, 0
+        if self._incarnation != attached.incarnation:
+            self._incarnation = attached.incarnation
+            self.give_up_strays()
+
+    def detach(self) -> None:
+        """Gives the pool back and, once that is done, starts over as another process."""
+        self.world.note(self.name, "detaches")
+        self.world.disturb(self.name)
+        self.trouble += 1
+        self.detaching = True
+        self.driver.detach()
+
+    def _over(self) -> None:
+        """Ends its process; another one follows."""
+        self.crash()
+        self.world.loop.call_later(0.01, self.start_again)
+
+    # --- polling ----------------------------------------------------------------------------------------------------
+
+    def _heard(self, frame: bytes) -> None:
+        """Something has arrived, perhaps the end of the session."""
+        if frame:
+            self._check_reply(codec.worker_replies.decode(frame))
+        elif self.session is not None and not self.session.open:
+            self.trouble += 1
+        self._poll_soon()
+
+    def _poll_soon(self) -> None:
+        self._poll_at(self.world.loop.now + self.world.rng.random() * _STEP)
+
+    def _poll_at(self, when: float) -> None:
+        if self._poll is not None and self._poll_due <= when:
+            return
+        if self._poll is not None:
+            self._poll.cancel()
+        self._poll_due = when
+        self._poll = self.process.call_later(max(0.0, when - self.world.loop.now), self.poll)
+
+    def poll(self) -> None:
+        """One step of the engine: takes what has happened, sends what the core has to say."""
+        self._poll = None
+        now, was = self.world.loop.now, self.connection.phase
+        self._before_opening()
+        self.driver.step(now)
+        if was is Phase.ATTACHED and self.connection.phase is not was:
+            self.trouble += 1  # it hung up itself
+        if self.connection.phase is not was and self.connection.phase is Phase.ATTACHED:
+            self._attached()
+        for event in self.core.take_events():
+            self._handle(event)
+        if self.driver.failed is not None:
+            self._given_up(self.driver.failed)
+        elif self.driver.detached or (self.detaching and not self.driver.connected):
+            self._over()  # its pool goes when the last read into it has ended
+        elif self.connection.poll(0):
+            self._poll_soon()
+        elif (due := self.driver.next_timer()) < float("inf"):
+            self._poll_at(max(due, now) + self.world.rng.random() * _STEP)
+
+    def _before_opening(self) -> None:
+        """A daemon that was asked for the pool once may keep one that was never seen."""
+        if self.connection.phase is Phase.DOWN and self.connection.listened_to:
+            if self._unheard == self.daemon.runs:
+                self._last_file = None
+            self._unheard = self.daemon.runs
+
+    def _given_up(self, error: KvdError) -> None:
+        if error.code is ErrorCode.BAD_POOL:
+            self.world.violate(Promise.SURVIVES, f"{self.name}: {error.text}")
+        self._over()
+
+    def _check_reply(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Notifications):
+            self.check_batch((self.core.attached.incarnation, self.core.attached.pool), reply)
+        elif isinstance(reply, wire.Error):
+            self.calls.pop(reply.call, None)
+            self.blocks_are_free(self._stray_pulls.pop(reply.call, ""))
+
+    # --- what the core says -----------------------------------------------------------------------------------------
+
+    def _handle(self, event: events.Event) -> None:
+        match event:
+            case events.Offered(offer, ticket):
+                offering = self.offers.get(offer)
+                if offering is not None:
+                    offering.stands, offering.ticket = True, ticket
+                    if offering.answered is not None:
+                        offering.answered(ticket)
+            case events.OfferRefused(offer) | events.Released(offer):
+                self.offer_ended(offer)
+            case events.Done(request):
+                self.pull_done(request)
+            case events.Failed() | events.Cancelled():
+                self.pull_failed(event)
+            case events.Freed(request):
+                self.blocks_are_free(request)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        name: str,
+        tokens: int,
+        blocks: tuple[Blocks, ...],
+        ttl: float,
+        answered: Callable[[str], None] | None,
+        *,
+        secret: bytes,
+        text: str,
+    ) -> bool:
+        """Fills the blocks with the content called `text` and offers them as `name`."""
+        assert self.file is not None and self.session is not None  # noqa: PT018
+        for part in blocks:
+            size = self.cache.spec.groups[part.group].block_tokens
+            rows = np.zeros((len(part.ids) * size, content(text, part.group, tokens).shape[1]), np.uint8)
+            rows[:tokens] = content(text, part.group, tokens)
+            self.cache.fill(self.file.data, part.group, list(part.ids), rows)
+        try:
+            frame = self.core.offer(name, tokens, blocks, ttl, secret=secret)
+        except KvdError:
+            self.give_back(blocks)
+            return False
+        self.offers[name] = Offering(blocks, answered, secret)
+        self.session.send(frame)
+        return True
+
+    def pull(self, request: str, ticket: str, pulling: Pulling, timeout: float) -> None:
+        """Pulls into blocks that were taken for it."""
+        assert self.session is not None
+        now = self.world.loop.now
+        frame = self.core.pull(request, ticket, pulling.blocks, timeout, now, consumer=pulling.sequence)
+        self.pulls[request] = pulling
+        self.lend(pulling.blocks, lent=True)
+        self.session.send(frame)
+        self._poll_soon()
+
+    def cancel(self, request: str) -> None:
+        """Cancels a pull or withdraws an offer."""
+        if request in self.pulls:
+            self.pulls[request].spoilt = True
+        try:
+            frame = self.core.cancel(request)
+        except KvdError:
+            return
+        assert self.session is not None
+        self.session.send(frame)
+
+    def send_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> None:
+        """Sends a request that must be refused; `make` gets its call."""
+        assert self.session is not None
+        self._strays += 1
+        self.calls[self._strays] = (promise, what)
+        self.session.send(codec.encode(make(self._strays)))
+
+    def pull_wrongly(self, request: str, wrong: str, pulling: Pulling, timeout: float) -> None:
+        """Pulls with a ticket that is wrong, past the core; it must not be done."""
+        assert self.session is not None
+        self._strays += 1
+        self._stray_pulls[self._strays] = request
+        self.pulls[request] = pulling
+        self.lend(pulling.blocks, lent=True)
+        self.session.send(codec.encode(wire.Pull(self._strays, request, wrong, spans(pulling.blocks), timeout)))

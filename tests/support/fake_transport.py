@@ -1,0 +1,288 @@
+"""A transport in memory that moves real bytes over time and fails as its fabric is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvd.errors import ErrorCode, InternalError
+from kvd.transport.interface import (
+    Answered,
+    Deregistered,
+    Described,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+    RegisterFailed,
+)
+from kvd.transport.nixl.queue import U64, Slice, SliceQueue, Slices
+from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Faults, Flight, Loop
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
+
+__all__ = ["FakeFabric", "FakeTransport", "Fault", "Faults", "Loop"]
+
+Region = tuple[int, int]
+"""Base address and bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    regions: list[Region] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)
+    leaving: bool = False
+    lost: bool = False
+    again: bytes | None = None
+
+
+class FakeTransport:
+    """`kvd.transport.interface.Transport` over a `FakeFabric`. Commands and events each take a turn of the loop."""
+
+    def __init__(self, agent: str, fabric: FakeFabric) -> None:
+        self.alive = False
+        self._agent = agent
+        self._fabric = fabric
+        self._on_event: Callable[[Event], None]
+        self._pools: dict[int, Region] = {}
+        self._metadata = self._describe()
+        self._slices = SliceQueue()
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, FakeRead] = {}
+
+    @property
+    def agent(self) -> str:
+        """The name under which peers add this agent."""
+        return self._agent
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, as of the last event that changed it."""
+        return self._metadata
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Joins the fabric."""
+        self._on_event = on_event
+        self.alive = True
+        self._fabric.join(self)
+
+    def register(self, pool: int, base: int, size: int) -> None:
+        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+        self._soon(self._register, pool, base, size)
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
+        self._soon(self._deregister, pool)
+
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        self._soon(lambda: self._emit(Described(pools, self._describe(pools))))
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
+        self._soon(self._add_peer, agent, metadata)
+
+    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:
+        """As `add_peer`."""
+        self.add_peer(agent, metadata)
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets `agent` once its reads have ended. No answer."""
+        self._soon(self._remove_peer, agent)
+
+    def read(
+        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
+    ) -> None:
+        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
+        self.read_share(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
+
+    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
+        """As `read`, of what it gets of `slices`."""
+        self._soon(partial(self._read, agent, local_base, remote_base, slices, stamp=stamp))
+
+    def abort(self, read: int) -> None:
+        """Asks for an early end of a read; unknown and ended reads are ignored."""
+        self._soon(self._abort, read)
+
+    def expect_connection(self) -> None:
+        """Nothing to do: a read needs no connection."""
+
+    def expect_readers(self, expected: bool) -> None:
+        """Nothing to do: the fabric needs no progress from the side that is read from."""
+
+    def ping(self, number: int) -> None:
+        """Asks whether the fabric turns; answered by `Answered`."""
+        self._soon(self._emit, Answered(number))
+
+    def stop(self) -> None:
+        """Leaves the fabric; peers lose this agent. Nothing of it moves any more."""
+        self._fabric.leave(self._agent)
+
+    # --- for the fabric ---------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """From now on nothing is heard from this transport."""
+        self.alive = False
+
+    def exposes(self, flight: Flight) -> bool:
+        """Whether the bytes that a slice reads from this agent are registered."""
+        return _covers(list(self._pools.values()), flight.read.remote_base, flight.piece.chunk.src, flight.piece)
+
+    def slice_ended(self, flight: Flight, failure: str = "", lost: bool = False) -> None:
+        """Nothing of this slice lands any more."""
+        read = flight.read
+        read.posted -= 1
+        self._slices.ended(read.agent, flight.piece)
+        peer = self._peers.get(read.agent)
+        if lost and peer and not peer.lost:
+            self._fail_peer(read.agent, failure)
+        elif failure:
+            self._fail(read, failure)
+        else:
+            self._end_if_quiet(read)
+        self._pump()
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _register(self, pool: int, base: int, size: int) -> None:
+        try:
+            self._fabric.view(base, size)
+        except InternalError as error:
+            self._emit(RegisterFailed(pool, str(error)))
+        else:
+            self._pools[pool] = (base, size)
+            self._emit(Registered(pool, self._describe()))
+
+    def _deregister(self, pool: int) -> None:
+        del self._pools[pool]
+        self._emit(Deregistered(pool, self._describe()))
+
+    def _add_peer(self, agent: str, metadata: bytes) -> None:
+        try:
+            named, regions = json.loads(metadata)
+        except ValueError:
+            named, regions = None, []
+        known = self._peers.get(agent)
+        if known and known.lost and named == agent:
+            known.again = metadata
+        elif named != agent:
+            self._fail_peer(agent, f"its metadata is about {named!r}")
+        elif not self._fabric.knows(agent) or self._fabric.faults.of_add_peer():
+            self._fail_peer(agent, "the connection failed")
+        else:
+            peer = self._peers.setdefault(agent, _Peer())
+            peer.regions = [(base, size) for base, size in regions]
+            peer.leaving = False
+            self._emit(PeerAdded(agent))
+
+    def _remove_peer(self, agent: str) -> None:
+        if agent in self._peers:
+            self._peers[agent].leaving, self._peers[agent].again = True, None
+            self._forget_if_quiet(agent)
+
+    def _read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int) -> None:
+        key = slices.read
+        if key in self._reads:
+            raise InternalError(ErrorCode.INTERNAL, f"read {key} was asked for twice")
+        peer = self._peers.get(agent)
+        if peer is None or peer.lost or peer.leaving:
+            self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
+        elif self._slices.add(agent, slices):
+            fault = self._fabric.fault_of_read(self._agent)
+            direct = self._fabric.is_direct()
+            self._reads[key] = FakeRead(key, agent, local_base, remote_base, slices.bytes, fault, stamp, direct)
+            peer.reads.add(key)
+            self._pump()
+        else:
+            self._emit(Landed(key, 0.0))
+
+    def _abort(self, key: int) -> None:
+        if self._slices.waiting(key):
+            self._reads[key].aborted = True
+            self._fail(self._reads[key], "aborted")
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while (piece := self._slices.pick()) is not None:
+            read = self._reads[piece.read]
+            read.posted += 1
+            read.started = read.started or self._fabric.loop.time()
+            flight = Flight(self, read, piece)
+            peer = self._peers[read.agent]
+            if not _covers(list(self._pools.values()), read.local_base, piece.chunk.dst, piece):
+                self.slice_ended(flight, "the memory read into is not registered")
+            elif not _covers(peer.regions, read.remote_base, piece.chunk.src, piece):
+                self.slice_ended(flight, f"the memory read is not in the metadata of agent {read.agent!r}")
+            else:
+                self._fabric.launch(flight)
+
+    def _fail_peer(self, agent: str, reason: str) -> None:
+        self._emit(PeerFailed(agent, reason))
+        peer = self._peers.get(agent)
+        if peer:
+            peer.lost = True
+            for key in sorted(peer.reads):
+                self._fail(self._reads[key], f"lost agent {agent!r}: {reason}")
+            self._forget_if_quiet(agent)
+
+    def _fail(self, read: FakeRead, reason: str) -> None:
+        read.failure = read.failure or reason
+        self._slices.drop(read.key)
+        self._end_if_quiet(read)
+
+    def _end_if_quiet(self, read: FakeRead) -> None:
+        if read.posted or self._slices.waiting(read.key) or read.key not in self._reads:
+            return
+        del self._reads[read.key]
+        if read.failure:
+            self._emit(ReadFailed(read.key, read.failure, read.aborted))
+        else:
+            seconds = self._fabric.loop.time() - read.started
+            self._emit(Landed(read.key, seconds, read.direct, self._fabric.stamp(self._agent, read)))
+        self._peers[read.agent].reads.remove(read.key)
+        self._forget_if_quiet(read.agent)
+
+    def _forget_if_quiet(self, agent: str) -> None:
+        peer = self._peers.get(agent)
+        if peer and not peer.reads and (peer.lost or peer.leaving):
+            del self._peers[agent]
+            if peer.again is not None:
+                self._add_peer(agent, peer.again)
+
+    def _describe(self, pools: tuple[int, ...] | None = None) -> bytes:
+        regions = [region for pool, region in self._pools.items() if pools is None or pool in pools]
+        return json.dumps([self._agent, regions]).encode()
+
+    def _soon(self, command: Callable[..., None], *arguments: Any) -> None:
+        self._fabric.loop.call_soon(self._if_alive, command, *arguments)
+
+    def _if_alive(self, command: Callable[..., None], *arguments: Any) -> None:
+        if self.alive:
+            command(*arguments)
+
+    def _emit(self, event: Event) -> None:
+        self._fabric.loop.call_soon(self._if_alive, self._deliver, event)
+
+    def _deliver(self, event: Event) -> None:
+        if isinstance(event, Registered | Deregistered):
+            self._metadata = event.metadata
+        self._on_event(event)
+
+
+def _covers(regions: list[Region], base: int, offset: U64, piece: Slice) -> bool:
+    """Whether each descriptor of a slice lies within one of the regions."""
+    part = slice(piece.start, piece.stop)
+    covered = np.zeros(piece.stop - piece.start, dtype=bool)
+    for start, size in regions:
+        first = offset[part] + np.uint64(base)
+        covered |= (first >= start) & (first + piece.chunk.length[part] <= start + size)
+    return bool(covered.all())

@@ -1,0 +1,54 @@
+"""The models of the laboratory, by name, and prompts for them. `models` writes them."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+VOCABULARY: Final = 512
+WINDOW: Final = 64
+"""Sliding window of the hybrid model, in tokens."""
+
+BLOCK: Final = 32
+"""Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
+
+MODELS: Final = ("llama", "gemma", "deepseek", "bench")
+
+FLAGS: Final[dict[str, tuple[str, ...]]] = {
+    "gemma": ("--no-disable-hybrid-kv-cache-manager",),
+    "deepseek": ("--block-size", "16", "--max-num-seqs", "1"),
+}
+"""What a server needs for a model beside the flags that all have."""
+
+
+GROUPS: Final = {"gemma": 6}
+"""KV-cache groups, where there are several: a request takes blocks for each of them."""
+
+LATENT: Final = frozenset({"deepseek"})
+"""Models with latent attention. vLLM keeps no prefix cache of them on a CPU. And its CPU kernels round: on one server,
+without any connector, prefill and decode disagree on log-probabilities, and so do batches with and without other
+requests, by up to 0.3 with the weights here: as much as wrong KV makes. One request at a time gives equal ones.
+"""
+
+
+def write_models(folder: Path, *names: str) -> None:
+    """Writes models into `folder`/name, in a process of its own: transformers and torch are heavy.
+
+    Raises:
+        subprocess.CalledProcessError: It failed; what it said is on standard error.
+
+    """
+    command = [sys.executable, "-m", "tests.vllm.testbed.models", str(folder), *names]
+    environment = os.environ | OFFLINE | {"TQDM_DISABLE": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=300)  # the command is ours
+
+
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def make_prompt(tokens: int, seed: int) -> list[int]:
+    """A prompt of `tokens` random token ids; equal seeds give prompts of which one begins the other."""
+    source = random.Random(seed)  # noqa: S311  # no secret
+    return [source.randrange(2, VOCABULARY) for _ in range(tokens)]

@@ -1,0 +1,128 @@
+"""Tiny models of four architectures, written to disk so that a real vLLM runs them without a download.
+
+Run as `python -m tests.vllm.testbed.models FOLDER NAME...`. Weights are random but of the scale that a trained
+model has: with vLLM's own dummy weights (within 0.001) attention hardly matters, and wrong KV would go unnoticed.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+from tests.vllm.testbed.catalog import VOCABULARY, WINDOW
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+def _llama() -> PretrainedConfig:
+    return LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.2,
+        **_COMMON,
+    )
+
+
+def _gemma() -> PretrainedConfig:
+    """Five layers of sliding windows to one of full attention, twice: vLLM makes six groups of two layers of it."""
+    return Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        initializer_range=0.2,
+        **_COMMON,
+    )
+
+
+def _deepseek() -> PretrainedConfig:
+    """Latent attention with dense layers; 512 + 64 is the one latent size that vLLM's CPU kernel takes.
+
+    Its weights are smaller than those of the others: see `catalog.LATENT`.
+    """
+    layers = 3
+    return DeepseekV2Config(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=layers,
+        initializer_range=0.05,
+        **_COMMON,
+    )
+
+
+def _bench() -> PretrainedConfig:
+    """The KV cache of a model of size: 16 layers, 8 KV heads of 128, 131,072 bytes a token in float32."""
+    return LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        initializer_range=0.1,
+        **_COMMON,
+    )
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _llama,
+    "gemma": _gemma,
+    "deepseek": _deepseek,
+    "bench": _bench,
+}
+
+
+def write(name: str, folder: Path) -> None:
+    """Writes model `name` with its weights and tokenizer into `folder`."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One word a token: `t17` is token 17."""
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t1"))  # noqa: S106  # no password
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="t0", eos_token="t1", unk_token="t1")  # noqa: S106
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        write(wanted, Path(sys.argv[1]) / wanted)

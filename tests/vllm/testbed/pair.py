@@ -1,0 +1,127 @@
+"""A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.servers import BLOCKS, Daemon, Engine, Server
+from tests.vllm.testbed.service import Service
+
+
+class Pair(ABC):
+    """A prefill server and a decode server.
+
+    `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
+    of either KV cache; `ranks` the TP size of a side where it is not 1.
+    """
+
+    name: str
+    """Of its processes and their logs."""
+    title: str
+    """For people."""
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        ranks: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.policy = policy
+        folder.mkdir(parents=True, exist_ok=True)
+        self.prefill, self.decode = (
+            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks, ranks.get(side, 1)), self._config(side))
+            for side in ("prefill", "decode")
+        )
+
+    def _config(self, side: str) -> dict[str, Any]:
+        return {"kv_role": "kv_both", "kv_load_failure_policy": self.policy, **self.connector(side)}
+
+    @abstractmethod
+    def connector(self, side: str) -> dict[str, Any]:
+        """The connector's part of the kv-transfer-config of one side."""
+
+    @property
+    def services(self) -> list[Service]:
+        """All processes, in the order in which they start."""
+        return [self.prefill, self.decode]
+
+    async def complete(self, prompt: list[int], tokens: int, **more: Any) -> Completion:
+        """The completion of a prompt whose prefill runs on one server and whose decode on the other.
+
+        Raises:
+            HttpError: Either side gave no good answer.
+
+        """
+        body = make_body(self.prefill.engine.model, prompt, tokens, **more)
+        params = await prefill(self.prefill.url, body)
+        return await complete(self.decode.url, body | {"kv_transfer_params": params})
+
+
+class KvdPair(Pair):
+    """With a daemon for each rank; `extra` are further settings of the connector."""
+
+    name = "kvd"
+    title = "kvd"
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        policy: str = "fail",
+        blocks: int = BLOCKS,
+        ranks: Mapping[str, int] = MappingProxyType({}),
+        extra: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._extra = extra
+        self._folder = folder
+        self.daemons = {side: Daemon(f"kvd-{side}-daemon-0", folder) for side in ("prefill", "decode")}
+        """Of rank 0, by side."""
+        self.others = [
+            Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
+        ]
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks)
+
+    def connector(self, side: str) -> dict[str, Any]:
+        """Names the sockets of the daemons of that side."""
+        return {
+            "kv_connector": "KvdConnector",
+            "kv_connector_module_path": "kvd.engines.vllm",
+            "kv_connector_extra_config": {
+                "socket": str(self._folder / f"kvd-{side}-daemon-{{rank}}.sock"),
+                **self._extra,
+            },
+        }
+
+    @property
+    def services(self) -> list[Service]:
+        """Daemons first: a server attaches when it starts."""
+        return [*self.daemons.values(), *self.others, *super().services]
+
+
+class NixlPair(Pair):
+    """With vLLM's connector, which runs in the engines; the decode side pulls. NIXL has `threads`, else four."""
+
+    name = "nixl"
+    title = "NixlConnector"
+
+    def __init__(
+        self, folder: Path, models: Path, model: str, *, blocks: int = BLOCKS, threads: int | None = None
+    ) -> None:
+        self._extra: dict[str, int] = {}
+        if threads is not None:
+            self._extra = {"num_threads": threads}
+            self.name, self.title = f"nixl-{threads}", f"NixlConnector, num_threads {threads}"
+        super().__init__(folder, models, model, blocks=blocks)
+
+    def connector(self, side: str) -> dict[str, Any]:
+        """The same on both sides."""
+        return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": self._extra}

@@ -1,0 +1,36 @@
+"""vLLM's API server with no orphans: `python -m tests.vllm.testbed.serve FLAGS`.
+
+It dies with whoever started it. vLLM runs its engine and each worker in a process of its own, which outlive a server
+that is killed; here the kernel kills every process of a server with its parent. On a CPU each of them is a new
+interpreter, which imports vLLM for eight seconds; here they are forked, as vLLM does it on a GPU.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+from multiprocessing import resource_tracker
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def _fork_only() -> None:
+    fork: Any = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork
+    resource_tracker.ensure_running()  # by the engine it would be killed, before it has removed the shared memory
+
+
+_die_with_parent()
+os.register_at_fork(after_in_child=_die_with_parent)
+
+if __name__ == "__main__":
+    _fork_only()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

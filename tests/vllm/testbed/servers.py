@@ -1,0 +1,178 @@
+"""vLLM servers and kvd daemons as processes: what each is started with, and how one sees that it is up."""
+
+import contextlib
+import json
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.vllm.testbed.catalog import BLOCK, FLAGS, GROUPS, OFFLINE
+from tests.vllm.testbed.http import HttpError, get
+from tests.vllm.testbed.service import Service, with_environment
+
+LONGEST = 2048
+"""Tokens of a prompt and its completion."""
+
+BLOCKS = 256
+"""Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
+
+
+_FIRST_EPHEMERAL_PORT = 32_768
+"""Of Linux, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a vLLM server runs: a model of the catalog in `models`/`model`."""
+
+    models: Path
+    model: str
+    blocks: int = BLOCKS
+    """Of the KV cache, a group."""
+    ranks: int = 1
+    """Its TP size."""
+
+
+class Server(Service):
+    """A vLLM; `transfer` is its kv-transfer-config, without which it is a single server."""
+
+    def __init__(self, name: str, folder: Path, engine: Engine, transfer: dict[str, Any] | None = None) -> None:
+        super().__init__(name, folder)
+        self.engine = engine
+        self.transfer = transfer
+        self.port = free_port()
+        self._side_channel = free_port()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> Sequence[str]:
+        """As users start it, but that one thread computes: two servers share as few as two cores."""
+        engine = self.engine
+        variables = OFFLINE | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [sys.executable, "-m", "tests.vllm.testbed.serve", "--model", str(engine.models / engine.model)]
+        command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
+        command += ["--disable-uvicorn-access-log"]
+        blocks = engine.blocks * GROUPS.get(engine.model, 1)
+        command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
+        command += FLAGS.get(engine.model, ())
+        if engine.ranks > 1:
+            command += ["--tensor-parallel-size", str(engine.ranks)]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        return with_environment(variables, command)
+
+    async def is_up(self) -> bool:
+        """Whether it says that it is healthy."""
+        try:
+            await get(self.url, "/health")
+        except HttpError:
+            return False
+        return True
+
+
+class Daemon(Service):
+    """A kvd daemon; peers and workers find it at the same place after every start."""
+
+    needed_first = True
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, folder)
+        self.socket = folder / f"{name}.sock"
+        self.flags: tuple[str, ...] = ()
+        """More flags, from the next start on; and environment variables."""
+        self.variables: dict[str, str] = {}
+
+    def command(self) -> Sequence[str]:
+        """It runs `kvd serve`."""
+        command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
+        command += ["--http", "127.0.0.1:0", "--log-format", "json"]
+        return with_environment(self.variables, [*command, *self.flags])
+
+    @property
+    def url(self) -> str:
+        """Where its metrics are."""
+        return f"http://{self._serving()['http']}"
+
+    async def is_up(self) -> bool:
+        """Whether it logged that it serves."""
+        return bool(self._serving())
+
+    def _serving(self) -> dict[str, Any]:
+        for line in self.log.read_text(errors="replace").splitlines():
+            if '"serving"' in line:
+                event: dict[str, Any] = json.loads(line)
+                return event
+        return {}
+
+
+class RouterProcess(Service):
+    """The router between a prefill and a decode server."""
+
+    def __init__(self, folder: Path, prefill: Server, decode: Server) -> None:
+        super().__init__("router", folder)
+        self._port = free_port()
+        self._servers = (prefill, decode)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def command(self) -> Sequence[str]:
+        """It runs the router's module."""
+        urls = [server.url for server in self._servers]
+        return [sys.executable, "-m", "tests.vllm.testbed.router", str(self._port), *urls]
+
+    async def is_up(self) -> bool:
+        """Whether it answers at all."""
+        try:
+            await get(self.url, "/health")
+        except HttpError:
+            return False
+        return True
+
+
+class Metrics:
+    """What a server or a daemon counts, as of one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The samples of this name that have these labels, added up; 0 where there are none."""
+        return sum(
+            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+async def scrape(service: "Server | Daemon") -> Metrics:
+    """The metrics of a server or a daemon now."""
+    return Metrics((await get(service.url, "/metrics")).decode())
+
+
+def free_port() -> int:
+    """A port that nobody has, and that stays free while its owner is down.
+
+    The kernel gives none of these to those who ask it for any port, as vLLM does dozens of times.
+    """
+    while True:
+        port = random.randrange(10_000, _FIRST_EPHEMERAL_PORT)  # noqa: S311  # no secret
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
