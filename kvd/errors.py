@@ -100,3 +100,8 @@ def error_from_code(code: str, text: str) -> KvdError:
         if known in kind.codes:
             return kind(known, text)
     return BadRequest(known, text)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as a log may show it: with its text where that is ours, which names no contents of messages."""
+    return f"{type(error).__name__}: {error.text}" if isinstance(error, KvdError) else type(error).__name__

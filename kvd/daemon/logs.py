@@ -11,7 +11,7 @@ from typing import Literal
 
 import structlog
 
-from kvd.errors import KvdError
+from kvd.errors import describe
 
 _MAX_FRAMES = 20
 
@@ -45,8 +45,3 @@ def _redacted_traceback(_logger: object, _method: str, event: structlog.typing.E
         for frame in traceback.extract_tb(error.__traceback__, limit=-_MAX_FRAMES)
     ]
     return event
-
-
-def describe(error: BaseException) -> str:
-    """An exception as a log may show it: with its text where that is ours, which names no contents of messages."""
-    return f"{type(error).__name__}: {error.text}" if isinstance(error, KvdError) else type(error).__name__

@@ -57,7 +57,7 @@ def mutation(breaks, first=0, needs=None):
 
 
 def handler(monkeypatch, actor, kind, replacement):
-    monkeypatch.setitem(actor.handlers, kind, replacement)
+    monkeypatch.setattr(actor, actor.handled[kind], replacement)
 
 
 def steps(monkeypatch, table, **changes):
@@ -252,9 +252,7 @@ def notifications_are_not_kept(monkeypatch):
             log.items.clear()
             log.sent = 0
 
-    for kind, method in list(CompletionActor.handlers.items()):
-        if method is original:
-            handler(monkeypatch, CompletionActor, kind, flush)
+    monkeypatch.setattr(CompletionActor, "flush", flush)
 
 
 @mutation(Promise.NOTIFIED)
@@ -306,9 +304,7 @@ def successors_do_not_wait(monkeypatch):
         else:
             original(self, request)
 
-    for kind, method in list(PoolsActor.handlers.items()):
-        if method is original:
-            handler(monkeypatch, PoolsActor, kind, attach)
+    monkeypatch.setattr(PoolsActor, "attach", attach)
 
 
 @mutation(Promise.SURVIVES, first=390)

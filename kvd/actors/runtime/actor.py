@@ -1,6 +1,6 @@
 """A mailbox actor: it owns its state, is told messages, and tells others. It never waits for an answer.
 
-An actor is a class whose methods marked `@handles(Kind)` take one message each, plain functions that return quickly.
+Methods marked `@handles(Kind)`, of the actor or of a component that it owns, take one message each and return quickly.
 Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock. Sockets are read no faster
 than messages are handled (`Dispatcher.admits`), so a mailbox that overflows is a bug and is treated as a failure.
 """
@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from kvd import limits
 from kvd.actors.runtime.loop import Loop, Timer
 from kvd.errors import ErrorCode, InternalError
 
 A = TypeVar("A")
-Handler = Callable[[Any, Any], None]
 
 
 class OnFailure(Enum):
@@ -52,11 +51,30 @@ def handles(kind: type) -> Callable[[A], A]:
     return mark
 
 
-class Dispatcher:
-    """Delivers what the actors of one house tell each other: one callback of the loop for a whole chain of messages.
+class Call(NamedTuple):
+    """To an actor itself: a timer of its own is due."""
 
-    A callback for each message would cost a turn of the loop, with its system calls, for each of the ten steps that a
-    request makes through the house. It is also the `kvd.net.interface.Intake` of the house's sockets.
+    method: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+class Component:
+    """Owns a part of an actor's state and handles the messages about it; `Actor.serve` makes it known."""
+
+    handled: ClassVar[dict[type, str]] = {}
+    """Names of the methods that take each kind of message."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        methods = ((name, method) for klass in reversed(cls.__mro__) for name, method in vars(klass).items())
+        cls.handled = {method.__handles__: name for name, method in methods if hasattr(method, "__handles__")}
+
+
+class Dispatcher:
+    """Delivers the messages between the actors of one daemon: one callback of the loop for a whole chain of them.
+
+    A callback for each message would cost a turn of the loop, with its system calls, for each step of a request. It is
+    also the `kvd.net.interface.Intake` of the daemon's sockets.
     """
 
     def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
@@ -116,28 +134,28 @@ class Dispatcher:
             actor, message = self._queue.popleft()
             actor.waiting -= 1
             try:
-                actor.handlers[type(message)](actor, message)
+                actor.handlers[type(message)](message)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
                 self._supervisor.failed(actor, message, error)
 
 
-class Actor:
+class Actor(Component):
     """Base of all actors; see the module's text."""
 
     name: ClassVar[str]
     on_failure: ClassVar[OnFailure] = OnFailure.STOP
-    handlers: ClassVar[dict[type, Handler]] = {}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        methods = (method for klass in reversed(cls.__mro__) for method in vars(klass).values())
-        cls.handlers = {method.__handles__: method for method in methods if hasattr(method, "__handles__")}
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.loop = dispatcher.loop
         self.waiting = 0
         """Messages that were told and not handled."""
+        self.handlers: dict[type, Callable[[Any], None]] = {}
         self._dispatcher = dispatcher
+        self.serve(self)
+
+    def serve(self, component: Component) -> None:
+        """Messages of the kinds that `component` handles go to it from now on."""
+        self.handlers |= {kind: getattr(component, name) for kind, name in component.handled.items()}
 
     def tell(self, message: object) -> None:
         """Posts `message`; it is handled after the current message.
@@ -154,6 +172,14 @@ class Actor:
     def tell_later(self, delay: float, message: object) -> Timer:
         """Tells itself `message` in `delay` seconds."""
         return self.loop.call_later(delay, self.tell, message)
+
+    def later(self, delay: float, method: Callable[..., None], *arguments: object) -> Timer:
+        """Calls `method(*arguments)` in `delay` seconds, as a message to itself: in order, and supervised."""
+        return self.loop.call_later(delay, self.tell, Call(method, arguments))
+
+    @handles(Call)
+    def _call(self, call: Call) -> None:
+        call.method(*call.arguments)
 
     @handles(Probe)
     def probe(self, message: Probe) -> None:

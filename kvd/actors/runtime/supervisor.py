@@ -7,7 +7,7 @@ import structlog
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
-from kvd.daemon.logs import describe
+from kvd.errors import describe
 from kvd.metrics import Metrics
 
 _log = structlog.get_logger("kvd.actors")

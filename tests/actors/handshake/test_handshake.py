@@ -246,10 +246,7 @@ def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble()
         if number < last:
             stage.peer_says(welcome_of(), number)
     told = []
-    stage.context.gateway.handlers = {
-        **stage.context.gateway.handlers,
-        Reported: lambda _actor, message: told.append(message),
-    }
+    stage.context.gateway.handlers[Reported] = told.append
     stage.context.handshake.tell(Report(1))
     stage.run()
     (report,) = told

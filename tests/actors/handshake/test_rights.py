@@ -185,7 +185,7 @@ def interrupted(firm):
 def test_the_pool_of_a_worker_that_left_meanwhile_is_kept(interrupted):
     interrupted.stage.hang_up(2)
     interrupted.finish()
-    assert interrupted.stage.context.pools._records["two"].stage == "kept"
+    assert interrupted.stage.context.pools._records["two"].state == "kept"
 
 
 def test_the_pool_of_a_worker_that_detached_meanwhile_ends(interrupted):
