@@ -122,9 +122,9 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
 
 
 _PER_WORKER = {
-    "gateway._connections",
-    "gateway._by_worker",
-    "gateway._by_id",
+    "gateway._connections._by_number",
+    "gateway.sessions._by_worker",
+    "gateway.sessions._by_id",
     "pools._records",
     "handshake._peer_server._pools",
     "leases._offers._pools",
