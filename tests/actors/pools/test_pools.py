@@ -95,7 +95,7 @@ def test_a_detached_pool_is_gone(stage):
 
 def test_memory_is_given_back_beside_the_loop_once_the_transport_has_let_go_and_detached_is_said_after_it(stage):
     works = []
-    stage.context.pools._background = lambda work, done: works.append((work, done))
+    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
     stage.connect()
     stage.session(Attach("w", b"i" * 16, CACHE.raw))
     allocate, made = works.pop()
@@ -162,7 +162,7 @@ def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
             done(error)
 
     assert isinstance(stage.context.pools, pools.PoolsActor)
-    stage.context.pools._background = background
+    stage.context.pools._memory._background = background
     assert stage.attach().code == ErrorCode.OVERLOADED
     del stage.dependencies.provider.allocate
     assert isinstance(stage.attach(connection=2), Attached)
