@@ -1,7 +1,7 @@
 import pytest
 
 from kvd.actors.pools import actor as pools
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.pools.messages import DetachPool, RenewPool
 from kvd.errors import ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionOpened
 from kvd.protocol.peer import Broken, Grant, Release
@@ -191,6 +191,41 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     refused = stage.session(Detach())
     assert refused.code == ErrorCode.TRANSPORT
     stage.dependencies.transport.register = register
+    assert isinstance(stage.attach(connection=2), Attached)
+
+
+def test_a_detach_that_comes_from_no_holder_of_the_pool_changes_nothing(stage):
+    stage.attach()
+    stage.context.pools.tell(DetachPool(99, "w"))
+    stage.run()
+    assert stage.context.pools._records["w"].state == "lent"
+    assert isinstance(stage.session(Detach()), Detached)
+
+
+def test_a_successor_that_waits_for_a_pool_that_is_lost_is_refused_and_its_descriptor_closed(stage):
+    stage.attach()
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
+    stage.context.pools.tell(RenewPool("w"))
+    transport = stage.dependencies.transport
+    transport.register = lambda pool, *_: transport.on_event(RegisterFailed(pool, "no keys"))
+    stage.landed(1)
+    assert stage.on_sessions[-1].code == ErrorCode.TRANSPORT
+    assert stage.discarded == [9]
+    assert stage.context.pools._records == {}
+
+
+def test_a_pool_whose_worker_left_while_it_was_made_is_kept_for_it(stage):
+    works = []
+    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
+    stage.attach()
+    stage.hang_up()
+    allocate, made = works.pop()
+    made(allocate())
+    stage.run()
+    assert stage.context.pools._records["w"].state == "kept"
     assert isinstance(stage.attach(connection=2), Attached)
 
 
