@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvd.actors.gateway.messages import Reported
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Report
 from kvd.protocol.worker import Status
-
-_SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
 
 
 @dataclass(slots=True)
@@ -34,15 +32,18 @@ class Statuses(Component):
         """Collects a status and calls `answer` with it."""
         self._last_token += 1
         self._pending[self._last_token] = _Pending(call, answer)
-        for section in _SECTIONS:
-            getattr(self._context, section).tell(Report(self._last_token))
+        for actor in self._reporters():
+            actor.tell(Report(self._last_token))
+
+    def _reporters(self) -> list[Actor]:
+        return [actor for actor in self._context.actors if actor is not self._context.gateway]
 
     @handles(Reported)
     def reported(self, message: Reported) -> None:
         """One section of a status."""
         pending = self._pending[message.token]
         pending.sections[message.section] = message.content
-        if len(pending.sections) == len(_SECTIONS):
+        if len(pending.sections) == len(self._reporters()):
             del self._pending[message.token]
             document = self._describe() | pending.sections
             pending.answer(Status(pending.call, msgspec.json.encode(document)))
