@@ -220,7 +220,7 @@ class PoolsActor(Actor):
             self._memory.deregister(record)
 
     def _overdue(self, worker: str) -> None:
-        """Nobody came for a kept pool, or a pool did not become quiet in time."""
+        """Nobody came for a kept pool, or a pool did not quiesce in time."""
         record = self._records[worker]
         if record.state is PoolState.KEPT:
             self._quiesce(record, PoolState.QUIESCING)

@@ -39,7 +39,7 @@ def test_a_worker_that_comes_back_gets_what_it_has_not_acknowledged(stage):
     assert (batch.first, [item.offer for item in batch.items]) == (2, ["b", "c"])
 
 
-def test_what_happens_while_it_is_away_is_kept(stage):
+def test_notifications_for_a_worker_that_is_away_are_kept(stage):
     stage.offer("a", ttl=0.5)
     stage.hang_up()
     stage.run(1.0)
@@ -55,7 +55,7 @@ def test_a_successor_starts_with_an_empty_log(stage):
     assert batches(stage) == []
 
 
-def test_a_worker_that_detached_is_told_nothing(stage):
+def test_a_worker_that_detached_gets_no_old_notifications(stage):
     end_offers(stage, "a")
     stage.session(Detach())
     stage.to_workers.clear()

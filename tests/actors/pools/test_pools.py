@@ -149,7 +149,7 @@ def test_a_successor_does_not_get_a_pool_that_is_still_written_to(stage):
     assert isinstance(stage.on_sessions[-1], Attached)
 
 
-def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
+def test_a_worker_is_told_that_there_is_no_memory_for_its_pool(stage, monkeypatch):
     def allocate(name, size):
         raise Unavailable(ErrorCode.OVERLOADED, "full")
 
@@ -194,7 +194,7 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     assert isinstance(stage.attach(connection=2), Attached)
 
 
-def test_a_detach_that_comes_from_no_holder_of_the_pool_changes_nothing(stage):
+def test_a_detach_of_a_connection_that_does_not_have_the_pool_changes_nothing(stage):
     stage.attach()
     stage.context.pools.tell(DetachPool(99, "w"))
     stage.run()
@@ -241,8 +241,8 @@ def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_
 
 
 @pytest.mark.parametrize("gets_it", [True, False])
-def test_notifications_are_numbered_from_1_for_whom_another_worker_had_the_pool_before(stage, gets_it):
-    """Also where that one was gone in the moment in which it got it."""
+def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_in_between(stage, gets_it):
+    """Also if that one was gone by the time it got the pool."""
     stage.attach()
     stage.offer("before")
     stage.hang_up()
