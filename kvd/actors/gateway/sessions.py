@@ -67,9 +67,9 @@ class Sessions(Component):
         """Their names."""
         return sorted(self._by_worker)
 
-    def find(self, number: bytes) -> Session | None:
-        """The session with this routing id."""
-        return self._by_id.get(number)
+    def find(self, sender: bytes) -> Session | None:
+        """The session with the routing id `sender`."""
+        return self._by_id.get(sender)
 
     def begin(self, connection: Connection, lent: PoolLent) -> None:
         """Gives the worker its pool, its session, and the notifications that it has not acknowledged."""

@@ -246,11 +246,12 @@ class PoolsActor(Actor):
         self._context.completion.tell(Forget(record.pool.worker))
         if isinstance(waiting, DetachPool):
             self._context.gateway.tell(PoolReturned(waiting.connection))
-        elif waiting is not None and error is None:
-            self.attach(waiting)
-        elif waiting is not None and error is not None:
-            self._stop_waiting(record)
-            self._context.gateway.tell(AttachRefused(waiting.connection, error))
+        elif waiting is not None:
+            if error is None:
+                self.attach(waiting)
+            else:
+                self._stop_waiting(record)
+                self._context.gateway.tell(AttachRefused(waiting.connection, error))
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 

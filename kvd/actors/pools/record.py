@@ -47,7 +47,7 @@ class PoolRecord:
     @property
     def mapped(self) -> Memory:
         """The memory of a pool that has been made."""
-        assert self.memory is not None  # noqa: S101 - nobody asks before
+        assert self.memory is not None  # noqa: S101 - it is asked for only then
         return self.memory
 
     @property
