@@ -73,7 +73,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
         background=dependencies.background,
         speaks_for=dependencies.speaks_for,
     )
-    context.gateway = GatewayActor(
+    context.gateway = gateway = GatewayActor(
         context,
         worker_port,
         peer_address=lambda: peer_port.address,
@@ -82,6 +82,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
         policy=dependencies.policy,
         background=dependencies.background,
     )
+    context.replies = gateway.sessions
 
     def on_worker(event: WorkerEvent) -> None:
         context.gateway.tell(event)

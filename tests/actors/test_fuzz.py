@@ -1,7 +1,7 @@
-"""Garbage on every socket is answered with an error or is a message; nothing raises, and memory does not grow.
+"""Garbage on every socket is a message or is answered with an error; nothing raises, and memory does not grow.
 
-`KVD_FUZZ_FRAMES=1000000 python -m pytest -s tests/actors/test_fuzz.py --timeout=0` is the long run, which prints what
-memory it found; `KVD_FUZZ_SEED` gives it other frames, so that it can be made in parts.
+`KVD_FUZZ_FRAMES=1000000 python -m pytest -s tests/actors/test_fuzz.py --timeout=0` is the long run, which prints the
+memory in use. `KVD_FUZZ_SEED` chooses other frames, to split the run in parts.
 """
 
 import array
@@ -85,7 +85,7 @@ class Fuzzed:
             lone.daemon.peer_port.inject_answer(rng.choice(sorted(links)) if links else self.link, frame)
 
     def settle(self):
-        """Whatever came of it was an error or an answer; time goes on, so that what waits can end."""
+        """Lets time pass so that what waits can end; checks that the daemon still answers."""
         self.lone.run(2.0)
         for each in self.lone.told.pop(self.session, []):
             if isinstance(each, worker.Notifications):  # else the daemon keeps what it is bound to keep

@@ -1,4 +1,4 @@
-"""A worker and a peer that send without a pause: what they send waits outside of the actors."""
+"""A worker and a peer send without a pause: their frames wait outside the actors."""
 
 import pytest
 
@@ -15,7 +15,7 @@ FRAMES = 70_000
 
 
 @pytest.mark.parametrize("frame", [codec.encode(Cancel(1, "nothing")), codec.encode(StatusRequest(1)), b""])
-def test_a_flood_fills_no_mailbox_and_who_comes_after_it_is_served(frame):
+def test_a_flood_fills_no_mailbox_and_later_requests_are_served(frame):
     lone = Lone()
     wild, honest = lone.worker("wild"), lone.worker("honest")
     lone.daemon.worker_port.send = lambda session, reply: session == wild or lone._hear(session, _read(reply))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
-from kvd.actors.gateway import actor as gateway
+from kvd.actors.gateway.sessions import Sessions
 from kvd.actors.leases import actor as leases
 from kvd.actors.leases import claims, offers
 from kvd.actors.leases.claims import Claims
@@ -243,16 +243,14 @@ def workers_are_not_told_of_quarantine(monkeypatch):
 
 @mutation(Promise.NOTIFIED)
 def notifications_are_not_kept(monkeypatch):
-    original = CompletionActor.flush
+    original = CompletionActor._flush
 
-    def flush(self, message):
-        original(self, message)
-        log = self._logs.get(message.worker)
-        if log is not None:
-            log.items.clear()
-            log.sent = 0
+    def flush(self, log):
+        original(self, log)
+        log.items.clear()
+        log.sent = 0
 
-    monkeypatch.setattr(CompletionActor, "flush", flush)
+    monkeypatch.setattr(CompletionActor, "_flush", flush)
 
 
 @mutation(Promise.NOTIFIED)
@@ -260,7 +258,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
     original = CompletionActor.session_up
 
     def session_up(self, message):
-        self._logs[message.worker] = _Log(message.tenancy)
+        self._logs[message.worker] = _Log(message.worker, message.tenancy)
         original(self, message)
 
     handler(monkeypatch, CompletionActor, SessionUp, session_up)
@@ -286,7 +284,7 @@ def the_proof_of_a_ticket_is_not_checked(monkeypatch):
 
 @mutation(Promise.BAD_INPUT)
 def refusals_are_not_sent(monkeypatch):
-    monkeypatch.setattr(gateway.GatewayActor, "_refuse", lambda self, session, call, error: None)
+    monkeypatch.setattr(Sessions, "refuse_frame", lambda self, session, call, error: None)
 
 
 # --- 7: a death costs only what it must -------------------------------------------------------------------------------

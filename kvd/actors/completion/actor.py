@@ -1,16 +1,13 @@
 """Completion: keeps every notification until its worker has acknowledged it, and sends them in batches."""
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from msgspec import Struct
-
 from kvd import limits
-from kvd.actors.completion.messages import Acknowledged, Forget, Notify, SessionDown, SessionUp, Undelivered
-from kvd.actors.gateway.messages import Answer, Backlog, Reported
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.completion.messages import Acknowledged, Forget, Notify, SessionDown, SessionUp
+from kvd.actors.gateway.messages import Backlog, Reported
+from kvd.actors.runtime.actor import Actor, Call, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Report
 from kvd.protocol.worker import Notification, Notifications
@@ -23,6 +20,7 @@ _RESEND_AFTER = 0.05
 class _Log:
     """The notifications of one worker. `first` is the sequence number of the oldest that is kept."""
 
+    worker: str
     tenancy: int
     first: int = 1
     items: deque[Notification] = field(default_factory=deque)
@@ -32,15 +30,12 @@ class _Log:
     """The highest sequence number that was ever sent: what may be acknowledged."""
     connected: bool = False
     flushing: bool = False
+    """A `_flush` is to come."""
     full: bool = False
 
 
-class _Flush(Struct, frozen=True, gc=False):
-    worker: str
-
-
 class CompletionActor(Actor):
-    """See the module's text. A failure stops the daemon: a lost notification is a request without an end."""
+    """A failure stops the daemon: a lost notification is a request without an end."""
 
     name = "completion"
 
@@ -53,63 +48,53 @@ class CompletionActor(Actor):
 
     @handles(Notify)
     def notify(self, message: Notify) -> None:
-        """Keeps a notification; it goes out with all others of this turn of the loop."""
+        """Keeps a notification and sends it, together with those that come right behind it."""
         log = self._logs.get(message.worker)
         if log is None:
             return  # the worker has detached: nobody waits for it
         log.items.append(message.item)
-        self.loop.call_soon(self._context.metrics.notifications.inc)  # nobody waits for it
-        self._set_full(message.worker, log)
-        self._flush_soon(message.worker, log)
+        self.loop.call_soon(self._context.metrics.notifications.inc)  # not before it is sent
+        self._set_full(log)
+        if log.flushing:
+            return
+        if self.waiting:
+            log.flushing = True
+            self.tell(Call(self._flush, (log,)))
+        else:
+            self._flush(log)
 
-    def _set_full(self, worker: str, log: _Log) -> None:
+    def _set_full(self, log: _Log) -> None:
         full = len(log.items) >= limits.MAX_UNACKNOWLEDGED
         if full != log.full:
             log.full = full
-            self._context.gateway.tell(Backlog(worker, full))
+            self._context.gateway.tell(Backlog(log.worker, full))
 
-    def _flush_soon(self, worker: str, log: _Log) -> None:
-        if log.connected and not log.flushing:
-            log.flushing = True
-            self.tell(_Flush(worker))
-
-    @handles(_Flush)
-    def flush(self, message: _Flush) -> None:
+    def _flush(self, log: _Log) -> None:
         """Sends what has not been sent in this session."""
-        log = self._logs.get(message.worker)
-        if log is None:
-            return
         log.flushing = False
-        if not log.connected:
-            return
-        for batch in _batches(log):
-            self._context.gateway.tell(Answer(message.worker, batch))
-        log.sent = len(log.items)
-        log.told = log.first + log.sent - 1
-
-    @handles(Undelivered)
-    def undelivered(self, message: Undelivered) -> None:
-        """The worker does not read: everything that is not acknowledged is sent again later (it drops what it has)."""
-        log = self._logs.get(message.worker)
-        if log is None:
-            return
-        log.sent = 0
-        if not log.flushing:
-            log.flushing = True
-            self.tell_later(_RESEND_AFTER, _Flush(message.worker))
+        while log.connected and log.sent < len(log.items):
+            batch = tuple(islice(log.items, log.sent, log.sent + limits.NOTIFICATIONS_PER_BATCH))
+            start = log.first + log.sent
+            if not self._context.replies.notify(log.worker, Notifications(start, batch)):
+                # The worker drops what it has: all that it has not acknowledged comes again.
+                log.sent, log.flushing = 0, True
+                self.later(_RESEND_AFTER, self._flush, log)
+                return
+            log.sent += len(batch)
+            log.told = max(log.told, start + len(batch) - 1)
 
     @handles(SessionUp)
     def session_up(self, message: SessionUp) -> None:
-        """A worker is there, again or for the first time: it gets what it has not acknowledged."""
+        """A worker is connected, again or for the first time: it gets what it has not acknowledged."""
         log = self._logs.get(message.worker)
         if log is None or log.tenancy != message.tenancy:
             self.forget(Forget(message.worker))
-            log = self._logs[message.worker] = _Log(message.tenancy)
+            log = self._logs[message.worker] = _Log(message.worker, message.tenancy)
         log.connected, log.sent = True, 0
         if log.full:
             self._context.gateway.tell(Backlog(message.worker, full=True))
-        if log.items:
-            self._flush_soon(message.worker, log)
+        if not log.flushing:
+            self._flush(log)
 
     @handles(SessionDown)
     def session_down(self, message: SessionDown) -> None:
@@ -129,18 +114,20 @@ class CompletionActor(Actor):
             log.items.popleft()
             log.first += 1
             log.sent = max(0, log.sent - 1)
-        self._set_full(message.worker, log)
+        self._set_full(log)
         self._check_idle()
 
     @handles(Forget)
     def forget(self, message: Forget) -> None:
         """The worker will not come back for its notifications."""
-        self._logs.pop(message.worker, None)
+        log = self._logs.pop(message.worker, None)
+        if log is not None:
+            log.connected = False  # a `_flush` may be to come
         self._check_idle()
 
     @handles(Drain)
     def drain(self, _message: Drain) -> None:
-        """Says when every worker that is there has acknowledged what it was told: a socket's end may overtake it."""
+        """Waits until each connected worker has acknowledged everything: the end of its socket could overtake it."""
         self._draining = True
         self._check_idle()
 
@@ -155,10 +142,3 @@ class CompletionActor(Actor):
             worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()
         }
         self._context.gateway.tell(Reported(message.token, self.name, content))
-
-
-def _batches(log: _Log) -> Iterator[Notifications]:
-    items = list(islice(log.items, log.sent, None))
-    for start in range(0, len(items), limits.NOTIFICATIONS_PER_BATCH):
-        batch = items[start : start + limits.NOTIFICATIONS_PER_BATCH]
-        yield Notifications(log.first + log.sent + start, tuple(batch))

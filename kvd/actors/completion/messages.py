@@ -1,4 +1,4 @@
-"""What the completion actor is told."""
+"""Messages to the completion actor."""
 
 from msgspec import Struct
 
@@ -13,7 +13,7 @@ class Notify(Struct, frozen=True, gc=False):
 
 
 class SessionUp(Struct, frozen=True, gc=False):
-    """A worker can be sent to. Another `tenancy` of its pool than before starts with an empty log."""
+    """A worker can be sent to. Its log starts empty if the pool had another `tenancy` before."""
 
     worker: str
     tenancy: int
@@ -21,12 +21,6 @@ class SessionUp(Struct, frozen=True, gc=False):
 
 class SessionDown(Struct, frozen=True, gc=False):
     """A worker cannot be sent to."""
-
-    worker: str
-
-
-class Undelivered(Struct, frozen=True, gc=False):
-    """The gateway could not send the last batch (the worker's queue is full): send again later."""
 
     worker: str
 
@@ -39,6 +33,6 @@ class Acknowledged(Struct, frozen=True, gc=False):
 
 
 class Forget(Struct, frozen=True, gc=False):
-    """The worker detached: nothing needs to be kept for it."""
+    """The worker has detached or its pool has ended: nothing needs to be kept for it."""
 
     worker: str

@@ -1,4 +1,4 @@
-"""Who of the workers is let in, and how often each may ask: what the gateway checks before it looks any closer."""
+"""Which workers are let in, and how often each may ask."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ _INQUIRIES = RateLimit(limits.MAX_INQUIRIES_PER_SECOND, 2 * limits.MAX_INQUIRIES
 
 
 class Allowance:
-    """What one connection may still ask for."""
+    """How often one connection may ask."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -49,28 +49,38 @@ class Allowance:
 
 
 class Admission:
-    """The policy, how much each user has and does, and who has been logged for trying what they may not."""
+    """Applies the policy and the bounds on each user; logs each offender once."""
 
     def __init__(self, policy: Policy, loop: Loop) -> None:
         self._policy = policy
         self._loop = loop
+        # All by user.
         self._attaches: TokenBuckets[int] = TokenBuckets(_ATTACHES)
         self._inquiries: TokenBuckets[int] = TokenBuckets(_INQUIRIES)
-        """By user."""
         self._sessions: Counter[int] = Counter()
-        """By user."""
         self._once = WarnOnce(structlog.get_logger("kvd.gateway"), "kvd_requests_refused_total")
+        self._open = True
 
-    def allowance(self) -> Allowance:
-        """For a new connection."""
-        return Allowance(self._loop)
+    def close(self) -> None:
+        """From now on `check_open` raises."""
+        self._open = False
+
+    def check_open(self) -> None:
+        """Called before anything new is accepted.
+
+        Raises:
+            Unavailable: `SHUTTING_DOWN`, the daemon drains.
+
+        """
+        if not self._open:
+            raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; send new requests elsewhere")
 
     def admit(self, uid: int, gid: int, worker: str) -> int | None:
-        """The bytes that all pools of this user may have together, None without a bound.
+        """Counts an attach. Returns the bytes that all pools of this user may have together, None if unbounded.
 
         Raises:
             BadRequest: `NOT_PERMITTED`, this user may not attach under this name.
-            Unavailable: `OVERLOADED`, it attaches too often.
+            Unavailable: `OVERLOADED`, this user attaches too often.
 
         """
         try:
@@ -84,7 +94,7 @@ class Admission:
         return quota
 
     def inquire(self, uid: int) -> None:
-        """Counts a status that a session without a pool asks for.
+        """Counts a status request of a session without a pool.
 
         Raises:
             Unavailable: `OVERLOADED`, this user's sessions ask too often.
@@ -100,19 +110,19 @@ class Admission:
         """One more session of this user.
 
         Raises:
-            Unavailable: `OVERLOADED`, there are too many, of this user or altogether.
+            Unavailable: `OVERLOADED`, this user has too many, or all users together have.
 
         """
-        strangers = sum(count for user, count in self._sessions.items() if not self._policy.is_favoured(user))
+        others = sum(count for user, count in self._sessions.items() if not self._policy.is_privileged(user))
         if self._sessions.total() >= limits.MAX_WORKERS:
             text = f"{limits.MAX_WORKERS} workers are connected, which is the bound"
             raise Unavailable(ErrorCode.OVERLOADED, text)
-        if not self._policy.is_favoured(uid) and (
-            self._sessions[uid] >= limits.MAX_SESSIONS_PER_USER or strangers >= limits.MAX_STRANGERS
+        if not self._policy.is_privileged(uid) and (
+            self._sessions[uid] >= limits.MAX_SESSIONS_PER_USER or others >= limits.MAX_STRANGERS
         ):
             text = (
-                f"user {uid} has {self._sessions[uid]} sessions and all users that the daemon does not run as have "
-                f"{strangers}; the bounds are {limits.MAX_SESSIONS_PER_USER} and {limits.MAX_STRANGERS}"
+                f"user {uid} has {self._sessions[uid]} sessions, of {limits.MAX_SESSIONS_PER_USER} allowed; all users "
+                f"but root and the daemon's own have {others}, of {limits.MAX_STRANGERS}; close some"
             )
             raise Unavailable(ErrorCode.OVERLOADED, text)
         self._sessions[uid] += 1
@@ -124,9 +134,9 @@ class Admission:
             del self._sessions[uid]
 
     def stolen(self, worker: str, owner: int, uid: int) -> None:
-        """A message came under another user's session id."""
+        """A user sent a message under another user's session id."""
         self._once.warn("session of another user", worker, uid, worker=worker, owner=owner, uid=uid)
 
     def unknown(self, uid: int) -> None:
-        """A message came under a session id that is nobody's."""
+        """A user sent a message under an id that no session has."""
         self._once.warn("message of no session", uid, uid=uid)

@@ -1,4 +1,4 @@
-"""What the gateway actor is told."""
+"""Messages to the gateway actor."""
 
 from msgspec import Struct
 
@@ -8,9 +8,9 @@ from kvd.protocol.types import Message
 
 
 class PoolLent(Struct, frozen=True, gc=False):
-    """The worker on `connection` gets the pool; `descriptor` stays the pool's own.
+    """The worker on `connection` gets the pool; `descriptor` stays the pools actor's.
 
-    `tenancy` is the same as long as no other worker had the pool.
+    `kept` says whether the bytes are older than this attach; `tenancy` changes when another worker gets the pool.
     """
 
     connection: int
@@ -21,6 +21,12 @@ class PoolLent(Struct, frozen=True, gc=False):
     tenancy: int
 
 
+class PoolRenewed(Struct, frozen=True, gc=False):
+    """The pool of an attached worker is registered anew: `pool` has another epoch."""
+
+    pool: Pool
+
+
 class PoolReturned(Struct, frozen=True, gc=False):
     """The detach on `connection` is complete."""
 
@@ -28,21 +34,21 @@ class PoolReturned(Struct, frozen=True, gc=False):
 
 
 class AttachRefused(Struct, frozen=True):
-    """The attach or detach on `connection` is refused."""
+    """The attach or detach on `connection` is refused, or its worker has lost its pool."""
 
     connection: int
     error: KvdError
 
 
 class Answer(Struct, frozen=True, gc=False):
-    """An answer to one request of a worker; dropped where its session is gone."""
+    """An answer to a worker's request; dropped if the worker has no session."""
 
     worker: str
     message: Message
 
 
 class Refusal(Struct, frozen=True):
-    """The request `call` of a worker is refused and nothing changed."""
+    """The request `call` of a worker is refused and nothing has changed."""
 
     worker: str
     call: int
@@ -50,21 +56,15 @@ class Refusal(Struct, frozen=True):
 
 
 class Backlog(Struct, frozen=True, gc=False):
-    """Whether a worker leaves so many notifications unacknowledged that it gets no new requests accepted."""
+    """Whether a worker has so many notifications unacknowledged that its new requests are refused."""
 
     worker: str
     full: bool
 
 
 class Reported(Struct, frozen=True, gc=False):
-    """What an actor has to say for a status."""
+    """An actor's section of a status."""
 
     token: int
     section: str
     content: object
-
-
-class PoolRenewed(Struct, frozen=True, gc=False):
-    """To the gateway: the pool of a worker, which has it on, is registered anew."""
-
-    pool: Pool

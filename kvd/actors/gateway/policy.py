@@ -1,12 +1,12 @@
-"""Which users may attach to which pools: rules over what the kernel says of the process at the other end.
+"""Which users may attach to which pools. The kernel says which user is at the other end of a socket.
 
-Without a file, the user that the daemon runs as and root may attach; everybody else whom the sockets' file mode lets
-connect may ask for a status. A file gives more users their part. It is TOML:
+Without a policy file, only root and the user that the daemon runs as may attach; everyone else whom the socket's file
+mode lets connect may request a status. A policy file, in TOML, admits more users:
 
     [[workers]]
     uid = 1000              # or gid = 1000, or both: then both must hold
     pools = ["prefill-*"]   # names they may attach under
-    max_bytes = 68719476736 # of all pools of one user together; no bound where it is left out
+    max_bytes = 68719476736 # of all pools of one user together; unbounded if left out
 """
 
 import fnmatch
@@ -27,7 +27,7 @@ _ROOT = 0
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whom it is about, and what they may."""
+    """What some users may do."""
 
     pools: Annotated[tuple[Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)], ...], Meta(min_length=1)]
     uid: _Id | None = None
@@ -35,7 +35,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_bytes: Annotated[int, Meta(gt=0)] | None = None
 
     def covers(self, uid: int, gid: int, pool: str) -> bool:
-        """Whether it is about this user and this pool."""
+        """Whether it lets this user attach to this pool."""
         of_user = self.uid in (None, uid) and self.gid in (None, gid)
         return of_user and any(fnmatch.fnmatchcase(pool, pattern) for pattern in self.pools)
 
@@ -46,17 +46,17 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`owner` is the user that the daemon runs as. The first rule that covers a worker holds."""
+    """`owner` is the user that the daemon runs as. The first rule that covers a worker applies."""
 
     owner: int
     rules: Sequence[Rule] = ()
 
-    def is_favoured(self, uid: int) -> bool:
-        """Whether room is kept for this user: the daemon's own, and root."""
+    def is_privileged(self, uid: int) -> bool:
+        """Whether this is root or the daemon's own user, for whom room is kept."""
         return uid in (self.owner, _ROOT)
 
     def permit(self, uid: int, gid: int, pool: str) -> int | None:
-        """The bytes that all pools of this user may have together, None without a bound.
+        """The bytes that all pools of this user may have together, None if unbounded.
 
         Raises:
             BadRequest: `NOT_PERMITTED`, this user may not attach under this name.
@@ -65,11 +65,11 @@ class Policy:
         for rule in self.rules:
             if rule.covers(uid, gid, pool):
                 return rule.max_bytes
-        if self.is_favoured(uid):
+        if self.is_privileged(uid):
             return None
         text = (
             f"user {uid} (group {gid}) may not attach as {pool!r}: run it as user {self.owner}, or add a rule for it "
-            "to the daemon's `worker_policy`; asking for a status needs no rule"
+            "to the daemon's `worker_policy`; a status request needs no rule"
         )
         raise BadRequest(ErrorCode.NOT_PERMITTED, text)
 
@@ -78,7 +78,7 @@ def load(path: Path) -> tuple[Rule, ...]:
     """The rules in a file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, it cannot be read, others may write to it, or a rule is none.
+        BadRequest: `BAD_CONFIG`, the file cannot be read, other users may write to it, or a rule is not valid.
 
     """
     try:
@@ -90,8 +90,8 @@ def load(path: Path) -> tuple[Rule, ...]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
     if mode & 0o022:
-        text = f"{path} has mode {mode & 0o777:04o}: others could give themselves pools; run `chmod go-w {path}`"
+        text = f"{path} has mode {mode & 0o777:04o}: other users could admit themselves; run `chmod go-w {path}`"
         raise BadRequest(ErrorCode.BAD_CONFIG, text)
     if any(rule.uid is None and rule.gid is None for rule in rules):
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: a rule names neither uid nor gid; it would let everybody in")
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: a rule without uid and gid would let everybody in; add one")
     return rules

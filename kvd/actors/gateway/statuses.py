@@ -1,27 +1,26 @@
-"""Statuses that are being collected: every actor reports its section, the last one completes it."""
+"""Collects statuses: each actor reports its section, and the last one completes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvd.actors.gateway.messages import Reported
+from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Report
 from kvd.protocol.worker import Status
 
-_SECTIONS = ("pools", "handshake", "leases", "scheduler", "completion")
-
 
 @dataclass(slots=True)
 class _Pending:
-    answer: Callable[[Status], None]
     call: int
-    sections: dict[str, object]
+    answer: Callable[[Status], None]
+    sections: dict[str, object] = field(default_factory=dict)
 
 
-class Statuses:
-    """`describe` gives what no actor reports: who the daemon is and whom it serves."""
+class Statuses(Component):
+    """`describe` gives what no actor reports: which daemon it is and which workers are attached."""
 
     def __init__(self, context: ActorContext, describe: Callable[[], dict[str, object]]) -> None:
         self._context = context
@@ -29,23 +28,22 @@ class Statuses:
         self._pending: dict[int, _Pending] = {}
         self._last_token = 0
 
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def ask(self, call: int, answer: Callable[[Status], None]) -> None:
-        """Begins to collect one; `answer` gets it."""
+    def request(self, call: int, answer: Callable[[Status], None]) -> None:
+        """Collects a status and calls `answer` with it."""
         self._last_token += 1
-        self._pending[self._last_token] = _Pending(answer, call, {})
-        for section in _SECTIONS:
-            getattr(self._context, section).tell(Report(self._last_token))
+        self._pending[self._last_token] = _Pending(call, answer)
+        for actor in self._reporters():
+            actor.tell(Report(self._last_token))
 
+    def _reporters(self) -> list[Actor]:
+        return [actor for actor in self._context.actors if actor is not self._context.gateway]
+
+    @handles(Reported)
     def reported(self, message: Reported) -> None:
-        """One section of one of them."""
-        pending = self._pending.get(message.token)
-        if pending is None:
-            return
+        """One section of a status."""
+        pending = self._pending[message.token]
         pending.sections[message.section] = message.content
-        if len(pending.sections) == len(_SECTIONS):
+        if len(pending.sections) == len(self._reporters()):
             del self._pending[message.token]
             document = self._describe() | pending.sections
             pending.answer(Status(pending.call, msgspec.json.encode(document)))

@@ -1,57 +1,37 @@
-"""Pools: allocates them, has them registered, lends them to workers and takes them back.
+"""Pools: has their memory made and registered, lends it to workers and takes it back.
 
-A pool's life: allocated (or adopted from a worker that kept it while another daemon served), registered, lent. When its
-worker is gone the pool is kept for a successor; a successor gets it when it is quiet, so that leases and open reads of
-the predecessor bind it too: it cannot write to memory that it has not got.
+When its worker is gone, a pool is kept for a successor, which gets it only when it is quiesced: leases and open reads
+of the predecessor bind the successor too, since it cannot write to memory that it does not have.
 
-Whoever has a pool's keys can read it for as long as it is registered, with no word to anybody. So when somebody who has
-them is not trusted any more, the pool is made quiet by force, registered anew, and mapped at another address: some
-fabrics check no keys, and there zeros lie at the old one.
+Anybody who has a pool's keys can read it for as long as it is registered, and nobody hears of it. So when a peer loses
+its rights, the pools that it has keys of are quiesced by force, registered again, and mapped at another address: some
+fabrics check no keys, and at the old address they find zeros.
 """
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvd import limits
 from kvd.actors.completion.messages import Forget
 from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, PoolReturned, Reported
+from kvd.actors.pools.memory import PoolMemory
 from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.runtime.actor import Actor, Call, handles
 from kvd.actors.runtime.background import Background
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce, Report
-from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
-from kvd.layout import CacheSpec
-from kvd.memory.interface import Memory, MemoryProvider, PoolStore
-from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.memory.interface import MemoryProvider, PoolStore
+from kvd.transport.interface import Transport
 
 _log = structlog.get_logger("kvd.pools")
 
 
-class _Made(Struct, frozen=True):
-    worker: str
-    result: Memory | KvdError
-
-
-class _Moved(Struct, frozen=True):
-    worker: str
-    result: Memory | KvdError
-
-
-class _Released(Struct, frozen=True):
-    worker: str
-    result: KvdError | None
-    refusal: KvdError | None
-
-
-class _Overdue(Struct, frozen=True, gc=False):
-    worker: str
-
-
 class PoolsActor(Actor):
-    """See the module's text. A failure stops the daemon: a pool in a wrong state is memory that somebody writes to."""
+    """A failure stops the daemon: a pool in a wrong state is memory that two workers write to."""
 
     name = "pools"
 
@@ -67,331 +47,221 @@ class PoolsActor(Actor):
         self._context = context
         self._provider = provider
         self._transport = transport
-        self._background = background
-        self._store = store
+        self._memory = PoolMemory(context, provider, transport, background, store, up=self._up, gone=self._gone)
+        self.serve(self._memory)
         self._records: dict[str, PoolRecord] = {}
         self._last_id = 0
-        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.tell(_Overdue(worker)))
+        self._patience: Deadlines[str] = Deadlines(
+            context.loop, lambda worker: self.tell(Call(self._overdue, (worker,)))
+        )
+        """How long a pool is kept, or may take to quiesce, by worker."""
 
-    # --- attaching --------------------------------------------------------------------------------------------------
+    # --- a worker comes ---------------------------------------------------------------------------------------------
 
     @handles(AttachPool)
     def attach(self, request: AttachPool) -> None:
-        """Lends the worker its pool, at once, after making it, or after its predecessor's transfers ended."""
+        """Lends the worker its pool: at once, after making it, or after its predecessor's transfers have ended."""
         record = self._records.get(request.worker)
-        if record is None:
-            self._make(request)
-        elif request.uid != record.request.uid:
-            self._refuse(request, record.of_another(request.uid))
-        elif record.state is PoolState.KEPT and request.instance == record.request.instance and record.suits(request):
-            self._close_descriptor(request)
-            record.request, record.kept = request, True
-            self._lend(record)
-        elif record.state is not PoolState.KEPT:
-            self._refuse(request, record.busy())
-        elif (refusal := self._above_bounds(request)) is not None:
-            self._refuse(request, refusal)  # and its predecessor's pool is not ended for it
-        else:
-            self._quieten(record, successor=request)
+        try:
+            if record is None:
+                self._make(request)
+                return
+            record.check_free(request)
+            if request.instance == record.request.instance and record.suits(request):
+                self._close_descriptor(request)
+                record.request = request
+                self._lend(record)
+                return
+            self._check_bounds(request)  # before the predecessor's pool is ended for it
+            record.waiting = request
+            self._quiesce(record, PoolState.QUIESCING)
+        except KvdError as error:
+            self._refuse(request, error)
 
-    def _above_bounds(self, request: AttachPool) -> KvdError | None:
-        """Why this user may not have a pool of that size, beside its others; None where it may."""
+    def _check_bounds(self, request: AttachPool) -> None:
+        """Checks that this user may have a pool of that size beside its others.
+
+        Raises:
+            BadRequest: `NOT_PERMITTED`, they would be above its quota.
+            Unavailable: `OVERLOADED`, there are too many pools, of this user or of all.
+
+        """
         if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
-            return Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already")
+            raise Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already, the bound")
         pools = [record.pool for record in self._records.values() if record.request.uid == request.uid]
         others = [self._provider.footprint(pool.size) for pool in pools if pool.worker != request.worker]
-        size, held = self._provider.footprint(request.spec.pool_bytes), sum(others)
         if len(others) >= limits.MAX_POOLS_PER_USER:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
-            return Unavailable(ErrorCode.OVERLOADED, text)
-        if request.quota is None or held + size <= request.quota:
-            return None
-        text = (
-            f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its quota "
-            f"of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
-        )
-        return BadRequest(ErrorCode.NOT_PERMITTED, text)
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        size, held = self._provider.footprint(request.spec.pool_bytes), sum(others)
+        if request.quota is not None and held + size > request.quota:
+            text = (
+                f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its "
+                f"quota of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
+            )
+            raise BadRequest(ErrorCode.NOT_PERMITTED, text)
 
     def _make(self, request: AttachPool) -> None:
-        refusal = self._above_bounds(request)
-        if refusal is not None:
-            self._refuse(request, refusal)
-            return
-        self._last_id += 1
-        size = request.spec.pool_bytes
-        pool = Pool(self._last_id, request.worker, self._last_id, 0, size, request.spec, request.raw_spec)
-        descriptor = request.descriptor
-        if descriptor < 0:
-            descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
-        self._records[request.worker] = PoolRecord(pool, PoolState.MAKING, request, self._last_id, kept=descriptor >= 0)
+        self._check_bounds(request)
+        number = self._next_id()
+        pool = Pool(number, request.worker, number, 0, request.spec.pool_bytes, request.spec, request.raw_spec)
+        record = PoolRecord(pool, request, tenancy=number, waiting=request)
+        self._records[request.worker] = record
+        self._memory.make(record)
 
-        def work() -> Memory:
-            if descriptor >= 0:
-                return self._provider.adopt(descriptor, request.spec.pool_bytes)
-            return self._provider.allocate(request.worker, request.spec.pool_bytes)
-
-        self._background(work, lambda result: self.tell(_Made(request.worker, result)))
-
-    @handles(_Made)
-    def made(self, message: _Made) -> None:
-        """The memory is there, or cannot be had."""
-        record = self._records[message.worker]
-        if isinstance(message.result, KvdError):
-            del self._records[message.worker]
-            self._context.gateway.tell(AttachRefused(record.request.connection, message.result))
-            return
-        record.memory = message.result
-        request = record.request
-        self._store.keep(request.worker, request.uid, request.raw_spec, message.result.descriptor)
-        self._context.metrics.pool_bytes.labels(message.result.backing).inc(record.pool.size)
-        self._register(record, record.pool.spec, record.pool.raw_spec)
-
-    def _register(self, record: PoolRecord, spec: CacheSpec, raw_spec: bytes) -> None:
-        memory = record.memory
-        assert memory is not None  # noqa: S101 - a record is registered only after it was made
-        record.state = PoolState.MAKING
-        old = record.pool
-        record.pool = Pool(old.id, old.worker, old.epoch, memory.base, memory.size, spec, raw_spec)
-        self._transport.register(old.id, memory.base, memory.size)
-
-    @handles(Registered)
-    def registered(self, event: Registered) -> None:
-        """Tells everybody that the pool is up, and its worker that it may have it."""
-        record = self._by_id(event.pool)
-        for actor in (self._context.handshake, self._context.leases, self._context.scheduler):
-            actor.tell(PoolUp(record.pool, event.metadata))
-        if record.renewing:
-            self._renewed(record)
+    def _up(self, record: PoolRecord, metadata: bytes) -> None:
+        """The pool can be used, and goes to whoever waits for it."""
+        self._announce(PoolUp(record.pool, metadata))
+        renewed = record.state is PoolState.RENEWING
+        if renewed:
+            _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
+        if record.waiting is None:
+            self._keep(record)
+        elif isinstance(record.waiting, DetachPool):
+            self._quiesce(record, PoolState.QUIESCING)
+        elif record.waiting is record.request and renewed:
+            record.state, record.waiting = PoolState.LENT, None
+            self._context.gateway.tell(PoolRenewed(record.pool))
         else:
+            if record.waiting is not record.request:
+                self._close_descriptor(record.waiting)
+                record.request, record.tenancy = record.waiting, self._next_id()
             self._lend(record)
 
-    @handles(RegisterFailed)
-    def register_failed(self, event: RegisterFailed) -> None:
-        """The transport will not have the memory."""
-        record = self._by_id(event.pool)
-        text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
-        if record.renewing:
-            _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
-        self._release(record, Unavailable(ErrorCode.TRANSPORT, text))
-
     def _lend(self, record: PoolRecord) -> None:
-        memory = record.memory
-        assert memory is not None  # noqa: S101 - only made records are lent
-        record.state, record.lent = PoolState.LENT, True
+        record.state, record.waiting = PoolState.LENT, None
         self._patience.unset(record.pool.worker)
         self._context.gateway.tell(
             PoolLent(
                 connection=record.request.connection,
                 pool=record.pool,
-                descriptor=memory.descriptor,
-                backing=memory.backing,
+                descriptor=record.mapped.descriptor,
+                backing=record.mapped.backing,
                 kept=record.kept,
                 tenancy=record.tenancy,
             )
         )
-        record.kept = True  # for whoever attaches next
+        record.kept = True
 
-    # --- giving back ------------------------------------------------------------------------------------------------
+    # --- it goes ----------------------------------------------------------------------------------------------------
 
     @handles(DetachPool)
     def detach(self, message: DetachPool) -> None:
-        """Ends the pool once it is quiet."""
+        """Ends the pool once it is quiesced."""
         record = self._records.get(message.worker)
-        if record is None:
+        if record is None or record.request.connection != message.connection:
             return  # it was lost meanwhile, and its worker has been told
-        record.detaching, record.lent = message.connection, False
-        if record.state in (PoolState.LENT, PoolState.QUIETING):
-            self._quieten(record)
+        record.waiting = message
+        if record.state is PoolState.LENT:
+            self._quiesce(record, PoolState.QUIESCING)
 
     @handles(WorkerGone)
     def worker_gone(self, message: WorkerGone) -> None:
-        """Keeps the pool for a successor, for a while: what peers read from it and what is read into it goes on."""
+        """Keeps the pool for a successor, for a while: its leases and reads go on."""
         record = self._records.get(message.worker)
         if record is None:
             return
-        if record.successor is not None and record.successor.connection == message.connection:
-            self._close_descriptor(record.successor)
-            record.successor = None
-        if record.detaching == message.connection:
-            record.detaching = None
-        if record.lent and record.request.connection == message.connection:
-            record.lent = False
-            if record.state is PoolState.LENT:
-                self._keep(record)
+        if record.waiting is not None and record.waiting.connection == message.connection:
+            self._stop_waiting(record)
+        if record.state is PoolState.LENT and record.request.connection == message.connection:
+            self._keep(record)
+
+    def _stop_waiting(self, record: PoolRecord) -> None:
+        if isinstance(record.waiting, AttachPool) and record.waiting is not record.request:
+            self._close_descriptor(record.waiting)
+        record.waiting = None
 
     def _keep(self, record: PoolRecord) -> None:
         record.state = PoolState.KEPT
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
 
-    def _quieten(self, record: PoolRecord, successor: AttachPool | None = None) -> None:
-        record.state = PoolState.QUIETING
-        record.successor = successor
-        record.users = {"leases", "scheduler"}
-        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
-        self._tell_quiesce(record, force=record.renewing)
-
-    def _tell_quiesce(self, record: PoolRecord, *, force: bool) -> None:
-        why = "the pool is registered anew: a peer lost its rights" if record.renewing else "the worker is gone"
-        for actor in (self._context.leases, self._context.scheduler):
-            actor.tell(Quiesce(record.pool, force, why))
-
-    @handles(Quiesced)
-    def quiet(self, message: Quiesced) -> None:
-        """One of the two that use the pool has let go of it; what answers for an earlier epoch says nothing of it."""
-        record = self._records.get(message.pool.worker)
-        if record is None or record.pool is not message.pool or record.state is not PoolState.QUIETING:
-            return
-        record.users.discard(message.by)
-        if record.users:
-            return
-        if record.ends or record.renewing:
-            record.renewing = not record.ends
-            self._end(record)
-        else:
-            self._readmit(record)
-
-    def _readmit(self, record: PoolRecord) -> None:
-        """The same memory for a successor; a new epoch, so that nobody mixes the two up."""
-        self._succeed(record)
-        self._announce_down(record.pool)
-        self._last_id += 1
-        record.pool = record.with_epoch(self._last_id)
-        for actor in (self._context.handshake, self._context.leases, self._context.scheduler):
-            actor.tell(PoolUp(record.pool, self._transport.metadata))
-        self._lend(record)
-
-    def _succeed(self, record: PoolRecord) -> None:
-        """The memory is its successor's from now on."""
-        assert record.successor is not None  # noqa: S101 - there is one
-        self._close_descriptor(record.successor)
-        record.request, record.successor = record.successor, None
-        self._last_id += 1
-        record.tenancy = self._last_id
+    # --- it is quiesced ---------------------------------------------------------------------------------------------
 
     @handles(RenewPool)
     def renew(self, message: RenewPool) -> None:
-        """Who has the keys is not trusted any more; a pool that is not registered, or is about to end, has none."""
+        """Gives a registered pool new keys; one that is being made or is about to end has none that anybody knows."""
         record = self._records.get(message.worker)
-        if record is not None and record.state in (PoolState.LENT, PoolState.KEPT, PoolState.QUIETING):
-            record.renewing = True
-            self._quieten(record, record.successor)
+        if record is None or record.state not in (PoolState.LENT, PoolState.KEPT, PoolState.QUIESCING):
+            return
+        if record.state is PoolState.LENT:
+            record.waiting = record.request
+        self._quiesce(record, PoolState.RENEWING)
 
-    @handles(_Moved)
-    def moved(self, message: _Moved) -> None:
-        """The memory lies somewhere else; where it cannot, it is at least registered anew."""
-        record = self._records[message.worker]
-        if isinstance(message.result, KvdError):
-            _log.error(
-                "a pool keeps its address, so that old keys may read it",
-                pool=message.worker,
-                reason=message.result.text,
-            )
-        self._last_id += 1
-        record.pool = record.with_epoch(self._last_id)
-        self._register(record, record.pool.spec, record.pool.raw_spec)
+    def _quiesce(self, record: PoolRecord, state: PoolState) -> None:
+        record.state = state
+        record.users = {"leases", "scheduler"}
+        self._tell_quiesce(record, force=state is PoolState.RENEWING)
 
-    def _renewed(self, record: PoolRecord) -> None:
-        """There are new keys: the pool's life goes on where it stopped."""
-        _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
-        record.renewing = False
-        if record.successor is not None:
-            self._succeed(record)
-            self._lend(record)
-        elif record.detaching is not None:
-            self._quieten(record)
-        elif record.lent:
-            record.state = PoolState.LENT
-            self._context.gateway.tell(PoolRenewed(record.pool))
+    def _tell_quiesce(self, record: PoolRecord, *, force: bool) -> None:
+        renewing = record.state is PoolState.RENEWING
+        why = "the pool is registered anew: a peer lost its rights" if renewing else "the worker is gone"
+        for actor in (self._context.leases, self._context.scheduler):
+            actor.tell(Quiesce(record.pool, force, why))
+        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
+
+    @handles(Quiesced)
+    def quiesced(self, message: Quiesced) -> None:
+        """Nothing of `message.by` uses the pool any more; an answer for an earlier epoch says nothing of this one."""
+        record = self._records.get(message.pool.worker)
+        if record is None or record.pool is not message.pool or message.by not in record.users:
+            return
+        record.users.remove(message.by)
+        if record.users:
+            return
+        self._patience.unset(record.pool.worker)
+        self._announce(PoolDown(record.pool))
+        if record.ends:
+            record.state = PoolState.ENDING
         else:
-            self._keep(record)
+            record.pool = replace(record.pool, epoch=self._next_id())
+        if record.state is PoolState.QUIESCING:
+            self._up(record, self._transport.metadata)
+        else:
+            self._memory.deregister(record)
 
-    @handles(_Overdue)
-    def overdue(self, message: _Overdue) -> None:
-        """Nobody came for a kept pool; or a pool did not become quiet in time."""
-        record = self._records[message.worker]
+    def _overdue(self, worker: str) -> None:
+        """Nobody came for a kept pool, or a pool did not quiesce in time."""
+        record = self._records[worker]
         if record.state is PoolState.KEPT:
-            self._quieten(record)
-        elif record.state is PoolState.QUIETING and "leases" in record.users:
+            self._quiesce(record, PoolState.QUIESCING)
+        elif "leases" in record.users:
             # Breaking a lease is safe (its fences fail from here on); an open write into the pool is not.
             self._tell_quiesce(record, force=True)
-            self._patience.set(message.worker, self.loop.time() + self._context.settings.attach_wait)
-        elif record.state is PoolState.QUIETING:
+        elif record.users:
             self._give_up(record)
 
     def _give_up(self, record: PoolRecord) -> None:
-        """The transport may still write into the pool: whoever waits for it is refused, and the pool waits on."""
-        waiting = record.successor.connection if record.successor else record.detaching
-        if record.successor:
-            self._close_descriptor(record.successor)
-        record.successor, record.detaching = None, None
+        """The transport may still write into the pool: a worker that waits for it is refused, and the pool waits on."""
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
-        if waiting is not None:
-            self._context.gateway.tell(AttachRefused(waiting, record.quarantined()))
+        if record.waiting is not None and record.waiting is not record.request:
+            text = f"the pool {record.pool.worker!r} is in quarantine: a read into it has not ended"
+            error = Unavailable(ErrorCode.POOL_BUSY, f"{text}; try again later, or attach under another name")
+            self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
+            self._stop_waiting(record)
 
-    def _end(self, record: PoolRecord) -> None:
-        record.state = PoolState.ENDING
-        self._patience.unset(record.pool.worker)
-        self._announce_down(record.pool)
-        self._transport.deregister(record.pool.id)
-
-    def _announce_down(self, pool: Pool) -> None:
-        for actor in (self._context.handshake, self._context.leases, self._context.scheduler):
-            actor.tell(PoolDown(pool))
-
-    @handles(Deregistered)
-    def deregistered(self, event: Deregistered) -> None:
-        """The memory is nobody's: gives it back, or maps it somewhere else."""
-        record = self._by_id(event.pool)
-        if record.renewing:
-            self._move(record)
-        else:
-            self._release(record)
-
-    def _release(self, record: PoolRecord, refusal: KvdError | None = None) -> None:
-        """Ends the pool; whoever waits for it then hears `refusal`, if there is one.
-
-        Its memory is given back, but where the transport would not have it: a worker may bring that again.
-        """
-        memory, worker = record.memory, record.pool.worker
-        assert memory is not None  # noqa: S101 - it was registered, or would have been
-        record.state = PoolState.ENDING
-        end = memory.free if refusal is None else memory.close
-        self._background(end, lambda result: self.tell(_Released(worker, result, refusal)))
-
-    @handles(_Released)
-    def released(self, message: _Released) -> None:
-        """The pool is gone: starts anew for a successor that wants another size or layout."""
-        if message.result is not None:
-            _log.error("memory is not given back", pool=message.worker, reason=message.result.text)
-        record = self._drop(message.worker)
-        if record.detaching is not None:
-            self._context.gateway.tell(PoolReturned(record.detaching))
-        if message.refusal is not None:
-            for request in (record.request, record.successor):
-                if request is not None:
-                    self._context.gateway.tell(AttachRefused(request.connection, message.refusal))
-        elif record.successor is not None:
-            self._make(record.successor)
-
-    def _move(self, record: PoolRecord) -> None:
-        memory, worker = record.memory, record.pool.worker
-        assert memory is not None  # noqa: S101 - it was registered
-
-        def work() -> Memory:
-            memory.move()
-            return memory
-
-        self._background(work, lambda result: self.tell(_Moved(worker, result)))
-
-    def _drop(self, worker: str) -> PoolRecord:
-        record = self._records.pop(worker)
-        assert record.memory is not None  # noqa: S101 - it was made
-        self._context.completion.tell(Forget(worker))
-        self._context.metrics.pool_bytes.labels(record.memory.backing).dec(record.pool.size)
-        self._store.drop(worker)
-        return record
+    def _gone(self, record: PoolRecord, error: KvdError | None) -> None:
+        """The pool has no memory any more. A successor that wants another size or layout gets a new pool."""
+        waiting = record.waiting
+        del self._records[record.pool.worker]
+        self._context.completion.tell(Forget(record.pool.worker))
+        if isinstance(waiting, DetachPool):
+            self._context.gateway.tell(PoolReturned(waiting.connection))
+        elif waiting is not None:
+            if error is None:
+                self.attach(waiting)
+            else:
+                self._stop_waiting(record)
+                self._context.gateway.tell(AttachRefused(waiting.connection, error))
 
     # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _announce(self, message: Struct) -> None:
+        for actor in (self._context.handshake, self._context.leases, self._context.scheduler):
+            actor.tell(message)
 
     def _refuse(self, request: AttachPool, error: KvdError) -> None:
         self._close_descriptor(request)
@@ -401,14 +271,8 @@ class PoolsActor(Actor):
         if request.descriptor >= 0:
             self._provider.discard(request.descriptor)
 
-    def _by_id(self, pool: int) -> PoolRecord:
-        for record in self._records.values():
-            if record.pool.id == pool:
-                return record
-        raise InternalError(ErrorCode.INTERNAL, f"no pool has the number {pool}")
-
     @handles(Report)
     def report(self, message: Report) -> None:
-        """Pools by worker: size, memory, state."""
+        """Each pool's size, memory and state."""
         content = [record.report() for record in self._records.values()]
-        self._context.gateway.tell(Reported(message.token, "pools", content))
+        self._context.gateway.tell(Reported(message.token, self.name, content))

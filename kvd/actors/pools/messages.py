@@ -1,4 +1,4 @@
-"""What the pools actor is told."""
+"""Messages to the pools actor."""
 
 from msgspec import Struct
 
@@ -7,9 +7,10 @@ from kvd.layout import CacheSpec
 
 
 class AttachPool(Struct, frozen=True, gc=False):
-    """A worker wants its pool. `descriptor` is the one it kept from an earlier daemon, or -1; the pools close it.
+    """A worker wants its pool.
 
-    `quota` bounds the bytes of all pools of `uid` together, None where nothing does.
+    `descriptor` is the one that it kept from an earlier daemon, or -1; the pools actor closes it. `quota` bounds the
+    bytes of all pools of `uid` together, None if unbounded.
     """
 
     connection: int
@@ -23,7 +24,7 @@ class AttachPool(Struct, frozen=True, gc=False):
 
 
 class DetachPool(Struct, frozen=True, gc=False):
-    """A worker gives its pool back."""
+    """A worker gives its pool back and waits for `PoolReturned`."""
 
     connection: int
     worker: str
@@ -39,7 +40,7 @@ class WorkerGone(Struct, frozen=True, gc=False):
 class Quiesced(Struct, frozen=True, gc=False):
     """From leases and scheduler: nothing of theirs reads from or writes to the pool any more.
 
-    `pool` is that of the `Quiesce` that this answers: it may come after the pool is gone, or has another epoch.
+    `pool` is that of the `Quiesce` it answers; the pool may be gone by now, or have another epoch.
     """
 
     pool: Pool
@@ -47,6 +48,6 @@ class Quiesced(Struct, frozen=True, gc=False):
 
 
 class RenewPool(Struct, frozen=True, gc=False):
-    """To pools: who has the keys of this worker's pool is not all trusted any more; register it anew."""
+    """A peer that has the keys of this worker's pool has lost its rights: register the pool anew."""
 
     worker: str

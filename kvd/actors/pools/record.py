@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import msgspec
-
-from kvd.actors.pools.messages import AttachPool
+from kvd.actors.pools.messages import AttachPool, DetachPool
 from kvd.actors.runtime.messages import Pool
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.interface import Memory
 
 
@@ -17,65 +15,69 @@ class PoolState(StrEnum):
     MAKING = "making"
     """being allocated, faulted in, registered"""
     LENT = "lent"
+    """a worker has it"""
     KEPT = "kept"
-    """its worker is gone; waits for a successor"""
-    QUIETING = "quieting"
-    """a successor, its end, or another registration waits for the last lease and the last read"""
+    """its worker is gone; it waits for a successor"""
+    QUIESCING = "quiescing"
+    """a successor, or its end, waits for its last lease and its last read"""
+    RENEWING = "renewing"
+    """quiesces, too; then it is deregistered, mapped at another address and registered again"""
     ENDING = "ending"
-    """being deregistered"""
+    """being deregistered and given back"""
 
 
 @dataclass(slots=True)
 class PoolRecord:
-    """What is known of it."""
+    """What the pools actor knows of a pool."""
 
     pool: Pool
-    state: PoolState
     request: AttachPool
-    """The attach that the pool serves, or will serve."""
+    """The attach of the worker that has the pool, will have it, or had it last."""
     tenancy: int
-    """Another number for every worker that the pool was given to, from its attach until its successor's."""
+    """Changes whenever the pool goes to another worker."""
+    waiting: AttachPool | DetachPool | None
+    """Who gets the pool next (`request` while it is made or renewed for its own worker), or waits for its end."""
+    state: PoolState = PoolState.MAKING
     memory: Memory | None = None
     kept: bool = False
+    """Whether its bytes are older than the attach of its worker."""
     users: set[str] = field(default_factory=set)
-    """Who has not said `Quiesced` yet."""
-    detaching: int | None = None
-    """The connection that waits for `PoolReturned`."""
-    successor: AttachPool | None = None
-    """Who gets the pool, or its name, when it is quiet."""
-    renewing: bool = False
-    """It gets another registration before anything else."""
-    lent: bool = False
-    """A worker has it, whatever its state."""
+    """The actors that were told `Quiesce` and have not answered `Quiesced`."""
+
+    @property
+    def mapped(self) -> Memory:
+        """The memory of a pool that has been made."""
+        assert self.memory is not None  # noqa: S101 - it is asked for only then
+        return self.memory
 
     @property
     def ends(self) -> bool:
-        """Whether nobody wants the memory as it is, once it is quiet."""
-        if self.successor is not None:
-            return not self.suits(self.successor)
-        return self.detaching is not None or not self.renewing
+        """Whether the memory, once quiesced, is given back: nobody wants it as it is."""
+        if isinstance(self.waiting, AttachPool):
+            return not self.suits(self.waiting)
+        return self.waiting is not None or self.state is not PoolState.RENEWING
 
     def suits(self, request: AttachPool) -> bool:
         """Whether the memory is what an attach asks for."""
         return request.spec == self.pool.spec
 
-    def of_another(self, uid: int) -> KvdError:
-        """Why `uid` may not have it."""
-        text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {uid}"
-        return BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
+    def check_free(self, request: AttachPool) -> None:
+        """Checks that the pool may go to whoever sent `request`.
 
-    def busy(self) -> KvdError:
-        """Why another worker may not have it now."""
-        text = f"the pool {self.pool.worker!r} is {self.state}: another worker has it"
-        return Unavailable(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
+        Raises:
+            BadRequest: `NOT_PERMITTED`, it belongs to another user.
+            Unavailable: `POOL_BUSY`, another worker has it.
 
-    def quarantined(self) -> KvdError:
-        """Why nobody may have it now."""
-        text = f"the pool {self.pool.worker!r} is in quarantine: a read into it has not ended"
-        return Unavailable(ErrorCode.POOL_BUSY, f"{text}; try again later, or attach under another name")
+        """
+        if request.uid != self.request.uid:
+            text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {request.uid}"
+            raise BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
+        if self.state is not PoolState.KEPT:
+            text = f"the pool {self.pool.worker!r} is {self.state}: another worker has it"
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
 
     def report(self) -> dict[str, object]:
-        """As a status tells of it."""
+        """Its entry in a status."""
         return {
             "worker": self.pool.worker,
             "bytes": self.pool.size,
@@ -84,7 +86,3 @@ class PoolRecord:
             "epoch": self.pool.epoch,
             "uid": self.request.uid,
         }
-
-    def with_epoch(self, epoch: int) -> Pool:
-        """The pool as it is called from another registration, or another worker, on."""
-        return msgspec.structs.replace(self.pool, epoch=epoch)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvd.actors.runtime.actor import Actor, Dispatcher, Supervisor
 from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.replies import WorkerReplies
 from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
 from kvd.metrics import Metrics
@@ -33,6 +34,7 @@ class ActorContext:
     leases: Actor = field(init=False)
     scheduler: Actor = field(init=False)
     completion: Actor = field(init=False)
+    replies: WorkerReplies = field(init=False)
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.loop, self.supervisor)

@@ -1,7 +1,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.completion.messages import Notify, Undelivered
+from kvd.actors.completion.messages import Notify
 from kvd.actors.runtime.messages import Drain
 from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications, Released
 from tests.actors.stage import Stage
@@ -39,7 +39,7 @@ def test_a_worker_that_comes_back_gets_what_it_has_not_acknowledged(stage):
     assert (batch.first, [item.offer for item in batch.items]) == (2, ["b", "c"])
 
 
-def test_what_happens_while_it_is_away_is_kept(stage):
+def test_notifications_for_a_worker_that_is_away_are_kept(stage):
     stage.offer("a", ttl=0.5)
     stage.hang_up()
     stage.run(1.0)
@@ -55,7 +55,7 @@ def test_a_successor_starts_with_an_empty_log(stage):
     assert batches(stage) == []
 
 
-def test_a_worker_that_detached_is_told_nothing(stage):
+def test_a_worker_that_detached_gets_no_old_notifications(stage):
     end_offers(stage, "a")
     stage.session(Detach())
     stage.to_workers.clear()
@@ -118,16 +118,27 @@ def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
 
 def test_what_is_acknowledged_while_the_queue_is_full_need_not_be_acknowledged_again(stage):
     end_offers(stage, "a")
-    stage.context.completion.tell(Undelivered("w"))
+    stage.room = False
+    stage.context.completion.tell(Notify("w", Released("b", "read")))
     stage.request(Acknowledge(1))
-    assert not stage.context.completion._logs["w"].items
+    assert [item.offer for item in stage.context.completion._logs["w"].items] == ["b"]
 
 
 def test_a_batch_that_was_refused_comes_again_before_what_was_told_meanwhile(stage):
     completion = stage.context.completion
     completion.tell(Notify("w", Released("a", "read")))
     stage.run()
+    stage.room = False
     completion.tell(Notify("w", Released("b", "read")))
-    completion.tell(Undelivered("w"))  # the first was refused, while the flush of the second waits
     stage.run()
-    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (1, 2)]
+    stage.room = True
+    completion.tell(Notify("w", Released("c", "read")))  # while "b", which was refused, waits to be sent again
+    stage.run(0.1)
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (1, 3)]
+
+
+def test_notifications_that_come_together_are_sent_together(stage):
+    for offer in "abc":
+        stage.context.completion.tell(Notify("w", Released(offer, "read")))
+    stage.run()
+    assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 3)]

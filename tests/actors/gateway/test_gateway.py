@@ -44,7 +44,7 @@ def test_a_worker_gets_its_pool_and_a_session(stage):
     assert not attached.kept
 
 
-def test_a_frame_of_nobody_is_refused(stage):
+def test_a_frame_without_a_session_is_refused(stage):
     reply = refusal(stage.request(StatusRequest(9), session=b"nobody"))
     assert reply.code == ErrorCode.NOT_ATTACHED
 
@@ -83,7 +83,7 @@ def test_too_many_blocks_are_refused(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "kvd2.abc", "kvd1.", "kvd1.!!!", "kvd1.AAAA", "kvd1." + "ö"])
-def test_a_ticket_that_is_none_is_refused(stage, text):
+def test_text_that_is_no_ticket_is_refused(stage, text):
     assert refusal(stage.pull(ticket=text)).code == ErrorCode.BAD_TICKET
 
 
@@ -101,7 +101,7 @@ def test_a_pull_needs_time(stage, timeout):
     assert "timeout" in reply.text
 
 
-def test_what_is_unknown_cannot_be_cancelled(stage):
+def test_an_unknown_request_cannot_be_cancelled(stage):
     assert refusal(stage.request(Cancel(4, "nothing"))).code == ErrorCode.UNKNOWN_REQUEST
 
 
@@ -129,14 +129,14 @@ def test_garbage_on_a_session_is_refused_and_its_descriptors_closed(stage):
     assert stage.discarded == [11, 12]
 
 
-def test_a_spec_that_is_none_is_refused(stage):
+def test_bytes_that_are_no_spec_are_refused(stage):
     stage.connect(2)
     assert stage.session(Attach("v", b"i" * 16, b"\x80"), 2).code == ErrorCode.BAD_SPEC
 
 
 @pytest.mark.parametrize("connection", [1, 2])
-def test_descriptors_beside_what_needs_none_are_closed_once(stage, connection):
-    """Twice, and it may be another's descriptor that got the number in between."""
+def test_descriptors_with_a_request_that_needs_none_are_closed_once(stage, connection):
+    """Closing one twice could close another file that got its number in between."""
     stage.connect(2)
     stage.session(Detach(), connection, (11, 12))
     assert stage.discarded == [11, 12]

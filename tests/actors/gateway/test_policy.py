@@ -1,4 +1,4 @@
-"""Who may attach, under which name, with how much."""
+"""Which users may attach, under which names, with how many bytes."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_a_rule_with_uid_and_gid_needs_both():
         ("workers = []", 0o666, "chmod go-w"),
     ],
 )
-def test_a_wrong_policy_is_refused_with_its_reason(tmp_path, text, mode, reason):
+def test_an_invalid_policy_is_refused_with_its_reason(tmp_path, text, mode, reason):
     file = tmp_path / "policy.toml"
     file.write_text(text)
     file.chmod(mode)
@@ -66,7 +66,7 @@ def test_a_wrong_policy_is_refused_with_its_reason(tmp_path, text, mode, reason)
     assert caught.value.code is ErrorCode.BAD_CONFIG
 
 
-def test_a_pace_lets_a_burst_through_and_then_so_many_a_second():
+def test_a_rate_limit_lets_a_burst_through_and_then_so_many_a_second():
     rate = TokenBucket(RateLimit(per_second=10.0, burst=5), now=0.0)
     assert [rate.take(0.0) for _ in range(7)] == [True] * 5 + [False] * 2
     assert not rate.is_full(0.1)

@@ -1,4 +1,4 @@
-"""Who does not belong gets nothing, changes nothing, and is counted: 1,000 attempts of each kind."""
+"""Requests without permission get nothing, change nothing and are counted: 1,000 attempts of each kind."""
 
 import os
 
@@ -128,7 +128,7 @@ def test_replayed_claims_and_fences_of_a_peer_are_answered_as_before_and_nobody_
     assert set(map(type, lone.heard(b"peer#1"))) == {Held}
 
 
-def test_who_attaches_too_often_is_told_to_wait_and_others_are_not():
+def test_a_user_that_attaches_too_often_is_told_to_wait_and_others_are_not():
     lone = Lone((Rule(pools=("*",), uid=STRANGER),))
     number = lone.connect()
     codes = [getattr(lone.attach(number, f"p{n}"), "code", "") for n in range(2)]
@@ -147,7 +147,7 @@ def test_who_attaches_too_often_is_told_to_wait_and_others_are_not():
 
 
 @pytest.mark.parametrize("kind", ["offers", "statuses"])
-def test_who_asks_too_often_is_told_to_slow_down_and_others_are_not(kind):
+def test_a_worker_that_asks_too_often_is_told_to_slow_down_and_others_are_not(kind):
     lone = Lone()
     loud, calm = lone.worker("loud"), lone.worker("calm")
     attempts = 2 * limits.MAX_REQUESTS_PER_WORKER if kind == "offers" else 4 * limits.MAX_STATUSES_PER_SECOND

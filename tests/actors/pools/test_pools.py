@@ -1,7 +1,7 @@
 import pytest
 
 from kvd.actors.pools import actor as pools
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.pools.messages import DetachPool, RenewPool
 from kvd.errors import ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionOpened
 from kvd.protocol.peer import Broken, Grant, Release
@@ -95,7 +95,7 @@ def test_a_detached_pool_is_gone(stage):
 
 def test_memory_is_given_back_beside_the_loop_once_the_transport_has_let_go_and_detached_is_said_after_it(stage):
     works = []
-    stage.context.pools._background = lambda work, done: works.append((work, done))
+    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
     stage.connect()
     stage.session(Attach("w", b"i" * 16, CACHE.raw))
     allocate, made = works.pop()
@@ -149,7 +149,7 @@ def test_a_successor_does_not_get_a_pool_that_is_still_written_to(stage):
     assert isinstance(stage.on_sessions[-1], Attached)
 
 
-def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
+def test_a_worker_is_told_that_there_is_no_memory_for_its_pool(stage, monkeypatch):
     def allocate(name, size):
         raise Unavailable(ErrorCode.OVERLOADED, "full")
 
@@ -162,7 +162,7 @@ def test_memory_that_cannot_be_had_is_said(stage, monkeypatch):
             done(error)
 
     assert isinstance(stage.context.pools, pools.PoolsActor)
-    stage.context.pools._background = background
+    stage.context.pools._memory._background = background
     assert stage.attach().code == ErrorCode.OVERLOADED
     del stage.dependencies.provider.allocate
     assert isinstance(stage.attach(connection=2), Attached)
@@ -194,6 +194,41 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     assert isinstance(stage.attach(connection=2), Attached)
 
 
+def test_a_detach_of_a_connection_that_does_not_have_the_pool_changes_nothing(stage):
+    stage.attach()
+    stage.context.pools.tell(DetachPool(99, "w"))
+    stage.run()
+    assert stage.context.pools._records["w"].state == "lent"
+    assert isinstance(stage.session(Detach()), Detached)
+
+
+def test_a_successor_that_waits_for_a_pool_that_is_lost_is_refused_and_its_descriptor_closed(stage):
+    stage.attach()
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
+    stage.context.pools.tell(RenewPool("w"))
+    transport = stage.dependencies.transport
+    transport.register = lambda pool, *_: transport.on_event(RegisterFailed(pool, "no keys"))
+    stage.landed(1)
+    assert stage.on_sessions[-1].code == ErrorCode.TRANSPORT
+    assert stage.discarded == [9]
+    assert stage.context.pools._records == {}
+
+
+def test_a_pool_whose_worker_left_while_it_was_made_is_kept_for_it(stage):
+    works = []
+    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
+    stage.attach()
+    stage.hang_up()
+    allocate, made = works.pop()
+    made(allocate())
+    stage.run()
+    assert stage.context.pools._records["w"].state == "kept"
+    assert isinstance(stage.attach(connection=2), Attached)
+
+
 def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_another_pool(stage):
     first = stage.attach()
     stage.hang_up()
@@ -206,8 +241,8 @@ def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_
 
 
 @pytest.mark.parametrize("gets_it", [True, False])
-def test_notifications_are_numbered_from_1_for_whom_another_worker_had_the_pool_before(stage, gets_it):
-    """Also where that one was gone in the moment in which it got it."""
+def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_in_between(stage, gets_it):
+    """Also if that one was gone by the time it got the pool."""
     stage.attach()
     stage.offer("before")
     stage.hang_up()

@@ -1,0 +1,210 @@
+"""The processes on the session socket: they attach, detach, ask for a status, and go."""
+
+from functools import partial
+
+from kvd import limits
+from kvd.actors.completion.messages import Forget
+from kvd.actors.gateway.admission import Admission, Allowance
+from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned
+from kvd.actors.gateway.sessions import Connection, Sessions
+from kvd.actors.gateway.statuses import Statuses
+from kvd.actors.pools.messages import AttachPool, DetachPool, WorkerGone
+from kvd.actors.runtime.actor import Call, Component, handles
+from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.deadlines import Deadlines
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.layout import CacheSpec
+from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerPort
+from kvd.protocol import codec
+from kvd.protocol.types import VERSION
+from kvd.protocol.worker import Attach, Detach, Detached, Refused
+
+
+class Connections(Component):
+    """Closes those that have no pool and ask for nothing."""
+
+    def __init__(
+        self,
+        context: ActorContext,
+        port: WorkerPort,
+        *,
+        admission: Admission,
+        sessions: Sessions,
+        statuses: Statuses,
+        background: Background,
+    ) -> None:
+        self._context = context
+        self._port = port
+        self._admission = admission
+        self._sessions = sessions
+        self._statuses = statuses
+        self._background = background
+        self._by_number: dict[int, Connection] = {}
+        self._idle: Deadlines[int] = Deadlines(
+            context.loop, lambda number: context.gateway.tell(Call(self._close_idle, (number,)))
+        )
+        """Those that have no pool and wait for none."""
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    @handles(SessionOpened)
+    def opened(self, event: SessionOpened) -> None:
+        """A process connected; the kernel says which user it is."""
+        try:
+            self._admission.enter(event.uid)
+        except Unavailable as full:
+            self._refuse(event.connection, full)
+            self._port.close_session(event.connection)
+            return
+        connection = Connection(event.connection, event.uid, event.gid, Allowance(self._context.loop))
+        self._by_number[event.connection] = connection
+        self._mark_idle(connection)
+
+    def _mark_idle(self, connection: Connection) -> None:
+        connection.worker = ""
+        self._idle.set(connection.number, self._context.loop.time() + limits.SESSION_IDLE_SECONDS)
+
+    def _close_idle(self, number: int) -> None:
+        """Frees the place of a process that does not use it."""
+        connection = self._by_number.get(number)
+        if connection is not None and not connection.worker:
+            text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
+            self._refuse(number, Unavailable(ErrorCode.DEADLINE, text))
+            self.hang_up(connection)
+
+    @handles(SessionFrame)
+    def received(self, event: SessionFrame) -> None:
+        """An attach, a detach, a status request, or garbage."""
+        connection = self._by_number.get(event.connection)
+        if connection is None:
+            self._port.discard(event.descriptors)
+            return
+        try:
+            request = codec.session_requests.decode(event.frame)
+            if not connection.worker:
+                self._mark_idle(connection)
+            if isinstance(request, Attach):
+                self._attach(event, connection, request)
+                return  # the pools actor closes its descriptor
+            if isinstance(request, Detach):
+                self._detach(connection)
+            else:
+                self._request_status(request.call, connection)
+        except KvdError as error:
+            self._refuse(event.connection, error)
+        self._port.discard(event.descriptors)
+
+    def _attach(self, event: SessionFrame, connection: Connection, request: Attach) -> None:
+        if request.version != VERSION:
+            text = f"the daemon speaks version {VERSION} of the protocol, the worker {request.version}; use one release"
+            raise BadRequest(ErrorCode.BAD_VERSION, text)
+        self._admission.check_open()
+        if connection.worker:
+            raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
+        if len(event.descriptors) > 1:
+            text = f"{len(event.descriptors)} descriptors came with the request; send at most one"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        quota = self._admission.admit(connection.uid, connection.gid, request.worker)
+        connection.worker = request.worker
+        self._idle.unset(connection.number)
+        self._background(  # a long spec takes tens of milliseconds
+            partial(CacheSpec.decode, request.spec),
+            lambda spec: self._context.gateway.tell(Call(self._spec_read, (event, request, quota, spec))),
+        )
+
+    def _spec_read(self, event: SessionFrame, request: Attach, quota: int | None, spec: CacheSpec | KvdError) -> None:
+        connection = self._by_number.get(event.connection)
+        if connection is None:
+            self._port.discard(event.descriptors)
+        elif isinstance(spec, KvdError):
+            self._port.discard(event.descriptors)
+            self._mark_idle(connection)
+            self._refuse(event.connection, spec)
+        else:
+            self._context.pools.tell(
+                AttachPool(
+                    connection=event.connection,
+                    worker=request.worker,
+                    instance=request.instance,
+                    uid=connection.uid,
+                    spec=spec,
+                    raw_spec=request.spec,
+                    descriptor=event.descriptors[0] if event.descriptors else -1,
+                    quota=quota,
+                )
+            )
+
+    def _detach(self, connection: Connection) -> None:
+        if connection.session is None:
+            raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
+        self._sessions.end(connection.session)
+        self._context.completion.tell(Forget(connection.worker))
+        self._context.pools.tell(DetachPool(connection.number, connection.worker))
+
+    def _request_status(self, call: int, connection: Connection) -> None:
+        if connection.worker:
+            connection.allowance.take_status()
+        else:
+            self._admission.inquire(connection.uid)
+        number = connection.number
+        self._statuses.request(call, lambda status: self._port.send_session(number, codec.encode(status)))
+
+    @handles(PoolLent)
+    def pool_lent(self, message: PoolLent) -> None:
+        """The pool is ready."""
+        connection = self._by_number.get(message.connection)
+        if connection is None:
+            self._context.pools.tell(WorkerGone(message.pool.worker, message.connection))
+        else:
+            self._sessions.begin(connection, message)
+
+    @handles(PoolReturned)
+    def pool_returned(self, message: PoolReturned) -> None:
+        """A detach is complete."""
+        connection = self._by_number.get(message.connection)
+        if connection is not None:
+            self._mark_idle(connection)
+            self._port.send_session(message.connection, codec.encode(Detached()))
+
+    @handles(AttachRefused)
+    def attach_refused(self, message: AttachRefused) -> None:
+        """An attach or detach cannot be served. A worker that has lost its pool attaches again and is told why then."""
+        connection = self._by_number.get(message.connection)
+        if connection is None:
+            return
+        if connection.session is not None:
+            self.hang_up(connection)
+        else:
+            self._mark_idle(connection)
+            self._refuse(message.connection, message.error)
+
+    def hang_up(self, connection: Connection) -> None:
+        """Closes it after what was sent on it; its worker connects and attaches again."""
+        self._port.close_session(connection.number)
+        self.closed(SessionClosed(connection.number))
+
+    @handles(SessionClosed)
+    def closed(self, event: SessionClosed) -> None:
+        """A process is gone. Its pool and its transfers are not."""
+        connection = self._by_number.pop(event.connection, None)
+        if connection is None:
+            return
+        self._admission.leave(connection.uid)
+        self._idle.unset(event.connection)
+        if connection.session is not None:
+            self._sessions.end(connection.session)
+        if connection.worker:
+            self._context.pools.tell(WorkerGone(connection.worker, event.connection))
+
+    def close_all(self) -> None:
+        """The daemon ends."""
+        for number in self._by_number:
+            self._port.close_session(number)
+        self._by_number.clear()
+
+    def _refuse(self, number: int, error: KvdError) -> None:
+        self._context.metrics.refused.labels("session", error.code).inc()
+        refused = Refused(error.code, error.text[: limits.MAX_ERROR_TEXT])
+        self._port.send_session(number, codec.encode(refused))

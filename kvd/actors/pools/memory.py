@@ -1,0 +1,123 @@
+"""The memory of pools: makes it, registers it with the transport, moves it, and gives it back."""
+
+from collections.abc import Callable
+
+import structlog
+from msgspec.structs import replace
+
+from kvd.actors.pools.record import PoolRecord, PoolState
+from kvd.actors.runtime.actor import Call, Component, handles
+from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.context import ActorContext
+from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.memory.interface import Memory, MemoryProvider, PoolStore
+from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
+
+_log = structlog.get_logger("kvd.pools")
+
+
+class PoolMemory(Component):
+    """Calls `up(record, metadata)` when a pool is registered and `gone(record, error)` when it has no memory any more.
+
+    `error` says why a pool could not be made or registered; it is None if the pool was to end.
+    """
+
+    def __init__(
+        self,
+        context: ActorContext,
+        provider: MemoryProvider,
+        transport: Transport,
+        background: Background,
+        store: PoolStore,
+        *,
+        up: Callable[[PoolRecord, bytes], None],
+        gone: Callable[[PoolRecord, KvdError | None], None],
+    ) -> None:
+        self._context = context
+        self._provider = provider
+        self._transport = transport
+        self._background = background
+        self._store = store
+        self._up = up
+        self._gone = gone
+        self._by_id: dict[int, PoolRecord] = {}
+
+    def make(self, record: PoolRecord) -> None:
+        """Adopts the memory that the worker or the last daemon kept, else allocates some; then registers it."""
+        self._by_id[record.pool.id] = record
+        request, size = record.request, record.pool.size
+        descriptor = request.descriptor
+        if descriptor < 0:
+            descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
+        record.kept = descriptor >= 0
+
+        def work() -> Memory:
+            if descriptor >= 0:
+                return self._provider.adopt(descriptor, size)
+            return self._provider.allocate(request.worker, size)
+
+        self._background(work, lambda result: self._context.pools.tell(Call(self._made, (record, result))))
+
+    def _made(self, record: PoolRecord, result: Memory | KvdError) -> None:
+        if isinstance(result, KvdError):
+            del self._by_id[record.pool.id]
+            self._gone(record, result)
+            return
+        record.memory = result
+        request = record.request
+        self._store.keep(request.worker, request.uid, request.raw_spec, result.descriptor)
+        self._context.metrics.pool_bytes.labels(result.backing).inc(record.pool.size)
+        self._register(record)
+
+    def _register(self, record: PoolRecord) -> None:
+        memory = record.mapped
+        record.pool = replace(record.pool, base=memory.base)
+        self._transport.register(record.pool.id, memory.base, memory.size)
+
+    @handles(Registered)
+    def registered(self, event: Registered) -> None:
+        """A pool can be read and written."""
+        self._up(self._by_id[event.pool], event.metadata)
+
+    @handles(RegisterFailed)
+    def register_failed(self, event: RegisterFailed) -> None:
+        """Closes the memory but does not free it: a worker may bring it back."""
+        record = self._by_id[event.pool]
+        if record.state is PoolState.RENEWING:
+            _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
+        text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
+        self._release(record, record.mapped.close, Unavailable(ErrorCode.TRANSPORT, text))
+
+    def deregister(self, record: PoolRecord) -> None:
+        """Takes the pool's keys back; then a pool that is renewed is moved and registered, any other is given back."""
+        self._transport.deregister(record.pool.id)
+
+    @handles(Deregistered)
+    def deregistered(self, event: Deregistered) -> None:
+        """No peer can reach the memory any more."""
+        record = self._by_id[event.pool]
+        if record.state is PoolState.RENEWING:
+            move = record.mapped.move
+            self._background(move, lambda result: self._context.pools.tell(Call(self._moved, (record, result))))
+        else:
+            self._release(record, record.mapped.free, None)
+
+    def _moved(self, record: PoolRecord, error: KvdError | None) -> None:
+        if error is not None:
+            pool = record.pool.worker
+            _log.error("a pool keeps its address, so that old keys may read it", pool=pool, reason=error.text)
+        self._register(record)
+
+    def _release(self, record: PoolRecord, release: Callable[[], None], refusal: KvdError | None) -> None:
+        record.state = PoolState.ENDING
+        self._background(
+            release, lambda result: self._context.pools.tell(Call(self._released, (record, refusal, result)))
+        )
+
+    def _released(self, record: PoolRecord, refusal: KvdError | None, error: KvdError | None) -> None:
+        if error is not None:
+            _log.error("memory is not given back", pool=record.pool.worker, reason=error.text)
+        self._context.metrics.pool_bytes.labels(record.mapped.backing).dec(record.pool.size)
+        self._store.drop(record.pool.worker)
+        del self._by_id[record.pool.id]
+        self._gone(record, refusal)
