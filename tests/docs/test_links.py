@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from kvd.daemon.config import Config
-from tests.docs.pages import PAGES, ROOT, code_spans
+from tests.docs.pages import ALL_BLOCKS, PAGES, ROOT, code_spans
 
 TOP = r"(?:kvd|tests|docs|deploy|benchmarks|protos|requirements|\.ci)"
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "kvd").rglob("*.py")))
@@ -46,6 +46,12 @@ def test_every_path_of_the_repository_exists(page) -> None:
     for span in code_spans(page):
         for path in re.findall(rf"(?<![\w/.-]){TOP}/[\w./@*-]+", span):
             assert list(ROOT.glob(path.rstrip("./"))), f"{page.name}: {path}"
+
+
+def test_the_tests_that_a_comment_of_a_block_names_exist() -> None:
+    for block in ALL_BLOCKS:
+        for path in re.findall(r"tests/[\w./]+", block.detail):
+            assert (ROOT / path).exists(), f"{block.place}: {path}"
 
 
 @EVERY_PAGE
