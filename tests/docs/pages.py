@@ -3,7 +3,7 @@
 A comment in the line before a block says so; readers do not see it:
 
 - `<!-- runs: NAME -->`: blocks of one page with one name run one after another, in a temporary folder.
-- `<!-- runs with vllm: NAME -->`: the same, where vLLM is installed.
+- `<!-- runs with vllm: NAME -->`: the same, where vLLM is installed (`tests/vllm/test_quickstart.py`).
 - `<!-- needs WHAT: REASON -->`: cannot run in a test; its commands are checked against parsers and files.
 - `<!-- shows: WHAT -->`: no commands, but a file's content or output.
 """

@@ -1,7 +1,5 @@
 """Every command of every document runs as it stands there, or is checked as far as it can be."""
 
-import importlib.util
-import re
 import tomllib
 
 import pytest
@@ -13,15 +11,8 @@ from tests.docs.shell import run
 
 NEEDS = {"root", "network", "kubernetes", "gpu", "time", "files"}
 SECONDS = 100.0
-VLLM_SECONDS = 600.0
 
 RUNNING = stories("runs")
-WITH_VLLM = stories("runs with vllm")
-
-
-def has_vllm() -> bool:
-    found = importlib.util.find_spec("vllm")
-    return found is not None and found.origin is not None
 
 
 @pytest.mark.parametrize("block", ALL_BLOCKS, ids=lambda block: block.place)
@@ -38,15 +29,6 @@ def test_each_block_says_how_it_is_tested(block: Block) -> None:
 @pytest.mark.parametrize("story", RUNNING)
 def test_what_can_run_runs_as_it_stands_there(story: str, tmp_path) -> None:
     run(RUNNING[story], tmp_path, SECONDS)
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(not has_vllm(), reason="needs vLLM: make test-vllm")
-@pytest.mark.timeout(VLLM_SECONDS + 60)
-@pytest.mark.parametrize("story", WITH_VLLM)
-def test_what_needs_vllm_runs_and_prints_tokens(story: str, tmp_path) -> None:
-    printed = run(WITH_VLLM[story], tmp_path, VLLM_SECONDS)
-    assert re.search(r'"text":"( t\d+){8}"', printed), printed[-4000:]
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in SHELL], ids=lambda one: one.place)
