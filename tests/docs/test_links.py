@@ -76,6 +76,18 @@ def test_the_pictures_are_what_the_script_draws(tmp_path) -> None:
         assert (ROOT / "docs/images" / name).read_text() == drawing, "run: python docs/images/diagrams.py"
 
 
+def test_the_page_about_the_parts_says_where_these_changes_go() -> None:
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE))
+    for change in (
+        "the rule of a sliding window",
+        "how long a claim waits for its offer",
+        "what a status prints",
+        "which NIXL backend is used",
+        "what a worker hears when its daemon restarts",
+    ):
+        assert re.search(r"`kvd/[\w/]+\.py`", rows[change]), change
+
+
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
