@@ -14,6 +14,9 @@ SECONDS = 100.0
 
 RUNNING = stories("runs")
 
+NO_COMMANDS = {"kvd proof"}
+"""Spans of code that begin like a command; this one personalises a hash."""
+
 
 @pytest.mark.parametrize("block", ALL_BLOCKS, ids=lambda block: block.place)
 def test_each_block_says_how_it_is_tested(block: Block) -> None:
@@ -41,7 +44,7 @@ def test_the_commands_of_a_block_exist_and_take_their_arguments(block: Block) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_running_text_name_what_exists(page) -> None:
-    spans = [span.split() for span in code_spans(page)]
+    spans = [span.split() for span in code_spans(page) if span not in NO_COMMANDS]
     found = [(words, wrong(words, whole=False)) for words in spans if words]
     assert not [f"{page.name}: `{' '.join(words)}`: {why}" for words, why in found if why]
 
