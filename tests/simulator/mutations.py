@@ -25,6 +25,7 @@ from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.state import lease as lease_machine
+from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
 from tests.simulator import bounds as small
@@ -69,18 +70,26 @@ def steps(monkeypatch, table, **changes):
 
 @mutation(Promise.ENDS_ONCE)
 def deadlines_are_not_kept(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, scheduler._DeadlinesOver, lambda self, message: None)
+    monkeypatch.setattr(scheduler.SchedulerActor, "_deadlines_over", lambda self: None)
 
 
 @mutation(Promise.ENDS_ONCE)
 def a_lost_peer_is_not_told_to_its_pulls(monkeypatch):
-    original = scheduler.SchedulerActor._end
+    original = scheduler.SchedulerActor._step
 
-    def end(self, pull, error):
-        if error.code != "deadline":
-            original(self, pull, error)
+    def step(self, pull, event, error=None):
+        if error is None or error.code != "deadline":
+            original(self, pull, event, error)
 
-    monkeypatch.setattr(scheduler.SchedulerActor, "_end", end)
+    monkeypatch.setattr(scheduler.SchedulerActor, "_step", step)
+
+
+@mutation(Promise.ENDS_ONCE)
+def a_pull_is_concluded_again_when_its_reads_have_ended(monkeypatch):
+    effect = pull_machine.Effect
+    key = (pull_machine.State.FAILING, pull_machine.Event.CLOSED)
+    step = Step(pull_machine.State.FAILED, (effect.CONCLUDE, effect.TELL_FREED, effect.FREE))
+    steps(monkeypatch, pull_machine.TABLE, steps={key: step})
 
 
 @mutation(Promise.ENDS_ONCE)
@@ -121,7 +130,7 @@ def nobody_asks_for_the_fence(monkeypatch):
     table = transfer_machine.TABLE
     done = Step(
         transfer_machine.State.HELD,
-        (transfer_machine.Effect.LET_GO, transfer_machine.Effect.FREE, transfer_machine.Effect.CONTRIBUTE),
+        (transfer_machine.Effect.RELEASE, transfer_machine.Effect.CONTRIBUTE),
     )
     key = (transfer_machine.State.READING, transfer_machine.Event.LANDED)
     steps(monkeypatch, table, steps={key: done})
@@ -214,13 +223,19 @@ def stamps_are_believed_whatever_path_the_bytes_took(monkeypatch):
 
 @mutation(Promise.QUARANTINE)
 def blocks_are_free_before_the_read_has_ended(monkeypatch):
-    original = Transfers._read
+    monkeypatch.setattr(transfer_machine, "OPEN", frozenset())
 
-    def read(self, transfer):
-        original(self, transfer)
-        transfer.writing = False
 
-    monkeypatch.setattr(Transfers, "_read", read)
+@mutation(Promise.QUARANTINE)
+def a_pull_that_fails_does_not_wait_for_its_open_reads(monkeypatch):
+    effect, failed = pull_machine.Effect, pull_machine.State.FAILED
+    changed = {
+        (pull_machine.State.READING, pull_machine.Event.FAIL): Step(
+            failed, (effect.CONCLUDE, effect.STOP, effect.FREE)
+        ),
+        (failed, pull_machine.Event.CLOSED): Step(failed),
+    }
+    steps(monkeypatch, pull_machine.TABLE, steps=changed)
 
 
 @mutation(Promise.QUARANTINE)

@@ -9,6 +9,7 @@ from kvd.actors.handshake.messages import AskPeer
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
 from kvd.protocol.types import Message
@@ -41,9 +42,14 @@ class PeerRequests:
     """The scheduler's letters to producers. `tell` and `tell_later` reach the scheduler itself."""
 
     def __init__(
-        self, context: ActorContext, tell: Callable[[object], None], tell_later: Callable[[float, object], object]
+        self,
+        context: ActorContext,
+        producers: Producers,
+        tell: Callable[[object], None],
+        tell_later: Callable[[float, object], object],
     ) -> None:
         self._context = context
+        self._producers = producers
         self._tell_later = tell_later
         self._renewing = False
         self._settling: list[Transfer] = []
@@ -155,7 +161,7 @@ class PeerRequests:
             reader=pull.pool.spec.shard.rank,
             readers=transfer.source.readers,
             ttl=self._context.settings.claim_ttl,
-            serve=not transfer.direct,
+            serve=not self._producers.is_direct(transfer.address),
             traceparent=None if transfer.span is None else transfer.span.traceparent,
         )
 
