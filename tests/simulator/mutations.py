@@ -18,8 +18,8 @@ from kvd.actors.runtime import blocks
 from kvd.actors.runtime.blocks import BusyBlocks
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
-from kvd.actors.scheduler import peer_requests as asks
 from kvd.actors.scheduler import pulls
+from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
@@ -322,19 +322,19 @@ def successors_do_not_wait(monkeypatch):
     monkeypatch.setattr(PoolsActor, "attach", attach)
 
 
-@mutation(Promise.SURVIVES, first=390)
+@mutation(Promise.SURVIVES, first=687)
 def claims_are_not_renewed(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.RenewAll, lambda self, message: None)
+    monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
 @mutation(Promise.SURVIVES, first=47)
-def lost_asks_are_not_sent_again(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.Overdue, lambda self, message: None)
+def lost_requests_are_not_sent_again(monkeypatch):
+    monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
 
 
 @mutation(Promise.SURVIVES)
 def lasting_reads_are_not_claimed(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.ClaimLasting, lambda self, message: None)
+    monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
 
 @mutation(Promise.SURVIVES, first=96)
@@ -367,8 +367,8 @@ def deadlines_are_never_unset(monkeypatch):
 
 
 @mutation(Promise.SOUND)
-def claims_are_never_let_go(monkeypatch):
-    monkeypatch.setattr(asks.PeerRequests, "let_go", lambda self, transfer, finished: None)
+def claims_are_never_released(monkeypatch):
+    monkeypatch.setattr(PeerRequests, "release", lambda self, transfer, finished: None)
 
 
 # --- each bound -------------------------------------------------------------------------------------------------------

@@ -44,15 +44,7 @@ class SchedulerActor(Actor):
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
-        self._transfers = Transfers(
-            context,
-            transport,
-            self._producers,
-            self._effects,
-            step_pull=self._advance,
-            tell=self.tell,
-            tell_later=self.tell_later,
-        )
+        self._transfers = Transfers(context, transport, self, self._producers, self._effects, step_pull=self._advance)
         self.serve(self._transfers)
         self._quarantined = 0
         self._draining = False

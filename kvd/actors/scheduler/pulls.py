@@ -38,7 +38,7 @@ class Transfer(Struct, eq=False):
     """The producer was asked to hold the lease."""
     granted: bool = False
     """The producer holds the lease for this claim."""
-    ask: Message | None = None
+    unanswered: Message | None = None
     """What the producer has not answered yet; it is sent again if the answer is late."""
     settled_by: float = 0.0
     """When the producer is no longer told of a read that was proven without it; seconds on the loop's clock."""

@@ -7,12 +7,12 @@ effects are carried out.
 from collections.abc import Callable
 
 from kvd.actors.handshake.messages import NeedPeer
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import LeaseAnswer
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.messages import PeerReply
-from kvd.actors.scheduler.peer_requests import ClaimLasting, Overdue, PeerRequests, RenewAll, SettleAll
+from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, Transfer
 from kvd.actors.scheduler.routes import Source
@@ -28,18 +28,17 @@ StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
 
 
 class Transfers(Component):
-    """See the module's text. `step_pull` takes what happens to a pull; `tell` and `tell_later` reach the scheduler."""
+    """See the module's text. `step_pull` takes events of pulls; it runs no effects."""
 
     def __init__(
         self,
         context: ActorContext,
         transport: Transport,
+        scheduler: Actor,
         producers: Producers,
         effects: EffectQueue,
         *,
         step_pull: StepPull,
-        tell: Callable[[object], None],
-        tell_later: Callable[[float, object], object],
     ) -> None:
         self._context = context
         self._transport = transport
@@ -48,7 +47,7 @@ class Transfers(Component):
         self._step_pull = step_pull
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
-        self._requests = PeerRequests(context, producers, tell, tell_later)
+        self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -74,11 +73,11 @@ class Transfers(Component):
         self._open[transfer.number] = transfer
 
     def begin(self, pull: Pull) -> None:
-        """Asks for grants, or reads at once what needs none. Nothing has begun if one of those cannot be planned."""
+        """Reads at once where the ticket names the lease and the peer is on this host; asks for grants elsewhere."""
         known = {each.number for each in pull.transfers if each.names_lease and self._producers.is_direct(each.address)}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
-                return
+                return  # the pull has failed: none of its transfers may begin
         for transfer in pull.transfers:
             if transfer.number in known:
                 transfer.generation = transfer.rank.generation
@@ -175,45 +174,14 @@ class Transfers(Component):
         if rank.address not in self._producers:
             return False
         view = self._producers[rank.address]
-        if rank.pool not in view.pools or view.pools[rank.pool].epoch != grant.epoch:
-            return False
-        if view.incarnation != grant.incarnation:
+        pool = view.pools.get(rank.pool)
+        if pool is None or (view.incarnation, pool.epoch) != (grant.incarnation, grant.epoch):
             return False
         transfer.descriptors = None
         pull.views[rank.address] = view
         sources = {source.rank: source for source in self._producers.sources(pull)}
         transfer.source = sources.get(transfer.source.rank, transfer.source)
         return True
-
-    # --- what it is time for ----------------------------------------------------------------------------------------
-
-    @handles(Overdue)
-    def overdue(self, _message: Overdue) -> None:
-        """Sends requests again whose answers are late: either may have been lost with a connection."""
-        for number in self._requests.take_late():
-            transfer = self._open.get(number)
-            if transfer is None or transfer.ask is None:
-                continue
-            if transfer.state is State.SETTLING and self._context.loop.time() > transfer.settled_by:
-                self._step(transfer, Event.REFUSED)  # a peer that lives and does not answer: its lease will expire
-            else:
-                self._requests.ask(transfer, transfer.ask)
-
-    @handles(ClaimLasting)
-    def claim_lasting(self, _message: ClaimLasting) -> None:
-        """Claims the leases of unclaimed reads that have not ended."""
-        for transfer in self._requests.take_lasting():
-            self._step(transfer, Event.LASTS)
-
-    @handles(RenewAll)
-    def renew(self, _message: RenewAll) -> None:
-        """Renews what is claimed."""
-        self._requests.renew(self._open.values())
-
-    @handles(SettleAll)
-    def settle(self, _message: SettleAll) -> None:
-        """Tells producers of reads that were proven without them."""
-        self._requests.settle()
 
     # --- what the transport says ------------------------------------------------------------------------------------
 
@@ -280,7 +248,7 @@ class Transfers(Component):
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:
                 # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-                self._requests.let_go(transfer, finished=transfer.pull.state in WAS_CANCELLED)
+                self._requests.release(transfer, finished=transfer.pull.state in WAS_CANCELLED)
             case Effect.FAIL:
                 self._step_pull(transfer.pull, PullEvent.FAIL, error)
             case Effect.CONTRIBUTE:
