@@ -8,7 +8,6 @@ import hmac
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.handshake.messages import AnswerPeer
 from kvd.actors.leases.messages import PeerRequest
 from kvd.actors.leases.offers import ClaimKey, Lease, Offers
 from kvd.actors.leases.waiting import WaitingClaims
@@ -325,7 +324,7 @@ class Claims:
                 self._expect_readers(self._served > 0)
 
     def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken | Settled) -> None:
-        self._context.handshake.tell(AnswerPeer(sender, message))
+        self._context.peers.answer(sender, message)
 
     def _begin_span(self, key: ClaimKey, request: Claim) -> None:
         if self._context.spans is not None and request.traceparent is not None and key not in self._spans:

@@ -52,7 +52,7 @@ def handles(kind: type) -> Callable[[A], A]:
 
 
 class Call(NamedTuple):
-    """To an actor itself: a timer of its own is due."""
+    """To an actor itself: call this method."""
 
     method: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -173,9 +173,13 @@ class Actor(Component):
         """Tells itself `message` in `delay` seconds."""
         return self.loop.call_later(delay, self.tell, message)
 
+    def soon(self, method: Callable[..., None], *arguments: object) -> None:
+        """Calls `method(*arguments)` as a message to itself: after those that wait, and supervised."""
+        self.tell(Call(method, arguments))
+
     def later(self, delay: float, method: Callable[..., None], *arguments: object) -> Timer:
-        """Calls `method(*arguments)` in `delay` seconds, as a message to itself: in order, and supervised."""
-        return self.loop.call_later(delay, self.tell, Call(method, arguments))
+        """Like `soon`, in `delay` seconds."""
+        return self.loop.call_later(delay, self.soon, method, *arguments)
 
     @handles(Call)
     def _call(self, call: Call) -> None:

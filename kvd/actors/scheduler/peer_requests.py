@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import Struct
 
 from kvd import limits
-from kvd.actors.handshake.messages import AskPeer
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
@@ -160,4 +159,4 @@ class PeerRequests:
         )
 
     def _send(self, address: str, message: Message) -> None:
-        self._context.handshake.tell(AskPeer(address, message))
+        self._context.peers.ask(address, message)
