@@ -7,7 +7,7 @@ from kvd.protocol import worker as worker_protocol
 
 
 class OfferBlocks(Struct, frozen=True, gc=False):
-    """A worker's offer, its blocks checked."""
+    """A worker's offer; its blocks have been checked."""
 
     pool: Pool
     offer: worker_protocol.Offer

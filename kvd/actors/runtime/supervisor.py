@@ -1,4 +1,4 @@
-"""The supervisor: reports and counts what an actor could not handle, and stops the daemon where that may matter."""
+"""The supervisor: counts and logs messages that an actor failed to handle, and stops the daemon if it must."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _LINES = RateLimit(limits.FAILURES_LOGGED_PER_SECOND, 10)
 
 
 class LoggingSupervisor:
-    """Acts by the failed actor's `on_failure`; `stop` ends the daemon."""
+    """Calls `stop(reason)` if the failed actor's `on_failure` says so."""
 
     def __init__(self, metrics: Metrics, stop: Callable[[str], None]) -> None:
         self._metrics = metrics
