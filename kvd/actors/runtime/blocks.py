@@ -14,7 +14,7 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
     """Checks promise 5: a worker names only blocks of its own pool, each group once.
 
     Raises:
-        BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is none of this pool's, or twice.
+        BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is not in this pool, or named twice.
 
     """
     total = sum(len(span.ids) for span in spans) // 4
