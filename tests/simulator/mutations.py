@@ -9,9 +9,11 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
 from kvd.actors.gateway import actor as gateway
-from kvd.actors.leases import actor as leases
-from kvd.actors.leases import claims, offers
+from kvd.actors.leases import offers
+from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.offers import Offers
+from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.runtime import blocks
@@ -24,6 +26,7 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
+from kvd.state import claim as claim_machine
 from kvd.state import lease as lease_machine
 from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
@@ -106,7 +109,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
 
 @mutation(Promise.ENDS_ONCE, first=265)
 def a_drain_makes_no_last_call(monkeypatch):
-    handler(monkeypatch, leases.LeasesActor, leases._LastCall, lambda self, message: None)
+    monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
 
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
@@ -117,12 +120,16 @@ def the_fence_always_holds(monkeypatch):
     original = Claims._fence
 
     def fence(self, key, peer, fence):
-        if key in self._held:
+        if held(self, key):
             original(self, key, peer, fence)
         else:
             self._reply(key.sender, Held(key.claim))
 
     monkeypatch.setattr(Claims, "_fence", fence)
+
+
+def held(claims, key):
+    return key in claims._records and claims._records[key].state is claim_machine.State.HELD
 
 
 @mutation(Promise.FENCED)
@@ -150,25 +157,27 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
-    def expired(self, key):
-        lease = self._held.get(key)
-        if lease is not None:
-            lease.claims.pop(key)
-            self._offers.step(lease, lease_machine.Event.UNCLAIMED)
-            if self._context.loop.time() >= lease.expires:
-                self._offers.step(lease, lease_machine.Event.EXPIRE, "expired")
-            else:
-                lease.claims[key] = None
+    def overdue(self, key):
+        if not held(self, key):
+            overdue_then(self, key)
+            return
+        claim = self._records[key]
+        claim.lease.claims.pop(key)
+        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED)
+        if self._context.loop.time() >= claim.lease.expires:
+            self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
+        else:
+            claim.lease.claims[key] = claim
 
     def fence(self, key, peer, fence):
-        if key in self._held:
+        if held(self, key):
             self._reply(key.sender, Held(key.claim))
         else:
-            original(self, key, peer, fence)
+            fence_then(self, key, peer, fence)
 
-    original = Claims._fence
+    overdue_then, fence_then = Claims._overdue, Claims._fence
 
-    monkeypatch.setattr(Claims, "expired", expired)
+    monkeypatch.setattr(Claims, "_overdue", overdue)
     monkeypatch.setattr(Claims, "_fence", fence)
 
 
@@ -202,12 +211,12 @@ def a_stamp_says_nothing_of_the_blocks(monkeypatch):
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
-    def check_fence(self, key, fence):
-        lease = self._held.get(key)
-        if lease is None and fence.unclaimed is not None and key not in self._fenced:
+    def check_fence(self, key, peer, fence):
+        lease = self._records[key].lease if key in self._records else None
+        if key not in self._records and fence.unclaimed is not None:
             lease = self._offers.find(fence.unclaimed.pool, fence.unclaimed.offer)
             fence = replace(fence, unclaimed=replace(fence.unclaimed, generation=0))
-        return original(self, key, fence if lease is None else replace(fence, generation=lease.generation))
+        return original(self, key, peer, fence if lease is None else replace(fence, generation=lease.generation))
 
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
 
@@ -296,7 +305,7 @@ def block_ids_are_not_checked(monkeypatch):
 
 @mutation(Promise.BAD_INPUT, first=29)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
-    monkeypatch.setattr(claims.hmac, "compare_digest", lambda one, other: True)
+    monkeypatch.setattr(offers.hmac, "compare_digest", lambda one, other: True)
 
 
 @mutation(Promise.BAD_INPUT)
@@ -339,8 +348,8 @@ def lasting_reads_are_not_claimed(monkeypatch):
 
 @mutation(Promise.SURVIVES, first=96)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
-    original = Claims._lease_of
-    monkeypatch.setattr(Claims, "_lease_of", lambda self, request: original(self, replace(request, incarnation=0)))
+    original = Offers.for_claim
+    monkeypatch.setattr(Offers, "for_claim", lambda self, claim: original(self, replace(claim, incarnation=0)))
 
 
 @mutation(Promise.SURVIVES)
@@ -358,7 +367,7 @@ def a_returned_pool_is_not_taken(monkeypatch):
 
 @mutation(Promise.SOUND)
 def tombstones_stay(monkeypatch):
-    handler(monkeypatch, leases.LeasesActor, leases._Sweep, lambda self, message: None)
+    monkeypatch.setattr(Tombstones, "sweep", lambda self: None)
 
 
 @mutation(Promise.SOUND)

@@ -1,10 +1,11 @@
 import pytest
 
 from kvd.errors import InternalError
-from kvd.state import lease, peer, pull, transfer
+from kvd.state import claim, lease, peer, pull, transfer
 from kvd.state.machine import Step
 
-MACHINES = pytest.mark.parametrize("module", [pull, transfer, lease, peer], ids=["pull", "transfer", "lease", "peer"])
+MODULES = (pull, transfer, claim, lease, peer)
+MACHINES = pytest.mark.parametrize("module", MODULES, ids=[module.TABLE.name for module in MODULES])
 
 
 def reachable(table):
@@ -55,7 +56,7 @@ def test_every_state_has_an_answer_to_every_event_that_can_come(module):
     assert without == IMPOSSIBLE[table.name]
 
 
-T, L, P, U = transfer, lease, peer, pull
+T, C, L, P, U = transfer, claim, lease, peer, pull
 IMPOSSIBLE = {
     "pull": {
         # A route is made once, and one that waits asks its producers before it waits again.
@@ -93,6 +94,19 @@ IMPOSSIBLE = {
         ),
         # Whoever passes answers on drops a `held` that nobody asked for.
         *((state, T.Event.PROVEN) for state in (T.State.NEW, T.State.CLAIMING, T.State.READING, T.State.DRAINING)),
+    },
+    "claim": {
+        # A fence is answered by the state that the claim is in; it changes only one that is held.
+        *((state, C.Event.FENCE) for state in C.State if state is not C.State.HELD),
+        # A claim is judged once.
+        *(
+            (state, event)
+            for state in C.State
+            if state is not C.State.WAITING
+            for event in (C.Event.GRANT, C.Event.REFUSE)
+        ),
+        # Whoever breaks claims knows which ones wait or are held.
+        *((state, C.Event.BREAK) for state in claim.TABLE.final),
     },
     "lease": set(),
     "peer": set(),
@@ -167,6 +181,16 @@ def test_a_lease_breaks_its_claims_before_the_worker_may_write():
     for (state, _), step in lease.TABLE.steps.items():
         if state is L.State.CLAIMED and L.Effect.RELEASE in step.effects:
             assert step.effects.index(L.Effect.BREAK) < step.effects.index(L.Effect.RELEASE)
+
+
+def test_a_fence_holds_only_for_a_claim_that_is_held():
+    ways = {way for way, step in claim.TABLE.steps.items() if step.state is C.State.FENCED}
+    assert ways == {(C.State.HELD, C.Event.FENCE)}
+
+
+def test_a_claim_that_is_held_leaves_its_lease_however_it_ends():
+    for (state, _), step in claim.TABLE.steps.items():
+        assert (C.Effect.LEAVE in step.effects) == (state is C.State.HELD)
 
 
 def test_a_peer_that_is_lost_is_told_to_whoever_waits():

@@ -9,7 +9,7 @@ from kvd.actors.completion.messages import Notify
 from kvd.actors.gateway.messages import Refusal, Reported
 from kvd.actors.handshake.messages import ForgetPeer, NeedPeer
 from kvd.actors.pools.messages import Quiesced
-from kvd.actors.runtime.actor import Actor, Call, handles
+from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
@@ -48,7 +48,7 @@ class SchedulerActor(Actor):
         self.serve(self._transfers)
         self._quarantined = 0
         self._draining = False
-        self._overdue: Batch[PullKey] = Batch(lambda: self.tell(Call(self._deadlines_over, ())))
+        self._overdue: Batch[PullKey] = Batch(lambda: self.soon(self._deadlines_over))
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, self._overdue.put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
 

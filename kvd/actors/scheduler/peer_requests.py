@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from kvd import limits
-from kvd.actors.handshake.messages import AskPeer
-from kvd.actors.runtime.actor import Actor, Call
+from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
@@ -42,7 +41,7 @@ class PeerRequests:
         """Proven, and the producer has not been told."""
         self._unclaimed: list[Transfer] = []
         """Reads that began without a claim since `_claim_lasting` ran."""
-        self._late: Batch[Transfer] = Batch(lambda: scheduler.tell(Call(self._resend, ())))
+        self._late: Batch[Transfer] = Batch(lambda: scheduler.soon(self._resend))
         """Transfers whose answers are late."""
         self._due: Deadlines[Transfer] = Deadlines(context.loop, self._late.put)
 
@@ -160,4 +159,4 @@ class PeerRequests:
         )
 
     def _send(self, address: str, message: Message) -> None:
-        self._context.handshake.tell(AskPeer(address, message))
+        self._context.peers.ask(address, message)
