@@ -10,8 +10,10 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.gateway.policy import Policy
 from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.handshake.introductions import SpeaksFor, anybody
 from kvd.actors.handshake.peer_server import STAMPS, PeerServer, Rights, everything
+from kvd.actors.handshake.peers import Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.background import Background
@@ -19,7 +21,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps
-from kvd.net.interface import PeerEvent, PeerPort, WorkerEvent, WorkerPort
+from kvd.net.interface import PeerPort, WorkerPort
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -38,7 +40,7 @@ from kvd.transport.interface import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """The concrete parts of one daemon. `draw_session` gives 16 unguessable bytes, `describe` opens every status."""
+    """The concrete parts of one daemon. `draw_session` draws 16 unguessable bytes; `describe` opens a status."""
 
     worker_port: WorkerPort
     peer_port: PeerPort
@@ -57,19 +59,20 @@ class Dependencies:
 
 
 def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
-    """Makes the actors, starts transport and ports. Sockets come last: whoever connects finds everything there."""
+    """Makes the actors, then starts the transport, then the sockets: whoever connects finds everything ready."""
     transport, worker_port, peer_port = dependencies.transport, dependencies.worker_port, dependencies.peer_port
+    peers, stamps = Peers(), dependencies.stamps
+    context.peers = channel = PeerChannel(context, peer_port, peers, dependencies.rights)
     context.pools = PoolsActor(context, dependencies.provider, transport, dependencies.background, dependencies.store)
-    stamps = dependencies.stamps
     context.leases = LeasesActor(context, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
     context.scheduler = SchedulerActor(context, transport)
     context.completion = CompletionActor(context)
-    peer_server = PeerServer(context, peer_port, transport, stamps.base, dependencies.rights)
     context.handshake = HandshakeActor(
         context,
         peer_port,
         transport,
-        peer_server,
+        peers,
+        PeerServer(context, peer_port, transport, stamps.base, dependencies.rights),
         background=dependencies.background,
         speaks_for=dependencies.speaks_for,
     )
@@ -84,20 +87,14 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
     )
     context.replies = gateway.sessions
 
-    def on_worker(event: WorkerEvent) -> None:
-        context.gateway.tell(event)
-
-    def on_peer(event: PeerEvent) -> None:
-        context.handshake.tell(event)
-
     transport.start(_delivery(context, dependencies))
     transport.register(STAMPS, stamps.base, stamps.words.nbytes)
-    peer_port.start(on_peer, context.dispatcher)
-    worker_port.start(on_worker, context.dispatcher)
+    peer_port.start(channel.received, context.dispatcher)
+    worker_port.start(context.gateway.tell, context.dispatcher)
 
 
 def _delivery(context: ActorContext, dependencies: Dependencies) -> Callable[[Event], None]:
-    """Leads the transport's events to whom they concern."""
+    """Where each event of the transport goes."""
 
     def on_memory(event: Registered | RegisterFailed | Deregistered) -> None:
         if event.pool != STAMPS:

@@ -2,14 +2,14 @@
 
 The rules, which the table below makes precise:
 
-- A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only where the
-  lease is alive and the generation is that of the grant.
+- A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only if the lease
+  is alive and the generation is that of the grant.
 - It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
   is over and nobody holds a claim (`expired`), or when the producer takes it back (`revoked`). A consumer has finished
-  when all ranks of its engine have. An offer with an open end counts nobody: it expires or is revoked.
-- Ending breaks the claims that are still held, before the worker is told that the blocks are its own again: from then
-  on no fence of theirs can hold.
-- A claim that lapses (its consumer went silent) is broken by itself and leaves the lease to the others.
+  when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
+- The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
+  from then on no fence of theirs can hold.
+- A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
 from enum import StrEnum
@@ -25,9 +25,9 @@ class State(StrEnum):
     CLAIMED = "claimed"
     """at least one reader"""
     RELEASED = "released"
-    """nobody: those that it was for have finished"""
+    """nobody: the consumers that it was for have finished"""
     EXPIRED = "expired"
-    """nobody: its time was over"""
+    """nobody: its time is over"""
     REVOKED = "revoked"
     """nobody: the producer took it back"""
 
@@ -36,15 +36,15 @@ class Event(StrEnum):
     """What happened."""
 
     CLAIM = "claim"
-    """a reader asks for it"""
+    """a reader claims it"""
     UNCLAIMED = "unclaimed"
-    """the last claim that was held is gone, and consumers are to come"""
+    """the last claim on it is gone, and consumers are to come"""
     FINISHED = "finished"
     """as many consumers as were offered it have finished, and no other holds a claim"""
     EXPIRE = "expire"
     """the offer's time is over"""
     REVOKE = "revoke"
-    """the worker withdrew it, a successor of the worker wants the pool, or the daemon drains"""
+    """the worker withdraws it, a successor of the worker wants the pool, or the daemon drains"""
 
 
 class Effect(StrEnum):
@@ -78,7 +78,7 @@ TABLE: Table[State, Event, Effect] = Table(
     },
     ignored={
         _S.OFFERED: frozenset({_E.UNCLAIMED}),
-        # Its time may be over: whoever holds a claim keeps it alive until the claim ends.
+        # Its time may be over: claims keep it alive until they end.
         _S.CLAIMED: frozenset({_E.EXPIRE}),
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },

@@ -1,7 +1,7 @@
-"""A state machine as a table: (state, event) -> (new state, effects). Nothing else happens here.
+"""A state machine as a table: (state, event) -> (new state, effects).
 
-A table must answer every event in every state: with a transition, or with `IGNORE` where the event may come late.
-Whoever runs a machine carries the effects out, in their order.
+A table answers every event that can come in a state: with a step, or by ignoring it if it may come late. Whoever runs
+a machine carries the effects out, in their order.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,14 @@ F = TypeVar("F", bound=StrEnum)
 
 
 class Step(NamedTuple, Generic[S, F]):
-    """Where an event leads, and what to do on the way."""
+    """The new state, and what to do."""
 
     state: S
     effects: tuple[F, ...] = ()
 
 
 class Table(Generic[S, E, F]):
-    """The transitions of one kind of machine.
-
-    `steps` holds the transitions, `ignored` the events that change nothing in a state.
-    """
+    """One kind of machine: `steps` are its transitions, `ignored` the events that change nothing in a state."""
 
     def __init__(
         self,
@@ -44,10 +41,10 @@ class Table(Generic[S, E, F]):
         self.ignored = ignored
 
     def step(self, state: S, event: E) -> Step[S, F]:
-        """The step that `event` means in `state`.
+        """What `event` does in `state`.
 
         Raises:
-            InternalError: the table has no answer: whoever sent the event has lost count.
+            InternalError: the event cannot come in this state, so there is a bug in what runs the machine.
 
         """
         step = self.steps.get((state, event))

@@ -2,9 +2,9 @@
 
 The rules, which the table below makes precise:
 
-- Nothing is asked of a peer before it has said who it is (`Welcome`) and the transport can reach its memory.
-- Silence for three heartbeats (or a refused handshake), another incarnation, or the transport losing it, all mean the
-  same: what was asked of it is lost, its agent is forgotten, and the handshake starts again by itself.
+- No request goes to a peer before it has said who it is (`Welcome`) and the transport can reach its memory.
+- Silence for three heartbeats, a refused handshake, another incarnation, or a loss by the transport all mean the same:
+  the requests in flight are lost, its agent is forgotten, and the handshake starts again by itself.
 - A peer whose pools have changed is asked for them again, while reads from it go on.
 """
 
@@ -19,9 +19,9 @@ class State(StrEnum):
     GREETING = "greeting"
     """`Hello` is sent, again and again"""
     LOADING = "loading"
-    """the transport takes its metadata in"""
+    """the transport is given its metadata"""
     READY = "ready"
-    """it can be asked and read from"""
+    """it can be sent requests and read from"""
     REFRESHING = "refreshing"
     """ready, and asked for its pools again"""
     CLOSED = "closed"
@@ -37,13 +37,13 @@ class Event(StrEnum):
     UNREACHABLE = "unreachable"
     """the transport cannot reach it (any more)"""
     REFRESH = "refresh"
-    """a pool is needed that it did not have when it said welcome"""
+    """a pull needs a pool that it did not have when it said welcome"""
     SILENT = "silent"
     """three heartbeats without an answer"""
     RESTARTED = "restarted"
     """it answers under another incarnation"""
     CLOSE = "close"
-    """nobody needs it any more"""
+    """no pull needs it any more"""
 
 
 class Effect(StrEnum):
@@ -52,11 +52,11 @@ class Effect(StrEnum):
     GREET = "greet"
     LOAD = "load"
     ANNOUNCE = "announce"
-    """tell who waits that it is ready"""
+    """tell the scheduler that it is ready"""
     LOSE = "lose"
-    """tell who waits for an answer that none will come"""
+    """tell the scheduler that no answer of it will come"""
     FORGET = "forget"
-    """take its agent out of the transport"""
+    """remove its agent from the transport"""
     HANG_UP = "hang_up"
 
 
@@ -68,7 +68,7 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.CLOSED}),
     steps={
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        # Not greeted at once, but by the next heartbeat: one that refuses us would be asked as fast as it answers.
+        # Greeted by the next heartbeat, not at once: one that refuses us would be greeted as fast as it answers.
         (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE,)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
         (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),

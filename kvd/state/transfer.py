@@ -3,11 +3,11 @@
 The rules, which the table below makes precise:
 
 - Nothing is read before the lease is known to exist: it is granted, or the ticket names it. A transfer is held only by
-  a fence that was asked for after the last byte landed, or by the lease's stamp, read after it. All else ends in
-  `ended`, and its request in failure.
-- While a read is open at the transport the blocks are in quarantine, whatever became of the request: only `landed` and
-  `broke`, the transport's own words, end that.
-- The claim is let go only after the read is over, so that a producer never frees what is still being read.
+  a fence that was sent after the last byte landed, or by the lease's stamp, read after it. Anything else ends in
+  `ended`, and its pull in failure.
+- Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
+  (`landed`, `stamped`, `broke`) end that.
+- The claim is released only after the read has ended, so that a producer never frees what is still being read.
 """
 
 from enum import StrEnum
@@ -18,18 +18,18 @@ from kvd.state.machine import Step, Table
 class State(StrEnum):
     """What the transfer waits for."""
 
-    CONNECTING = "connecting"
-    """the handshake with the producer's daemon"""
+    NEW = "new"
+    """its pull, which begins all its transfers together"""
     CLAIMING = "claiming"
     """the producer's grant"""
     READING = "reading"
     """the last byte"""
     FENCING = "fencing"
-    """the producer's word that the lease was held"""
+    """the producer's answer that the lease was held"""
     DRAINING = "draining"
-    """the transport's word that nothing writes any more, after the request has ended"""
+    """the end of its read, after the pull has ended"""
     SETTLING = "settling"
-    """the producer's word that it knows of the read; all bytes are here and proven already"""
+    """the producer's answer that it knows of the read; all bytes are here and proven already"""
     HELD = "held"
     """nothing: all bytes are here and proven"""
     ENDED = "ended"
@@ -39,14 +39,15 @@ class State(StrEnum):
 class Event(StrEnum):
     """What happened."""
 
-    CONNECTED = "connected"
+    BEGIN = "begin"
+    """the lease must be claimed before it is read"""
     KNOWN = "known"
-    """connected, and the ticket names the lease: a grant would say nothing new"""
+    """it begins, and the ticket names the lease: a grant would say nothing new"""
     LASTS = "lasts"
-    """a read that was not claimed goes on for so long that its lease should be held"""
+    """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
     REFUSED = "refused"
-    """by the producer: claim refused, lease broken, or the peer is lost"""
+    """by the producer: it refused the claim or broke the lease; or the peer is lost"""
     LANDED = "landed"
     STAMPED = "stamped"
     """landed, and the lease's stamp was found after the last byte"""
@@ -55,7 +56,7 @@ class Event(StrEnum):
     PROVEN = "proven"
     """the fence came back: held"""
     STOP = "stop"
-    """the request has ended otherwise: cancelled, past its deadline, or another transfer of it failed"""
+    """the pull has ended: cancelled, past its deadline, or another transfer of it failed"""
 
 
 class Effect(StrEnum):
@@ -68,48 +69,50 @@ class Effect(StrEnum):
     """tell the producer, soon, that this reader has finished"""
     ABORT = "abort"
     """ask the transport to end the read early"""
-    LET_GO = "let_go"
+    RELEASE = "release"
     """tell the producer that the claim is not wanted any more"""
     FAIL = "fail"
-    """the request fails"""
+    """fail the pull"""
     CONTRIBUTE = "contribute"
-    """this transfer is done"""
-    FREE = "free"
-    """its blocks leave quarantine"""
+    """its bytes are here and proven: the pull may be done"""
 
 
 _S, _E, _F = State, Event, Effect
 
+OPEN = frozenset({_S.READING, _S.DRAINING})
+"""Its read is open: something may write to the pull's blocks."""
+PROVEN = frozenset({_S.SETTLING, _S.HELD})
+"""All its bytes are here and proven."""
+
 TABLE: Table[State, Event, Effect] = Table(
     "transfer",
-    initial=_S.CONNECTING,
+    initial=_S.NEW,
     final=frozenset({_S.HELD, _S.ENDED}),
     steps={
-        (_S.CONNECTING, _E.CONNECTED): Step(_S.CLAIMING, (_F.CLAIM,)),
-        (_S.CONNECTING, _E.KNOWN): Step(_S.READING, (_F.READ,)),
-        (_S.CONNECTING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
-        (_S.CONNECTING, _E.STOP): Step(_S.ENDED, (_F.FREE,)),
+        (_S.NEW, _E.BEGIN): Step(_S.CLAIMING, (_F.CLAIM,)),
+        (_S.NEW, _E.KNOWN): Step(_S.READING, (_F.READ,)),
+        (_S.NEW, _E.STOP): Step(_S.ENDED),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
-        (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
-        (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
-        (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.FREE, _F.CONTRIBUTE, _F.SETTLE)),
-        (_S.READING, _E.BROKE): Step(_S.ENDED, (_F.LET_GO, _F.FREE, _F.FAIL)),
+        (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
+        (_S.READING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE, _F.FAIL)),
         (_S.READING, _E.REFUSED): Step(_S.DRAINING, (_F.ABORT, _F.FAIL)),
         (_S.READING, _E.STOP): Step(_S.DRAINING, (_F.ABORT,)),
-        (_S.FENCING, _E.PROVEN): Step(_S.HELD, (_F.FREE, _F.CONTRIBUTE)),
-        (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FREE, _F.FAIL)),
-        (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.FENCING, _E.PROVEN): Step(_S.HELD, (_F.CONTRIBUTE,)),
+        (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.SETTLING, _E.PROVEN): Step(_S.HELD),
-        # The lease may have ended meanwhile, which is not the reader's matter any more.
+        # The lease may have ended meanwhile, which does not concern the reader any more.
         (_S.SETTLING, _E.REFUSED): Step(_S.HELD),
-        (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
-        (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
-        (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.LET_GO, _F.FREE)),
+        (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE,)),
     },
     ignored={
-        # Answers may come twice, since asks are sent again when an answer is late.
+        # Answers may come twice, since requests are sent again if an answer is late.
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
         _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),

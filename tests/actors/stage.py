@@ -138,13 +138,13 @@ class Stage:
     def asked_by_peer(self, message, sender=b"peer", key=""):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.answers)
-        self.context.handshake.tell(PeerAsked(sender, frame, key))
+        self.dependencies.peer_port.on_event(PeerAsked(sender, frame, key))
         self.run()
         return [reply for _, reply in self.answers[before:]]
 
     def peer_says(self, message, link=1):
         frame = message if isinstance(message, bytes) else codec.encode(message)
-        self.context.handshake.tell(PeerAnswered(link, frame))
+        self.dependencies.peer_port.on_event(PeerAnswered(link, frame))
         self.run()
 
     def pongs(self, incarnation, link=1):
@@ -237,7 +237,7 @@ class _PeerPort:
         self.stage, self.links = stage, {}
 
     def start(self, on_event, intake):
-        pass
+        self.on_event = on_event
 
     def connect(self, address):
         if not address.startswith("tcp://"):

@@ -217,7 +217,7 @@ def test_a_daemon_that_never_answers_is_forgotten_after_three_heartbeats():
     stage.run(4.1)
     assert stage.notified[0].code == ErrorCode.PEER_LOST
     assert ("disconnect", 1) in stage.commands
-    assert not stage.context.handshake._peers
+    assert not stage.context.handshake._peers.by_address
 
 
 def test_a_worker_has_a_share_of_the_peers(monkeypatch):

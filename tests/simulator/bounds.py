@@ -3,7 +3,6 @@
 `SMALL` says what a bound of `kvd.limits` is in a world that has small ones. `over` counts what each bounds.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -69,5 +68,4 @@ def _counts(context: ActorContext) -> Iterator[tuple[str, int]]:
     yield "MAX_HANDSHAKES", len(handshake._slots._in)
     yield "MAX_REQUESTS_PER_WORKER", max(leases._offers._standing.values(), default=0)
     yield "MAX_REQUESTS_PER_WORKER", max((each.pulls for each in scheduler._targets._open.values()), default=0)
-    claims = Counter(lease.key for lease in leases._claims._held.values())
-    yield "MAX_CLAIMS_PER_OFFER", max(claims.values(), default=0)
+    yield "MAX_CLAIMS_PER_OFFER", max((len(lease.claims) for lease in leases._offers._leases.values()), default=0)

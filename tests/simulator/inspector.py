@@ -2,6 +2,7 @@
 
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.state.claim import State
 from tests.simulator.bounds import over
 from tests.simulator.fleet import Daemon
 from tests.simulator.pieces import Piece
@@ -46,7 +47,7 @@ class Inspector:
                 continue
             leases = daemon.context.leases
             assert isinstance(leases, LeasesActor)
-            for key in leases._claims._held:
+            for key in [record.key for record in leases._claims._records.values() if record.state is State.HELD]:
                 consumer = self._by_identity.get(key.sender.rpartition(b"#")[0])
                 if consumer is not None and not self._wants(consumer, key.claim, daemon):
                     known = (f"{daemon.name} {key.sender!r}", key.claim)

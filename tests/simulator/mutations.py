@@ -9,22 +9,26 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
 from kvd.actors.gateway.sessions import Sessions
-from kvd.actors.leases import actor as leases
-from kvd.actors.leases import claims, offers
+from kvd.actors.leases import offers
+from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.offers import Offers
+from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.runtime import blocks
 from kvd.actors.runtime.blocks import BusyBlocks
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
-from kvd.actors.scheduler import peer_requests as asks
 from kvd.actors.scheduler import pulls
+from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
+from kvd.state import claim as claim_machine
 from kvd.state import lease as lease_machine
+from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
 from tests.simulator import bounds as small
@@ -69,18 +73,26 @@ def steps(monkeypatch, table, **changes):
 
 @mutation(Promise.ENDS_ONCE)
 def deadlines_are_not_kept(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, scheduler._DeadlinesOver, lambda self, message: None)
+    monkeypatch.setattr(scheduler.SchedulerActor, "_deadlines_over", lambda self: None)
 
 
 @mutation(Promise.ENDS_ONCE)
 def a_lost_peer_is_not_told_to_its_pulls(monkeypatch):
-    original = scheduler.SchedulerActor._end
+    original = scheduler.SchedulerActor._step
 
-    def end(self, pull, error):
-        if error.code != "deadline":
-            original(self, pull, error)
+    def step(self, pull, event, error=None):
+        if error is None or error.code != "deadline":
+            original(self, pull, event, error)
 
-    monkeypatch.setattr(scheduler.SchedulerActor, "_end", end)
+    monkeypatch.setattr(scheduler.SchedulerActor, "_step", step)
+
+
+@mutation(Promise.ENDS_ONCE)
+def a_pull_is_concluded_again_when_its_reads_have_ended(monkeypatch):
+    effect = pull_machine.Effect
+    key = (pull_machine.State.FAILING, pull_machine.Event.CLOSED)
+    step = Step(pull_machine.State.FAILED, (effect.CONCLUDE, effect.TELL_FREED, effect.FREE))
+    steps(monkeypatch, pull_machine.TABLE, steps={key: step})
 
 
 @mutation(Promise.ENDS_ONCE)
@@ -97,7 +109,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
 
 @mutation(Promise.ENDS_ONCE, first=265)
 def a_drain_makes_no_last_call(monkeypatch):
-    handler(monkeypatch, leases.LeasesActor, leases._LastCall, lambda self, message: None)
+    monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
 
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
@@ -108,7 +120,7 @@ def the_fence_always_holds(monkeypatch):
     original = Claims._fence
 
     def fence(self, key, peer, fence):
-        if key in self._held:
+        if held(self, key):
             original(self, key, peer, fence)
         else:
             self._reply(key.sender, Held(key.claim))
@@ -116,12 +128,16 @@ def the_fence_always_holds(monkeypatch):
     monkeypatch.setattr(Claims, "_fence", fence)
 
 
+def held(claims, key):
+    return key in claims._records and claims._records[key].state is claim_machine.State.HELD
+
+
 @mutation(Promise.FENCED)
 def nobody_asks_for_the_fence(monkeypatch):
     table = transfer_machine.TABLE
     done = Step(
         transfer_machine.State.HELD,
-        (transfer_machine.Effect.LET_GO, transfer_machine.Effect.FREE, transfer_machine.Effect.CONTRIBUTE),
+        (transfer_machine.Effect.RELEASE, transfer_machine.Effect.CONTRIBUTE),
     )
     key = (transfer_machine.State.READING, transfer_machine.Event.LANDED)
     steps(monkeypatch, table, steps={key: done})
@@ -141,25 +157,27 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
-    def expired(self, key):
-        lease = self._held.get(key)
-        if lease is not None:
-            lease.claims.pop(key)
-            self._offers.step(lease, lease_machine.Event.UNCLAIMED)
-            if self._context.loop.time() >= lease.expires:
-                self._offers.step(lease, lease_machine.Event.EXPIRE, "expired")
-            else:
-                lease.claims[key] = None
+    def overdue(self, key):
+        if not held(self, key):
+            overdue_then(self, key)
+            return
+        claim = self._records[key]
+        claim.lease.claims.pop(key)
+        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED)
+        if self._context.loop.time() >= claim.lease.expires:
+            self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
+        else:
+            claim.lease.claims[key] = claim
 
     def fence(self, key, peer, fence):
-        if key in self._held:
+        if held(self, key):
             self._reply(key.sender, Held(key.claim))
         else:
-            original(self, key, peer, fence)
+            fence_then(self, key, peer, fence)
 
-    original = Claims._fence
+    overdue_then, fence_then = Claims._overdue, Claims._fence
 
-    monkeypatch.setattr(Claims, "expired", expired)
+    monkeypatch.setattr(Claims, "_overdue", overdue)
     monkeypatch.setattr(Claims, "_fence", fence)
 
 
@@ -193,12 +211,12 @@ def a_stamp_says_nothing_of_the_blocks(monkeypatch):
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
-    def check_fence(self, key, fence):
-        lease = self._held.get(key)
-        if lease is None and fence.unclaimed is not None and key not in self._fenced:
+    def check_fence(self, key, peer, fence):
+        lease = self._records[key].lease if key in self._records else None
+        if key not in self._records and fence.unclaimed is not None:
             lease = self._offers.find(fence.unclaimed.pool, fence.unclaimed.offer)
             fence = replace(fence, unclaimed=replace(fence.unclaimed, generation=0))
-        return original(self, key, fence if lease is None else replace(fence, generation=lease.generation))
+        return original(self, key, peer, fence if lease is None else replace(fence, generation=lease.generation))
 
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
 
@@ -214,13 +232,19 @@ def stamps_are_believed_whatever_path_the_bytes_took(monkeypatch):
 
 @mutation(Promise.QUARANTINE)
 def blocks_are_free_before_the_read_has_ended(monkeypatch):
-    original = Transfers._read
+    monkeypatch.setattr(transfer_machine, "OPEN", frozenset())
 
-    def read(self, transfer):
-        original(self, transfer)
-        transfer.writing = False
 
-    monkeypatch.setattr(Transfers, "_read", read)
+@mutation(Promise.QUARANTINE)
+def a_pull_that_fails_does_not_wait_for_its_open_reads(monkeypatch):
+    effect, failed = pull_machine.Effect, pull_machine.State.FAILED
+    changed = {
+        (pull_machine.State.READING, pull_machine.Event.FAIL): Step(
+            failed, (effect.CONCLUDE, effect.STOP, effect.FREE)
+        ),
+        (failed, pull_machine.Event.CLOSED): Step(failed),
+    }
+    steps(monkeypatch, pull_machine.TABLE, steps=changed)
 
 
 @mutation(Promise.QUARANTINE)
@@ -279,7 +303,7 @@ def block_ids_are_not_checked(monkeypatch):
 
 @mutation(Promise.BAD_INPUT, first=29)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
-    monkeypatch.setattr(claims.hmac, "compare_digest", lambda one, other: True)
+    monkeypatch.setattr(offers.hmac, "compare_digest", lambda one, other: True)
 
 
 @mutation(Promise.BAD_INPUT)
@@ -305,25 +329,25 @@ def successors_do_not_wait(monkeypatch):
     monkeypatch.setattr(PoolsActor, "attach", attach)
 
 
-@mutation(Promise.SURVIVES, first=390)
+@mutation(Promise.SURVIVES, first=687)
 def claims_are_not_renewed(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.RenewAll, lambda self, message: None)
+    monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
 @mutation(Promise.SURVIVES, first=47)
-def lost_asks_are_not_sent_again(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.Overdue, lambda self, message: None)
+def lost_requests_are_not_sent_again(monkeypatch):
+    monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
 
 
 @mutation(Promise.SURVIVES)
 def lasting_reads_are_not_claimed(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, asks.ClaimLasting, lambda self, message: None)
+    monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
 
 @mutation(Promise.SURVIVES, first=96)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
-    original = Claims._lease_of
-    monkeypatch.setattr(Claims, "_lease_of", lambda self, request: original(self, replace(request, incarnation=0)))
+    original = Offers.for_claim
+    monkeypatch.setattr(Offers, "for_claim", lambda self, claim: original(self, replace(claim, incarnation=0)))
 
 
 @mutation(Promise.SURVIVES)
@@ -341,7 +365,7 @@ def a_returned_pool_is_not_taken(monkeypatch):
 
 @mutation(Promise.SOUND)
 def tombstones_stay(monkeypatch):
-    handler(monkeypatch, leases.LeasesActor, leases._Sweep, lambda self, message: None)
+    monkeypatch.setattr(Tombstones, "sweep", lambda self: None)
 
 
 @mutation(Promise.SOUND)
@@ -350,8 +374,8 @@ def deadlines_are_never_unset(monkeypatch):
 
 
 @mutation(Promise.SOUND)
-def claims_are_never_let_go(monkeypatch):
-    monkeypatch.setattr(asks.PeerRequests, "let_go", lambda self, transfer, finished: None)
+def claims_are_never_released(monkeypatch):
+    monkeypatch.setattr(PeerRequests, "release", lambda self, transfer, finished: None)
 
 
 # --- each bound -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 import pytest
 
 from kvd.errors import InternalError
-from kvd.state import lease, peer, transfer
+from kvd.state import claim, lease, peer, pull, transfer
 from kvd.state.machine import Step
 
-MACHINES = pytest.mark.parametrize("module", [transfer, lease, peer], ids=["transfer", "lease", "peer"])
+MODULES = (pull, transfer, claim, lease, peer)
+MACHINES = pytest.mark.parametrize("module", MODULES, ids=[module.TABLE.name for module in MODULES])
 
 
 def reachable(table):
@@ -55,20 +56,35 @@ def test_every_state_has_an_answer_to_every_event_that_can_come(module):
     assert without == IMPOSSIBLE[table.name]
 
 
-T, L, P = transfer, lease, peer
+T, C, L, P, U = transfer, claim, lease, peer, pull
 IMPOSSIBLE = {
-    "transfer": {
-        # A route is made once.
+    "pull": {
+        # A route is made once, and one that waits asks its producers before it waits again.
         *(
             (state, event)
-            for state in T.State
-            if state is not T.State.CONNECTING
-            for event in (T.Event.CONNECTED, T.Event.KNOWN)
+            for state in U.State
+            if state not in U.UNROUTED
+            for event in (U.Event.MISSING, U.Event.ABSENT, U.Event.RESTARTED, U.Event.ROUTED)
         ),
+        (U.State.WAITING, U.Event.ABSENT),
+        # Reads are of transfers. Those of a pull in quarantine are stopped: none opens.
+        *((state, U.Event.OPENED) for state in U.State if state not in (U.State.ROUTED, U.State.READING)),
+        *((state, U.Event.CLOSED) for state in U.State if state not in (U.State.READING, *U.QUARANTINED)),
+        # A read that is open is not proven; a transfer that is stopped is proven no more.
+        *((state, U.Event.PROVEN) for state in U.State if state is not U.State.ROUTED),
+        # The scheduler has forgotten it.
+        *((state, U.Event.CANCEL) for state in pull.TABLE.final),
+        (U.State.DONE, U.Event.FAIL),
+        (U.State.CANCELLED, U.Event.FAIL),
+    },
+    "transfer": {
+        # It begins once.
+        *((state, event) for state in T.State if state is not T.State.NEW for event in (T.Event.BEGIN, T.Event.KNOWN)),
         # Asked of a read that is open, and only until it is claimed.
         *((state, T.Event.LASTS) for state in T.State if state is not T.State.READING),
         # Nothing was asked of the producer yet.
-        (T.State.CONNECTING, T.Event.GRANTED),
+        (T.State.NEW, T.Event.GRANTED),
+        (T.State.NEW, T.Event.REFUSED),
         # The transport speaks only of a read that is open.
         *(
             (state, event)
@@ -77,10 +93,20 @@ IMPOSSIBLE = {
             for event in (T.Event.LANDED, T.Event.STAMPED, T.Event.BROKE)
         ),
         # Whoever passes answers on drops a `held` that nobody asked for.
+        *((state, T.Event.PROVEN) for state in (T.State.NEW, T.State.CLAIMING, T.State.READING, T.State.DRAINING)),
+    },
+    "claim": {
+        # A fence is answered by the state that the claim is in; it changes only one that is held.
+        *((state, C.Event.FENCE) for state in C.State if state is not C.State.HELD),
+        # A claim is judged once.
         *(
-            (state, T.Event.PROVEN)
-            for state in (T.State.CONNECTING, T.State.CLAIMING, T.State.READING, T.State.DRAINING)
+            (state, event)
+            for state in C.State
+            if state is not C.State.WAITING
+            for event in (C.Event.GRANT, C.Event.REFUSE)
         ),
+        # Whoever breaks claims knows which ones wait or are held.
+        *((state, C.Event.BREAK) for state in claim.TABLE.final),
     },
     "lease": set(),
     "peer": set(),
@@ -88,8 +114,8 @@ IMPOSSIBLE = {
 
 
 def test_an_event_without_an_answer_is_an_internal_error():
-    with pytest.raises(InternalError, match="a transfer that is connecting cannot take landed"):
-        transfer.TABLE.step(transfer.State.CONNECTING, transfer.Event.LANDED)
+    with pytest.raises(InternalError, match="a transfer that is new cannot take landed"):
+        transfer.TABLE.step(transfer.State.NEW, transfer.Event.LANDED)
 
 
 def test_an_ignored_event_changes_nothing():
@@ -107,17 +133,64 @@ def test_no_transfer_contributes_without_a_proof_after_the_last_byte():
     assert into_held == ways | {(T.State.SETTLING, T.Event.PROVEN), (T.State.SETTLING, T.Event.REFUSED)}
 
 
-def test_blocks_leave_quarantine_only_on_the_transports_word():
-    """Promise 3, read off the table: from a read that is open, only its words of the end lead to `free`."""
+def test_a_read_is_closed_only_on_the_transports_word():
+    """Promise 3, read off the table: nothing but the transport's events ends a read that is open."""
     for (state, event), step in transfer.TABLE.steps.items():
-        if state in (T.State.READING, T.State.DRAINING) and T.Effect.FREE in step.effects:
+        if state in T.OPEN and step.state not in T.OPEN:
             assert event in (T.Event.LANDED, T.Event.STAMPED, T.Event.BROKE)
+
+
+def test_a_read_is_opened_by_every_step_into_an_open_state():
+    for (state, _), step in transfer.TABLE.steps.items():
+        assert (T.Effect.READ in step.effects) == (state not in T.OPEN and step.state in T.OPEN)
+
+
+def test_blocks_of_a_pull_are_given_back_once_and_with_no_read_open():
+    """Promise 3, read off the table: a pull with an open read keeps its blocks until the last read is closed."""
+    for (state, event), step in pull.TABLE.steps.items():
+        frees = U.Effect.FREE in step.effects
+        assert frees == (step.state in pull.TABLE.final)
+        assert not (frees and state in (U.State.READING, *U.QUARANTINED)) or event is U.Event.CLOSED
+        assert (U.Effect.TELL_FREED in step.effects) == (state in U.QUARANTINED and frees)
+
+
+def test_a_pull_tells_one_outcome():
+    """Promise 1, read off the table: it is told on the way out of the states that have none, and never again."""
+    told = U.QUARANTINED | pull.TABLE.final
+    for (state, _), step in pull.TABLE.steps.items():
+        assert step.effects.count(U.Effect.CONCLUDE) == (state not in told and step.state in told)
+        assert not (state in told and step.state not in told)
+
+
+def test_every_pull_that_has_no_outcome_can_fail_and_be_cancelled():
+    """Promise 1, in time: its deadline ends it, whatever it waits for."""
+    for state in set(U.State) - U.QUARANTINED - pull.TABLE.final:
+        for event, ends in ((U.Event.FAIL, "failed"), (U.Event.CANCEL, "cancelled")):
+            step = pull.TABLE.step(state, event)
+            assert U.Effect.CONCLUDE in step.effects
+            assert (step.state in U.WAS_CANCELLED) == (ends == "cancelled")
+            assert (U.Effect.STOP in step.effects) == (state not in U.UNROUTED)
+
+
+def test_a_pull_is_done_only_when_all_its_transfers_are_proven():
+    into_done = {way for way, step in pull.TABLE.steps.items() if step.state is U.State.DONE}
+    assert into_done == {(U.State.ROUTED, U.Event.PROVEN)}
 
 
 def test_a_lease_breaks_its_claims_before_the_worker_may_write():
     for (state, _), step in lease.TABLE.steps.items():
         if state is L.State.CLAIMED and L.Effect.RELEASE in step.effects:
             assert step.effects.index(L.Effect.BREAK) < step.effects.index(L.Effect.RELEASE)
+
+
+def test_a_fence_holds_only_for_a_claim_that_is_held():
+    ways = {way for way, step in claim.TABLE.steps.items() if step.state is C.State.FENCED}
+    assert ways == {(C.State.HELD, C.Event.FENCE)}
+
+
+def test_a_claim_that_is_held_leaves_its_lease_however_it_ends():
+    for (state, _), step in claim.TABLE.steps.items():
+        assert (C.Effect.LEAVE in step.effects) == (state is C.State.HELD)
 
 
 def test_a_peer_that_is_lost_is_told_to_whoever_waits():

@@ -1,6 +1,6 @@
-"""What daemons say of themselves: their welcomes are checked, and the specs in them read beside the loop.
+"""Checks what daemons say of themselves in their welcomes, and reads the specs in them beside the loop.
 
-Reading a spec takes up to 35 ms. So one is read at a time, and peers take turns: whoever sends many waits for its own.
+Reading a spec takes up to 35 ms. One is read at a time, and peers take turns: one that sends many delays only itself.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from kvd import limits
+from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.background import Background
 from kvd.actors.runtime.messages import PeerPool
 from kvd.errors import BadRequest, ErrorCode, KvdError
@@ -17,24 +18,24 @@ from kvd.layout import CacheSpec
 from kvd.protocol.peer import PoolInfo, Welcome
 
 _ADDRESSES: Final = 1 << 63
-"""Where memory ends: above lie addresses of kernels, and sums of two would not fit into 64 bits."""
+"""User-space addresses lie below it; above are the kernel's, and sums of two would not fit into 64 bits."""
 _KNOWN_SPECS: Final = 16
-"""Specs that are kept: the ranks of an engine, and its replicas, describe their pools alike."""
+"""Specs that are kept decoded: the ranks of an engine, and its replicas, describe their pools alike."""
 
 SpeaksFor = Callable[[str, str], bool]
-"""Whether the public key of a peer (hexadecimal, empty without CURVE) is that of the daemon of this name."""
+"""Whether a peer's public key (hexadecimal, empty without CURVE) is that of the daemon of this name."""
 
 
 def anybody(_key: str, _daemon: str) -> bool:
-    """Where nobody proves a key, every name is believed."""
+    """Believes every name: without keys nothing can be checked."""
     return True
 
 
 def check_welcome(welcome: Welcome, key: str, speaks_for: SpeaksFor) -> None:
-    """That the peer with `key` may be who it says, and that its memory can be where it says.
+    """Checks that the peer with `key` may be the daemon it says, and that its memory can be where it says.
 
     Raises:
-        BadRequest: `NOT_PERMITTED`, the name is another daemon's; `BAD_POOL`, no memory can be there.
+        BadRequest: `NOT_PERMITTED`, the name or the agent is another daemon's; `BAD_POOL`, no memory can be there.
 
     """
     daemon, agent = welcome.daemon, welcome.agent
@@ -55,14 +56,6 @@ def _check_memory(what: str, base: bytes, size: int) -> None:
         raise BadRequest(ErrorCode.BAD_POOL, f"{what} would end at {end:#x}, where no memory can be")
 
 
-class SpecRead(Struct, frozen=True, gc=False):
-    """One spec of a welcome is read, or is none."""
-
-    link: int
-    info: PoolInfo
-    result: CacheSpec | KvdError
-
-
 class _Reading(Struct, eq=False):
     welcome: Welcome
     left: list[PoolInfo]
@@ -70,22 +63,19 @@ class _Reading(Struct, eq=False):
 
 
 class Introductions:
-    """Welcomes whose specs are being read, by link.
-
-    `tell` posts a `SpecRead` for `take`; `introduced` is called with a welcome and its pools, or with what is wrong.
-    """
+    """Welcomes whose specs are being read, by link; `introduced` is called with a welcome and its pools or an error."""
 
     def __init__(
         self,
         background: Background,
-        tell: Callable[[SpecRead], None],
+        actor: Actor,
         introduced: Callable[[int, Welcome, dict[str, PeerPool] | KvdError], None],
     ) -> None:
         self._background = background
-        self._tell = tell
+        self._actor = actor
         self._introduced = introduced
         self._readings: dict[int, _Reading] = {}
-        """In the order of their turns."""
+        """In the order in which they are read next."""
         self._specs: dict[bytes, CacheSpec] = {}
         self._busy = False
 
@@ -101,25 +91,25 @@ class Introductions:
         self._go_on()
 
     def forget(self, link: int) -> None:
-        """Nobody waits for this peer's welcome any more."""
+        """Drops the welcome of a peer that is not being greeted any more."""
         self._readings.pop(link, None)
 
-    def take(self, message: SpecRead) -> None:
-        """One spec is read."""
+    def _take(self, link: int, info: PoolInfo, result: CacheSpec | KvdError) -> None:
+        """One spec is read; the next one is another peer's."""
         self._busy = False
-        if isinstance(message.result, CacheSpec):
-            self._specs[message.info.spec] = message.result
+        if isinstance(result, CacheSpec):
+            self._specs[info.spec] = result
             if len(self._specs) > _KNOWN_SPECS:
                 del self._specs[next(iter(self._specs))]
-        reading = self._readings.get(message.link)
-        if reading is not None and reading.left and reading.left[-1] is message.info:
-            self._add(message.link, reading, message.result)
-        if message.link in self._readings:
-            self._readings[message.link] = self._readings.pop(message.link)  # now it is the others' turn
+        reading = self._readings.get(link)
+        if reading is not None and reading.left[-1] is info:
+            self._add(link, reading, result)
+        if link in self._readings:
+            self._readings[link] = self._readings.pop(link)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Until a spec has to be read that is not known."""
+        """Goes on until a spec is not known, which is then read."""
         while self._readings and not self._busy:
             link = next(iter(self._readings))
             reading = self._readings[link]
@@ -128,10 +118,7 @@ class Introductions:
                 self._add(link, reading, self._specs[info.spec])
                 continue
             self._busy = True
-            self._background(partial(CacheSpec.decode, info.spec), partial(self._read, link, info))
-
-    def _read(self, link: int, info: PoolInfo, result: CacheSpec | KvdError) -> None:
-        self._tell(SpecRead(link, info, result))
+            self._background(partial(CacheSpec.decode, info.spec), partial(self._actor.soon, self._take, link, info))
 
     def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
         info = reading.left.pop()

@@ -2,13 +2,13 @@
 
 from msgspec import Struct
 
-from kvd.protocol.types import Message
+from kvd.protocol.peer import Hello, Ping, Pong, Refuse, Welcome
 
 
 class NeedPeer(Struct, frozen=True, gc=False):
-    """The scheduler will ask this peer: `PeerUp` or `PeerDown` follows. `stale` is set where its pools have changed.
+    """A pull needs this peer: `PeerUp` or `PeerDown` follows. `stale` is set if its pools have changed.
 
-    `worker` is whose pull needs it.
+    `worker` is the one whose pull needs it.
     """
 
     address: str
@@ -17,30 +17,36 @@ class NeedPeer(Struct, frozen=True, gc=False):
 
 
 class ExpectPeers(Struct, frozen=True, gc=False):
-    """Meet the daemons at these addresses, and keep them met; nothing is due to those of earlier lists any more."""
+    """Connect to the daemons at these addresses and stay connected; those of earlier lists may be forgotten."""
 
     addresses: frozenset[str]
 
 
-class AskPeer(Struct, frozen=True, gc=False):
-    """Send `message` to the peer at `address`; lost where it is not ready."""
-
-    address: str
-    message: Message
-
-
 class ForgetPeer(Struct, frozen=True, gc=False):
-    """No pull needs this peer: whoever needs it later says `NeedPeer` first."""
+    """No pull needs this peer; one that needs it later sends `NeedPeer` first."""
 
     address: str
 
 
-class AnswerPeer(Struct, frozen=True, gc=False):
-    """Send `message` to a peer that asked us; lost where it is gone."""
+class HandshakeRequest(Struct, frozen=True, gc=False):
+    """A peer that connected to us greets us, or asks whether we live.
+
+    `sender` is its routing id, `key` the public key that it proved (hexadecimal, empty without CURVE). `peer` is who it
+    is, whatever its run and its connection.
+    """
 
     sender: bytes
-    message: Message
+    key: str
+    peer: str
+    request: Hello | Ping
+
+
+class HandshakeReply(Struct, frozen=True, gc=False):
+    """A peer that we connected to answers a `Hello` or a `Ping`; a `Refuse` is of the `Hello`."""
+
+    link: int
+    reply: Welcome | Pong | Refuse
 
 
 class RightsChanged(Struct, frozen=True, gc=False):
-    """To the handshake: another allow-list holds; what a peer was told and may not read any more is made anew."""
+    """Another allow-list holds; pools that a peer was told of and may not read any more get new keys."""

@@ -14,50 +14,50 @@ from kvd.transport.path import Kind, kind_of, why_slow
 _log = structlog.get_logger("kvd.handshake")
 
 _LONGEST_PAUSE = 32
-"""Heartbeats: what a peer sends costs a process that tries it out first, a second of a core."""
+"""Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
 _LOADED = frozenset({State.LOADING, State.READY, State.REFRESHING})
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One daemon, by the address and the link that lead to it."""
+    """One daemon, at one address, over one link; follows `kvd.state.peer`."""
 
     address: str
     link: int
     heard: float
     """When it last said something; times are seconds on the loop's clock."""
     asked: float = 0.0
-    """When it was last needed."""
+    """When it was last needed or sent a request about a lease."""
     wanted: bool = False
-    """A pull waits for it."""
+    """Whether a pull waits for it."""
     worker: str = ""
-    """Whose pull was the first to need it; empty where it was met ahead."""
+    """The worker whose pull was the first to need it; empty if it was expected."""
     met: bool = False
-    """It was ready once."""
+    """Whether it was ever ready."""
     state: State = machine.TABLE.initial
     welcome: Welcome | None = None
     pools: dict[str, PeerPool] = field(default_factory=dict)
     path: str = ""
     slow: str | None = None
-    """Why its path is slower than it should be."""
+    """Why its path is slower than it should be; None if it is not."""
     early: set[int] = field(default_factory=set)
-    """Links to the same daemon that were told more than this one, which is being asked again."""
+    """Other links to the same daemon that were told more than this one, which is being refreshed."""
     loss: str = ""
     failures: int = 0
-    """Of the transport, since it could reach the peer."""
+    """How often the transport has failed since it last reached the peer."""
     greeted_from: float = 0.0
-    """When the peer may be greeted again after the last of them."""
+    """When the peer may be greeted again after the last failure."""
     pings: int = 0
     awaited: int | None = None
-    """The last ping that is not answered."""
+    """The number of the last ping, until it is answered."""
     counted: Kind | None = None
-    """Under which path the metrics count it."""
+    """The kind of path under which the metrics count it."""
     counted_slow: bool = False
 
     @property
     def agent(self) -> str:
-        """The transport's agent that reaches its memory; empty where none does."""
+        """The name of its transport agent; empty if the transport does not know it."""
         return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
 
     def ping(self) -> Ping:
@@ -67,23 +67,23 @@ class Peer:
         return Ping(self.pings)
 
     def restarted(self, pong: Pong) -> bool:
-        """Whether it says that it is another run than the one that said welcome, in answer to the last ping."""
+        """Whether the answer to the last ping comes from another run than the one that said welcome."""
         if pong.number != self.awaited:
             return False
         self.awaited = None
         return self.welcome is not None and pong.incarnation != self.welcome.incarnation
 
     def failed(self, now: float, heartbeat: float) -> None:
-        """The transport lost it, or could not reach it: it is greeted in a while that grows each time."""
+        """The transport lost it or could not reach it: it is greeted after a pause, longer each time."""
         self.greeted_from = now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.failures += 1
 
     def avoided(self, now: float) -> bool:
-        """Whether it has failed again and again and is not greeted just now, so that nobody should wait for it."""
+        """Whether it has failed repeatedly and is not greeted now, so that no pull should wait for it."""
         return self.failures > 1 and now < self.greeted_from
 
     def reached_by(self, path: str, context: ActorContext) -> None:
-        """Notes the path to it, and warns of a slow one the first time."""
+        """Notes the path to it, and warns when it becomes slow."""
         self.failures = 0
         settings, welcome = context.settings, self.welcome
         same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
@@ -95,12 +95,12 @@ class Peer:
         self._count(context)
 
     def forgotten(self, context: ActorContext) -> None:
-        """Its agent is known no more."""
+        """The transport does not know its agent any more."""
         self.welcome = self.awaited = None
         self._count(context)
 
     def _count(self, context: ActorContext) -> None:
-        """Counts it under the path that it has now."""
+        """Moves it in the metrics to the path that it has now."""
         metrics, reached = context.metrics, self.welcome is not None
         kind, slow = (kind_of(self.path), bool(self.slow)) if reached else (None, False)
         for counted, change in ((self.counted, -1), (kind, +1)):
@@ -110,14 +110,14 @@ class Peer:
         self.counted, self.counted_slow = kind, slow
 
     def view(self) -> PeerView:
-        """As the scheduler needs it, once it is loaded."""
+        """What the scheduler needs to know of it, once it is loaded."""
         welcome = self.welcome
         assert welcome is not None  # noqa: S101 - only a loaded peer is announced
         stamps = int.from_bytes(welcome.stamps, "little")
         return PeerView(self.address, welcome.daemon, welcome.incarnation, welcome.agent, self.pools, stamps)
 
     def report(self, now: float) -> dict[str, object]:
-        """As a status tells of it."""
+        """Its entry in a status."""
         return {
             "address": self.address,
             "daemon": self.welcome.daemon if self.welcome else None,

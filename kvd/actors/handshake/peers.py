@@ -10,20 +10,20 @@ from kvd.state.peer import State
 
 
 class Peers:
-    """Two addresses may lead to one daemon: its agent is then used over two links."""
+    """Two addresses may lead to one daemon; it is then two peers with one agent."""
 
     def __init__(self) -> None:
         self.by_address: dict[str, Peer] = {}
         self.by_link: dict[int, Peer] = {}
         self._troubled: dict[int, Peer] = {}
-        """By link: those that are not ready, or slow."""
+        """Those that are not ready, or slow, by link."""
         self._of_worker: Counter[str] = Counter()
 
     def check_room(self, worker: str) -> None:
-        """That there may be another peer, for pulls of `worker` (empty: for nobody's).
+        """Checks that there is room for another peer, for pulls of `worker` (empty if it is expected).
 
         Raises:
-            Unavailable: `OVERLOADED`, there are too many, or too many of them are for this worker.
+            Unavailable: `OVERLOADED`, there are too many, in all or for this worker.
 
         """
         if len(self.by_address) >= limits.MAX_PEERS:
@@ -33,29 +33,29 @@ class Peers:
             raise Unavailable(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
 
     def add(self, peer: Peer) -> None:
-        """A new one."""
+        """Adds a new peer."""
         self.by_address[peer.address] = self.by_link[peer.link] = self._troubled[peer.link] = peer
         self._of_worker[peer.worker] += 1
 
     def remove(self, peer: Peer) -> None:
-        """It is forgotten."""
+        """Forgets a peer."""
         del self.by_address[peer.address], self.by_link[peer.link]
         self._troubled.pop(peer.link, None)
         self._of_worker -= Counter([peer.worker])
 
     def entered(self, peer: Peer) -> None:
-        """It is in another state."""
+        """Notes that a peer has entered another state."""
         if peer.state is State.READY and not peer.slow:
             self._troubled.pop(peer.link, None)
         elif peer.state is not State.CLOSED:
             self._troubled[peer.link] = peer
 
     def using(self, agent: str) -> list[Peer]:
-        """Those whose memory is reached by this agent, or is about to be."""
+        """The peers whose memory is reached, or about to be, by this agent."""
         return [peer for peer in self.by_address.values() if peer.agent == agent]
 
     def reports(self, now: float) -> list[dict[str, object]]:
-        """So many as a status tells of, those in trouble first."""
+        """Their entries in a status: a bounded number, those in trouble first."""
         well = (peer for peer in self.by_address.values() if peer.link not in self._troubled)
         told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
         return [peer.report(now) for peer in told]

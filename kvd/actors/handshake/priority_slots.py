@@ -1,7 +1,4 @@
-"""Who of many may be at it: so many at a time, the others wait for their turn.
-
-Whoever makes many urgent waits for its own: owners of urgent keys take turns.
-"""
+"""Bounds how many keys run at once; the rest queue by priority."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -10,13 +7,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PrioritySlots(Generic[K]):
-    """Keys that are in, at most `places` of them, and keys that wait: the urgent ones first.
+    """At most `slots` keys run. Urgent ones are next; their owners take turns, so one with many delays only itself.
 
-    Owners of urgent keys take turns; keys of one owner, and those that are not urgent, come as they came.
+    Keys of one owner, and keys that are not urgent, are first come, first served.
     """
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._in: set[K] = set()
         self._urgent: dict[str, dict[K, None]] = {}
         """By owner."""
@@ -24,12 +21,12 @@ class PrioritySlots(Generic[K]):
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """How many keys wait."""
         return sum(map(len, self._urgent.values())) + len(self._patient)
 
     def enter(self, key: K, *, urgent: bool, owner: str = "") -> bool:
-        """Whether `key` is in, from now on or since before; else it waits."""
-        if key not in self._in and len(self._in) < self._places:
+        """Whether `key` runs, already or from now on; else it waits."""
+        if key not in self._in and len(self._in) < self._slots:
             self.forget(key)
             self._in.add(key)
         if key in self._in:
@@ -42,24 +39,24 @@ class PrioritySlots(Generic[K]):
         return False
 
     def hurry(self, key: K, owner: str = "") -> None:
-        """Makes a key that waits urgent."""
+        """Makes a waiting key urgent."""
         if key in self._patient:
             self.enter(key, urgent=True, owner=owner)
 
     def leave(self, key: K) -> None:
-        """Gives the place of a key back; one that waits goes on waiting."""
+        """Frees the slot of a key; one that waits goes on waiting."""
         self._in.discard(key)
 
     def forget(self, key: K) -> None:
-        """Neither in nor waiting any more."""
+        """Frees the slot of a key, or takes it out of the queue."""
         for keys in (*self._urgent.values(), self._patient):
             keys.pop(key, None)
         self._urgent = {owner: keys for owner, keys in self._urgent.items() if keys}
         self._in.discard(key)
 
     def next(self) -> K | None:
-        """Lets the next one in and says which; None where nobody waits or no place is free."""
-        if not self.waiting or len(self._in) >= self._places:
+        """Starts the next key and returns it; None if none waits or no slot is free."""
+        if not self.waiting or len(self._in) >= self._slots:
             return None
         owner = next(iter(self._urgent), None)
         queue = self._patient if owner is None else self._urgent.pop(owner)

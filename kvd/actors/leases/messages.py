@@ -2,23 +2,20 @@
 
 from msgspec import Struct
 
-from kvd.actors.runtime.messages import Pool
-from kvd.protocol import peer as peer_protocol
+from kvd.actors.runtime.messages import LeaseRequest, Pool
 from kvd.protocol import worker as worker_protocol
 
 
 class OfferBlocks(Struct, frozen=True, gc=False):
-    """A worker's offer, its blocks checked."""
+    """A worker's offer; its blocks have been checked."""
 
     pool: Pool
     offer: worker_protocol.Offer
 
 
 class PeerRequest(Struct, frozen=True, gc=False):
-    """A request of a peer that concerns leases. `peer` is who it is, whatever its run and its connection."""
+    """A request of a peer about leases. `sender` is its routing id; `peer` is the same for all its runs and links."""
 
     sender: bytes
     peer: str
-    request: (
-        peer_protocol.Claim | peer_protocol.Renew | peer_protocol.Fence | peer_protocol.Settle | peer_protocol.Release
-    )
+    request: LeaseRequest

@@ -1,81 +1,49 @@
-"""Claims that came before their offer."""
+"""Claims that came before their offer: by offer, and how many of them each peer has."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvd import limits
-from kvd.actors.leases.offers import ClaimKey, OfferKey
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.leases.records import ClaimKey, ClaimRecord, OfferKey
 from kvd.errors import ErrorCode, Unavailable
-from kvd.protocol.peer import Claim
-
-
-class Waiting(NamedTuple):
-    """A claim, and whose share of the places it takes."""
-
-    peer: str
-    claim: Claim
 
 
 class WaitingClaims:
-    """Each waits for `seconds` since it came; `over` is called when they have passed."""
+    """Keeps the order in which they came."""
 
-    def __init__(self, loop: Loop, seconds: float, over: Callable[[ClaimKey], None]) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._claims: dict[ClaimKey, Waiting] = {}
-        self._by_offer: dict[OfferKey, dict[ClaimKey, None]] = {}
+    def __init__(self) -> None:
+        self._by_offer: dict[OfferKey, dict[ClaimKey, ClaimRecord]] = {}
         self._of_peer: Counter[str] = Counter()
-        self._due: Deadlines[ClaimKey] = Deadlines(loop, over)
 
     def __len__(self) -> int:
-        return len(self._claims)
+        return self._of_peer.total()
 
-    def __contains__(self, key: ClaimKey) -> bool:
-        return key in self._claims
-
-    def put(self, key: ClaimKey, peer: str, claim: Claim) -> None:
-        """One more.
+    def put(self, claim: ClaimRecord) -> None:
+        """Adds a claim.
 
         Raises:
-            Unavailable: `OVERLOADED`, as many wait already, of this peer or of all.
+            Unavailable: `OVERLOADED`, too many wait already, of this peer or of all.
 
         """
-        mine, all_of_them = self._of_peer[peer], len(self._claims)
-        if mine >= limits.MAX_CLAIMS_WAITING_PER_PEER or all_of_them >= limits.MAX_CLAIMS_WAITING:
-            text = f"{mine} claims of this daemon and {all_of_them} in all wait for their offers; try again later"
+        of_peer, of_all = self._of_peer[claim.peer], len(self)
+        if of_peer >= limits.MAX_CLAIMS_WAITING_PER_PEER or of_all >= limits.MAX_CLAIMS_WAITING:
+            text = f"{of_peer} claims of this daemon and {of_all} in all wait for their offers; try again later"
             raise Unavailable(ErrorCode.OVERLOADED, text)
-        self._claims[key] = Waiting(peer, claim)
-        self._of_peer[peer] += 1
-        self._by_offer.setdefault((claim.pool, claim.offer), {})[key] = None
-        self._due.set(key, self._loop.time() + self._seconds)
+        self._of_peer[claim.peer] += 1
+        self._by_offer.setdefault(claim.offer, {})[claim.key] = claim
 
-    def take(self, key: ClaimKey) -> Waiting | None:
-        """It waits no longer; None where it did not."""
-        waiting = self._claims.pop(key, None)
-        if waiting is not None:
-            self._due.unset(key)
-            self._of_peer[waiting.peer] -= 1
-            if not self._of_peer[waiting.peer]:
-                del self._of_peer[waiting.peer]
-            offer = (waiting.claim.pool, waiting.claim.offer)
-            del self._by_offer[offer][key]
-            if not self._by_offer[offer]:
-                del self._by_offer[offer]
-        return waiting
+    def discard(self, claim: ClaimRecord) -> None:
+        """Takes a claim out, if it waits."""
+        claims = self._by_offer.get(claim.offer, {})
+        if claims.pop(claim.key, None) is None:
+            return
+        if not claims:
+            del self._by_offer[claim.offer]
+        self._of_peer -= Counter([claim.peer])
 
-    def take_for(self, offer: OfferKey) -> Iterator[tuple[ClaimKey, Waiting]]:
-        """Those of an offer that has come, in the order they came."""
-        return self._take_each(self._by_offer.get(offer, {}))
+    def for_offer(self, offer: OfferKey) -> list[ClaimRecord]:
+        """The claims that wait for this offer."""
+        return list(self._by_offer.get(offer, {}).values())
 
-    def take_all(self) -> Iterator[tuple[ClaimKey, Waiting]]:
-        """All of them."""
-        return self._take_each(self._claims)
-
-    def _take_each(self, keys: dict[ClaimKey, None] | dict[ClaimKey, Waiting]) -> Iterator[tuple[ClaimKey, Waiting]]:
-        for key in list(keys):
-            waiting = self.take(key)
-            if waiting is not None:
-                yield key, waiting
+    def all(self) -> list[ClaimRecord]:
+        """All claims that wait."""
+        return [claim for claims in self._by_offer.values() for claim in claims.values()]

@@ -1,8 +1,8 @@
-"""A mailbox actor: it owns its state, is told messages, and tells others. It never waits for an answer.
+"""Mailbox actors: an actor owns its state, takes messages, and sends messages to others. It never waits for an answer.
 
 Methods marked `@handles(Kind)`, of the actor or of a component that it owns, take one message each and return quickly.
-Messages of one sender arrive in order. Since nobody waits, no cycle of actors can deadlock. Sockets are read no faster
-than messages are handled (`Dispatcher.admits`), so a mailbox that overflows is a bug and is treated as a failure.
+Messages of one sender arrive in order. Since no actor waits, no cycle of actors can deadlock. Sockets are read no
+faster than messages are handled (`Dispatcher.admits`), so a mailbox that overflows is a bug, and counts as a failure.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ class OnFailure(Enum):
     """What the supervisor does when a handler raises."""
 
     RESUME = "resume"
-    """Count it, report it and go on with the next message: for actors whose state one message cannot have spoilt."""
+    """Go on with the next message: for actors whose state one message cannot spoil."""
     STOP = "stop"
-    """Stop the daemon: the state may be wrong, and a daemon's death costs only its requests in flight."""
+    """Stop the daemon: the state may be wrong, and a restart costs only the requests in flight."""
 
 
 class Supervisor(Protocol):
-    """Whoever is told that a handler raised."""
+    """Hears of handlers that raised."""
 
     def failed(self, actor: "Actor", message: object, error: Exception) -> None:
         """Reports `error` and acts by `actor.on_failure`."""
@@ -36,13 +36,13 @@ class Supervisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """To any actor: say your name to `answer`, when this has passed through your mailbox."""
+    """To any actor: call `answer` with your name, which shows that your mailbox is handled."""
 
     answer: Callable[[str], None]
 
 
 def handles(kind: type) -> Callable[[A], A]:
-    """Marks the method that takes messages of `kind`."""
+    """Marks a method as the handler of messages of `kind`."""
 
     def mark(method: A) -> A:
         method.__handles__ = kind  # type: ignore[attr-defined]
@@ -52,17 +52,17 @@ def handles(kind: type) -> Callable[[A], A]:
 
 
 class Call(NamedTuple):
-    """To an actor itself: a timer of its own is due."""
+    """To an actor itself: call this method."""
 
     method: Callable[..., None]
     arguments: tuple[Any, ...]
 
 
 class Component:
-    """Owns a part of an actor's state and handles the messages about it; `Actor.serve` makes it known."""
+    """Owns a part of an actor's state and handles the messages about it, once it is passed to `Actor.serve`."""
 
     handled: ClassVar[dict[type, str]] = {}
-    """Names of the methods that take each kind of message."""
+    """The name of the handler of each kind of message."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -83,12 +83,12 @@ class Dispatcher:
         self._queue: deque[tuple[Actor, object]] = deque()
         self._called = False
         self._held: dict[Callable[[], None], None] = {}
-        """Readers of sockets that go on when few enough messages wait, in the order in which they asked."""
+        """Readers of sockets that go on when few enough messages wait, the first to wait first."""
         self._full = False
         self._resuming = False
 
     def admits(self, again: Callable[[], None]) -> bool:
-        """Whether a socket may take in one more frame; where not, `again` is called on the loop once it may."""
+        """Whether a socket may take in one more frame; if not, `again` is called on the loop once it may."""
         self._full = self._full or len(self._queue) >= limits.INTAKE_CLOSES
         if self._full or (self._held and not self._resuming):
             self._held[again] = None
@@ -96,7 +96,7 @@ class Dispatcher:
         return True
 
     def _resume(self) -> None:
-        """Lets the reader go on that has waited longest; who comes meanwhile waits behind the others."""
+        """Lets the reader that has waited longest go on; new ones queue behind the others."""
         if self._full or not self._held:
             return
         again = next(iter(self._held))
@@ -109,24 +109,24 @@ class Dispatcher:
             self._resuming = False
 
     def put(self, actor: "Actor", message: object) -> None:
-        """`message` is for `actor`, after all that were put before it."""
+        """Queues `message` for `actor`."""
         self._queue.append((actor, message))
         if not self._called:
             self._called = True
             self.loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        """Hands messages out in the order they were told; sockets and timers get their turn after so many."""
+        """Delivers messages in order; after a bounded number sockets and timers get their turn."""
         try:
-            self._hand_out()
-        finally:  # also where a failure could not be reported: whoever waits behind it has no part in that
+            self._deliver_some()
+        finally:  # even if a failure could not be reported: the messages behind it are not to blame
             if self._full and len(self._queue) <= limits.INTAKE_OPENS:
                 self._full = False
                 self.loop.call_soon(self._resume)
             if self._called:
                 self.loop.call_soon(self._deliver)
 
-    def _hand_out(self) -> None:
+    def _deliver_some(self) -> None:
         for _ in range(limits.MESSAGES_PER_TURN):
             if not self._queue:
                 self._called = False
@@ -148,17 +148,17 @@ class Actor(Component):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.loop = dispatcher.loop
         self.waiting = 0
-        """Messages that were told and not handled."""
+        """Messages in its mailbox."""
         self.handlers: dict[type, Callable[[Any], None]] = {}
         self._dispatcher = dispatcher
         self.serve(self)
 
     def serve(self, component: Component) -> None:
-        """Messages of the kinds that `component` handles go to it from now on."""
+        """Has `component` handle its kinds of messages from now on."""
         self.handlers |= {kind: getattr(component, name) for kind, name in component.handled.items()}
 
     def tell(self, message: object) -> None:
-        """Posts `message`; it is handled after the current message.
+        """Puts `message` in the mailbox; it is handled after the current one.
 
         Raises:
             InternalError: the mailbox is full.
@@ -173,9 +173,13 @@ class Actor(Component):
         """Tells itself `message` in `delay` seconds."""
         return self.loop.call_later(delay, self.tell, message)
 
+    def soon(self, method: Callable[..., None], *arguments: object) -> None:
+        """Calls `method(*arguments)` as a message to itself: after those that wait, and supervised."""
+        self.tell(Call(method, arguments))
+
     def later(self, delay: float, method: Callable[..., None], *arguments: object) -> Timer:
-        """Calls `method(*arguments)` in `delay` seconds, as a message to itself: in order, and supervised."""
-        return self.loop.call_later(delay, self.tell, Call(method, arguments))
+        """Like `soon`, in `delay` seconds."""
+        return self.loop.call_later(delay, self.soon, method, *arguments)
 
     @handles(Call)
     def _call(self, call: Call) -> None:
@@ -183,5 +187,5 @@ class Actor(Component):
 
     @handles(Probe)
     def probe(self, message: Probe) -> None:
-        """Says that messages are handled."""
+        """Answers that messages are handled."""
         message.answer(self.name)

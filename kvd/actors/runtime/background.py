@@ -1,4 +1,4 @@
-"""What takes long is done beside the loop."""
+"""Work that would block the loop for long."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Background(Protocol):
-    """Runs what takes long (faulting in gigabytes, reading a large spec) beside the loop."""
+    """Runs such work (faulting in gigabytes, reading a large spec) in another thread."""
 
     def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
-        """Calls `done` on the loop with what `work` returned or raised."""
+        """Calls `work` in a thread, then `done` on the loop with what it returned or raised."""

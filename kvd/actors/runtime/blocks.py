@@ -1,4 +1,4 @@
-"""The block ids of a pool: which a worker may name, and which are in use by pulls, two of which never share memory."""
+"""The block ids of a pool: which ones a worker may name, and which ones pulls write to. No two pulls share a block."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from kvd.protocol.types import Span
 
 
 def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
-    """Promise 5: a worker can name only blocks of its own pool, each group of them once.
+    """Checks promise 5: a worker names only blocks of its own pool, each group once.
 
     Raises:
-        BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is none of this pool's, or twice.
+        BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is not in this pool, or named twice.
 
     """
     total = sum(len(span.ids) for span in spans) // 4
@@ -34,17 +34,17 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
 
 
 class BusyBlocks:
-    """The block ids in use, by arena: groups of one arena share memory, so an id of one is the same id of the other."""
+    """The block ids in use, by arena: groups of one arena share memory, so equal ids in them are the same bytes."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self._arena_of = [group.arena for group in spec.groups]
         self._busy: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
 
     def take(self, spans: Sequence[Span]) -> None:
-        """Marks the blocks of `spans`, all or none.
+        """Marks the blocks of `spans` as in use, all or none.
 
         Raises:
-            Unavailable: `BLOCKS_BUSY`, one is being written to by a pull that has not ended, or is in quarantine.
+            Unavailable: `BLOCKS_BUSY`, one belongs to a pull that has not ended, or is in quarantine.
             BadRequest: `BAD_BLOCKS`, one is named twice.
 
         """
@@ -66,13 +66,13 @@ class BusyBlocks:
             self._busy[arena] |= ids
 
     def give_back(self, spans: Sequence[Span]) -> None:
-        """Unmarks the blocks of `spans`, which were taken together."""
+        """Frees the blocks of `spans`, which were taken together."""
         for span in spans:
             self._busy[self._arena_of[span.group]].difference_update(array("I", span.ids))
 
     @property
     def count(self) -> int:
-        """Blocks that are marked."""
+        """How many blocks are in use."""
         return sum(len(busy) for busy in self._busy.values())
 
 

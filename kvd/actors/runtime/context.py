@@ -1,7 +1,8 @@
-"""What every actor of one daemon shares: the loop, the settings, and where to tell what. No state of any of them."""
+"""What every actor of one daemon shares: the loop, the settings, and whom to tell. No state of any of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvd.actors.runtime.actor import Actor, Dispatcher, Supervisor
 from kvd.actors.runtime.loop import Loop
@@ -9,13 +10,24 @@ from kvd.actors.runtime.replies import WorkerReplies
 from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
 from kvd.metrics import Metrics
+from kvd.protocol.types import Message
 
 SetCondition = Callable[[str, str | None], None]
 
 
+class PeerMessages(Protocol):
+    """Sends to other daemons. Nothing waits: a message that cannot be sent is lost, as on the network."""
+
+    def ask(self, address: str, request: Message) -> None:
+        """Sends a request to the peer at `address`, which a pull has needed before."""
+
+    def answer(self, sender: bytes, reply: Message) -> None:
+        """Answers a request of the peer with the routing id `sender`."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ActorContext:
-    """The actors by their names, for telling, filled in once by whoever builds the daemon."""
+    """The actors by their names; `kvd.actors.build` fills them in once."""
 
     loop: Loop
     settings: Settings
@@ -24,10 +36,11 @@ class ActorContext:
     condition: SetCondition
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
-    """Called by an actor that was told to drain, when nothing of it is left."""
+    """Called with the name of an actor that was told to drain, once it has nothing left to do."""
     spans: Spans | None = None
-    """Who traces requests, if somebody does."""
+    """Traces requests; None if tracing is off."""
     dispatcher: Dispatcher = field(init=False)
+    peers: PeerMessages = field(init=False)
     gateway: Actor = field(init=False)
     pools: Actor = field(init=False)
     handshake: Actor = field(init=False)

@@ -1,4 +1,4 @@
-"""Deadlines of many things on one timer."""
+"""Many deadlines on one timer."""
 
 import heapq
 from collections.abc import Callable, Hashable
@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """Calls `expired(key)` once the deadline of `key` has passed. It can be moved, and unset."""
+    """Calls `expired(key)` once the deadline of `key` has passed, unless it was moved or unset before."""
 
     def __init__(self, loop: Loop, expired: Callable[[K], None]) -> None:
         self._loop = loop
@@ -32,14 +32,14 @@ class Deadlines(Generic[K]):
         moved_later = self._deadlines.get(key, deadline + 1.0) <= deadline
         self._deadlines[key] = deadline
         if moved_later:
-            return  # its earlier entry in the heap finds the new deadline when it comes up
+            return  # its entry in the heap is moved when it comes up
         self._push(key, deadline)
         if len(self._heap) > 64 + 4 * len(self._deadlines):
             self._compact()
         self._arm()
 
     def unset(self, key: K) -> None:
-        """Forgets `key`; unknown ones are ignored."""
+        """Drops the deadline of `key`, if it has one."""
         self._deadlines.pop(key, None)
 
     def _push(self, key: K, deadline: float) -> None:

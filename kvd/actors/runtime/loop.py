@@ -1,21 +1,21 @@
-"""The part of an event loop that actors use. asyncio's loops have it, and so has the simulator's virtual-time loop."""
+"""The part of an event loop that actors use, which asyncio's loops and the simulator's virtual-time loop have."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
 
 class Timer(Protocol):
-    """Something that will happen unless it is cancelled."""
+    """A callback that is due later."""
 
     def cancel(self) -> None:
-        """Makes it not happen."""
+        """Drops the callback."""
 
 
 class Loop(Protocol):
-    """Time in seconds, and callbacks in the order they were asked for."""
+    """A monotonic clock, and callbacks in the order in which they were asked for."""
 
     def time(self) -> float:
-        """Now; monotonic, from any origin."""
+        """Seconds since an arbitrary moment."""
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> Any:
         """Calls back after the current callback, in order."""

@@ -1,7 +1,7 @@
-"""Messages that several actors take, and what messages are about. Times in seconds; `worker` is an attached worker.
+"""Messages that several actors take, and records that messages carry. `worker` is the name of an attached worker.
 
-Messages are not tracked by the garbage collector, except those that carry an error: its traceback holds the frame that
-delivers messages, and that frame the message.
+The garbage collector does not track messages, except those that carry an error: its traceback holds the frame that
+delivers messages, and that frame holds the message.
 """
 
 from collections.abc import Mapping
@@ -49,43 +49,43 @@ class PeerView(Struct, frozen=True, gc=False):
     agent: str
     pools: Mapping[str, PeerPool]
     stamps: int = 0
-    """Address of its first stamp, 0 where it has none."""
+    """Address of its first stamp, 0 if it has none."""
 
 
 class Report(Struct, frozen=True, gc=False):
-    """To every actor: answer the gateway with `Reported`."""
+    """To every actor: send the gateway a `Reported`."""
 
     token: int
 
 
 class Drain(Struct, frozen=True, gc=False):
-    """To gateway, scheduler and leases: take no new work, finish what runs. To completion: nothing more will be said.
+    """To gateway, scheduler and leases: take no new work, finish what runs. To completion: no notification follows.
 
-    All but the gateway call the house's `idle` when nothing of theirs is left.
+    All but the gateway call `ActorContext.idle` when they have nothing left to do.
     """
 
 
 class Stop(Struct, frozen=True, gc=False):
-    """To gateway, scheduler and leases: the grace time is over, end everything now."""
+    """To gateway, scheduler and leases: the grace time is over; end everything now."""
 
 
 class PoolUp(Struct, frozen=True, gc=False):
-    """To handshake, leases, scheduler: a pool is registered. `metadata` is the transport's, with the pool in it."""
+    """To handshake, leases, scheduler: a pool is registered. `metadata` is the transport's, which includes the pool."""
 
     pool: Pool
     metadata: bytes
 
 
 class PoolDown(Struct, frozen=True, gc=False):
-    """To handshake, leases, scheduler: a pool is no more; it was quiet before."""
+    """To handshake, leases, scheduler: a pool is gone; it was quiet."""
 
     pool: Pool
 
 
 class Quiesce(Struct, frozen=True, gc=False):
-    """To leases and scheduler: take no new work for a pool and answer `Quiesced` when none is left.
+    """To leases and scheduler: take no new work for a pool, and answer `Quiesced` when none is left.
 
-    Offers that nobody has claimed are withdrawn, pulls are cancelled; `force` breaks what is still claimed.
+    Unclaimed offers are withdrawn and pulls are cancelled; `force` breaks claimed offers too.
     """
 
     pool: Pool

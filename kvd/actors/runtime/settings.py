@@ -1,4 +1,4 @@
-"""What the actors need to know of the configuration. `kvd.daemon.config` documents each for operators."""
+"""The part of the configuration that actors need; `kvd.daemon.config` documents each setting for operators."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ class Settings:
     daemon: str
     incarnation: int
     host: str = ""
-    """Names the running kernel; empty where it is not known."""
+    """Names the running kernel. Empty if unknown."""
     rdma: bool = False
     """Whether this host has RDMA devices."""
     heartbeat: float = 1.0
-    """Between two pings of a peer; three without an answer and it is lost."""
+    """Between two pings of a peer, which is lost after three without an answer."""
     retry: float = 0.5
-    """After which an ask without an answer is sent again."""
+    """Before an unanswered request is resent."""
     claim_ttl: float = 5.0
-    """How long a claim lives without being renewed; it is renewed three times in that span."""
+    """How long a claim lives without being renewed. It is renewed three times in that time."""
     claim_wait: float = 10.0
-    """How long a claim waits for an offer that has not come yet, from its first asking."""
+    """How long a claim waits for an offer that has not come yet."""
     tombstone: float = 60.0
-    """How long an offer that ended is remembered, so that a late claim or fence gets its reason at once."""
+    """How long an ended offer is remembered, so that a late claim or fence gets the reason at once."""
     attach_wait: float = 10.0
     """How long a successor waits for the pool of its predecessor to become quiet."""
     pool_linger: float = 600.0
-    """How long the pool of a worker that is gone is kept for its successor."""
+    """How long the pool of a worker that has gone is kept for its successor."""
     peer_idle: float = 600.0
-    """After which a peer that nothing was asked of is forgotten."""
+    """Before a peer that no pull has needed is forgotten."""
     max_quarantined: int = 64
-    """Requests whose blocks are in quarantine; with more the daemon is not ready."""
+    """Pulls whose blocks are in quarantine; with more of them the daemon is not ready."""

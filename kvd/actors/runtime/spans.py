@@ -1,7 +1,7 @@
-"""What the actors tell whoever traces requests (`kvd.daemon.tracing`); nobody does unless an operator asks for it.
+"""The spans that actors open and close if an operator turns tracing on (`kvd.daemon.tracing`).
 
-A trace begins at the worker, or at its daemon. It is carried on as the `traceparent` of W3C Trace Context: by a pull to
-the consumer's daemon, and by a claim (or the fence that stands for one) to the producer's.
+A trace begins at the worker, or at its daemon. Pulls carry it on to the consumer's daemon, and claims (or the fence
+that stands for one) to the producer's, as the `traceparent` of W3C Trace Context.
 """
 
 from typing import Protocol
@@ -17,17 +17,17 @@ class TransferSpan(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """What the claim carries, so that the producer's spans lie under this one."""
+        """For the claim to carry, so that this span is the parent of the producer's."""
 
     def enter(self, state: State) -> None:
-        """One phase ends and the next begins; a final one ends the span."""
+        """Ends one phase and begins the next; a final state ends the span."""
 
 
 class PullSpan(Protocol):
     """A pull, from its arrival to its outcome."""
 
     def transfer(self, daemon: str, pool: str) -> TransferSpan:
-        """One of its transfers begins."""
+        """Begins the span of one of its transfers."""
 
     def end(self, outcome: str, error: KvdError | None) -> None:
         """The pull is `done`, `failed` or `cancelled`."""
@@ -37,17 +37,17 @@ class ClaimSpan(Protocol):
     """A peer's claim, from its arrival to the end of its hold on the lease."""
 
     def granted(self) -> None:
-        """It holds the lease; until now it may have waited for the offer."""
+        """The claim holds the lease; until now it may have waited for the offer."""
 
     def end(self, outcome: str, error: KvdError | None = None) -> None:
         """The claim was `held` to the fence, `refused`, `broken`, or `released` by its consumer."""
 
 
 class Spans(Protocol):
-    """Where spans come from."""
+    """Makes spans."""
 
     def pull(self, worker: str, pull: Pull) -> PullSpan:
-        """A worker's pull has been accepted."""
+        """Begins the span of a worker's pull."""
 
     def claim(self, claim: Claim) -> ClaimSpan:
-        """A claim has come that carries a `traceparent`."""
+        """Begins the span of a claim that carries a `traceparent`."""

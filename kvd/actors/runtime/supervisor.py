@@ -1,11 +1,11 @@
-"""The supervisor: reports and counts what an actor could not handle, and stops the daemon where that may matter."""
+"""The supervisor: counts and logs messages that an actor failed to handle, and stops the daemon if it must."""
 
 from collections.abc import Callable
 
 import structlog
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor, OnFailure
+from kvd.actors.runtime.actor import Actor, Call, OnFailure
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
 from kvd.errors import describe
 from kvd.metrics import Metrics
@@ -15,7 +15,7 @@ _LINES = RateLimit(limits.FAILURES_LOGGED_PER_SECOND, 10)
 
 
 class LoggingSupervisor:
-    """Acts by the failed actor's `on_failure`; `stop` ends the daemon."""
+    """Calls `stop(reason)` if the failed actor's `on_failure` says so."""
 
     def __init__(self, metrics: Metrics, stop: Callable[[str], None]) -> None:
         self._metrics = metrics
@@ -23,9 +23,9 @@ class LoggingSupervisor:
         self._lines = TokenBucket(_LINES, 0.0)
 
     def failed(self, actor: Actor, message: object, error: Exception) -> None:
-        """Logs where it was raised and the message's kind (its content may be a user's), so many a second at most."""
+        """Logs the traceback and the kind of message, not its content, which may be a user's; rate-limited."""
         self._metrics.actor_failures.labels(actor.name).inc()
-        kind = type(message).__name__
+        kind = message.method.__name__ if isinstance(message, Call) else type(message).__name__
         if self._lines.take(actor.loop.time()):
             _log.error("actor failed", actor=actor.name, message=kind, policy=actor.on_failure.value, exc_info=error)
         if actor.on_failure is OnFailure.STOP:

@@ -1,4 +1,4 @@
-"""A bound on how often somebody may do something: so many at once, so many a second after that."""
+"""Rate limits: a burst at once, then so many a second."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class RateLimit:
 
 
 class TokenBucket:
-    """How much of a `RateLimit` somebody has left."""
+    """What is left of one `RateLimit`. `now` is in seconds on any monotonic clock."""
 
-    def __init__(self, pace: RateLimit, now: float) -> None:
-        self._pace = pace
-        self._left = float(pace.burst)
+    def __init__(self, limit: RateLimit, now: float) -> None:
+        self._limit = limit
+        self._left = float(limit.burst)
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Whether it may be done now; counts it if so."""
-        self._left = min(float(self._pace.burst), self._left + (now - self._at) * self._pace.per_second)
+        """Takes a token; False if none is left."""
+        self._left = min(float(self._limit.burst), self._left + (now - self._at) * self._limit.per_second)
         self._at = now
         if self._left < 1.0:
             return False
@@ -33,18 +33,18 @@ class TokenBucket:
         return True
 
     def is_full(self, now: float) -> bool:
-        """Whether nothing of it has been used lately, so that it need not be remembered."""
-        return self._left + (now - self._at) * self._pace.per_second >= self._pace.burst
+        """Whether it is as good as new, so that it need not be kept."""
+        return self._left + (now - self._at) * self._limit.per_second >= self._limit.burst
 
 
 class TokenBuckets(Generic[K]):
-    """How much of a `RateLimit` each of many has left; who has all of it is not remembered."""
+    """A bucket with the same limit for each key; full ones are not kept."""
 
-    def __init__(self, pace: RateLimit) -> None:
-        self._pace = pace
+    def __init__(self, limit: RateLimit) -> None:
+        self._limit = limit
         self._rates: dict[K, TokenBucket] = {}
 
-    def take(self, who: K, now: float) -> bool:
-        """Whether `who` may do it now; counts it if so."""
+    def take(self, key: K, now: float) -> bool:
+        """Takes a token of `key`; False if none is left."""
         self._rates = {each: rate for each, rate in self._rates.items() if not rate.is_full(now)}
-        return self._rates.setdefault(who, TokenBucket(self._pace, now)).take(now)
+        return self._rates.setdefault(key, TokenBucket(self._limit, now)).take(now)

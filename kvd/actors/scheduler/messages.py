@@ -8,7 +8,7 @@ from kvd.protocol.ticket import Ticket
 
 
 class StartPull(Struct, frozen=True, gc=False):
-    """A worker's pull, its ticket read and its blocks checked."""
+    """A worker's pull; its ticket has been decoded and its blocks checked."""
 
     pool: Pool
     pull: worker_protocol.Pull
@@ -16,20 +16,20 @@ class StartPull(Struct, frozen=True, gc=False):
 
 
 class CancelRequest(Struct, frozen=True, gc=False):
-    """To the scheduler, which passes it on to the leases where it knows no such pull."""
+    """Cancels a pull or withdraws an offer; the scheduler passes it on to the leases if it knows no such pull."""
 
     worker: str
     cancel: worker_protocol.Cancel
 
 
 class PeerUp(Struct, frozen=True, gc=False):
-    """A peer is ready, or has told about its pools again."""
+    """A peer is ready, or has told us about its pools again."""
 
     view: PeerView
 
 
 class PeerDown(Struct, frozen=True, gc=False):
-    """What was asked of this peer is lost. If `restarted` it is there, under another incarnation, and being greeted."""
+    """Requests to this peer are lost. If `restarted`, it runs under another incarnation and is being greeted."""
 
     address: str
     reason: str
@@ -37,13 +37,13 @@ class PeerDown(Struct, frozen=True, gc=False):
 
 
 class PeerIdle(Struct, frozen=True, gc=False):
-    """Nothing was asked of this peer for long; answered by `ForgetPeer` unless a pull will need it."""
+    """No pull has needed this peer for long; answered by `ForgetPeer` unless one will."""
 
     address: str
 
 
 class PeerReply(Struct, frozen=True, gc=False):
-    """An answer of a peer that concerns transfers."""
+    """An answer of a peer to a request for a transfer."""
 
     address: str
     reply: LeaseAnswer

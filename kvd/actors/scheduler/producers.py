@@ -1,4 +1,4 @@
-"""What is known of the daemons that pulls read from, and how their pools feed those of this daemon."""
+"""The daemons that pulls read from, and the routes from their pools to ours."""
 
 from kvd.actors.runtime.messages import PeerView
 from kvd.actors.scheduler.pulls import Pull
@@ -8,7 +8,7 @@ from kvd.protocol.ticket import Ticket
 
 
 class Producers:
-    """Peers that are ready, by address, and routes from them: worked out once, used by every pull."""
+    """Peers that are ready, by address, and routes from them, which are worked out once and used by every pull."""
 
     def __init__(self) -> None:
         self._views: dict[str, PeerView] = {}
@@ -22,11 +22,11 @@ class Producers:
         return address in self._views
 
     def learn(self, view: PeerView) -> None:
-        """A peer is ready, or has said anew what pools it has."""
+        """Notes that a peer is ready, or has told us about its pools again."""
         self._views[view.address] = view
 
     def forget(self, address: str) -> None:
-        """A peer is not ready any more."""
+        """Forgets a peer that is not ready any more."""
         self._views.pop(address, None)
         self._direct.discard(address)
         self._routes = {
@@ -34,11 +34,11 @@ class Producers:
         }
 
     def forget_pool(self, epoch: int) -> None:
-        """One of our own pools is gone."""
+        """Forgets the routes to one of our own pools, which is gone."""
         self._routes = {key: sources for key, sources in self._routes.items() if key[0] != epoch}
 
     def unknown(self, ticket: Ticket) -> set[str]:
-        """Where a ticket's ranks are whose daemon is not ready, or is one of before the ticket."""
+        """The addresses in a ticket whose daemon is not ready, or is known as a run from before the ticket."""
         known = self._views
         return {
             rank.address
@@ -47,7 +47,7 @@ class Producers:
         }
 
     def check_names(self, ticket: Ticket) -> None:
-        """That the daemons which answer at a ticket's addresses are those that it names.
+        """Checks that the daemons which answer at a ticket's addresses are those that it names.
 
         Raises:
             BadRequest: `BAD_TICKET`, one is not.
@@ -60,26 +60,26 @@ class Producers:
                 raise BadRequest(ErrorCode.BAD_TICKET, text)
 
     def without_pool(self, ticket: Ticket) -> set[str]:
-        """Where a ticket's ranks are whose daemon has not named their pool, which may be younger than what it said."""
+        """The addresses in a ticket whose daemon has not named the pool: it may have come since the welcome."""
         return {rank.address for rank in ticket.ranks if rank.pool not in self._views[rank.address].pools}
 
     @staticmethod
     def may_come(ticket: Ticket, addresses: set[str]) -> bool:
-        """Whether the pools that daemons at `addresses` have not named may yet come: the ticket names no incarnation.
+        """Whether the pools that the daemons at `addresses` have not named may yet come.
 
-        One that does was made when the pool was there, so that it is gone since.
+        If the ticket names an incarnation, the pool was there when it was made, so it has gone since.
         """
         return all(rank.incarnation == 0 for rank in ticket.ranks if rank.address in addresses)
 
     def views(self, ticket: Ticket) -> dict[str, PeerView]:
-        """Of a ticket's ranks, by address."""
+        """The peers that a ticket names, by address."""
         return {rank.address: self._views[rank.address] for rank in ticket.ranks}
 
     def sources(self, pull: Pull) -> tuple[Source, ...]:
-        """The producer ranks that a pull has to do with, by the views that it has of them.
+        """The producer ranks that a pull reads from or reports to, by the views that it has of them.
 
         Raises:
-            KvdError: a pool is gone, or means nothing to the other side.
+            KvdError: a pool is gone, or its layout does not fit ours.
 
         """
         key = route_key(pull.pool, pull.ticket.ranks, pull.views)
@@ -88,14 +88,14 @@ class Producers:
         return self._routes[key]
 
     def is_direct(self, address: str) -> bool:
-        """Whether the last read of this peer reached its memory without its transport: it is on this host."""
+        """Whether the last read from this peer was made by the kernel of this host, without the peer's transport."""
         return address in self._direct
 
     def was_read(self, address: str, *, direct: bool) -> None:
-        """How a read of this peer came."""
+        """Notes how a read from this peer was made."""
         (self._direct.add if direct else self._direct.discard)(address)
 
     @property
     def routes(self) -> int:
-        """How many are kept."""
+        """How many routes are kept."""
         return len(self._routes)

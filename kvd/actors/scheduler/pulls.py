@@ -1,4 +1,4 @@
-"""The scheduler's records: a pull, and the transfers that it has of each producer rank."""
+"""The scheduler's records: a pull, and its transfers, one for each producer rank that it reads from or reports to."""
 
 from msgspec import Struct, field
 
@@ -10,8 +10,8 @@ from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
 from kvd.protocol.ticket import Ticket, TicketRank, stamp
 from kvd.protocol.types import Message, Spans
+from kvd.state import pull as pull_machine
 from kvd.state import transfer as machine
-from kvd.state.transfer import State
 
 PullKey = tuple[str, str]
 """(worker, request)."""
@@ -23,34 +23,31 @@ class Transfer(Struct, eq=False):
     number: int
     pull: "Pull"
     source: Source
-    address: str
-    direct: bool
-    """The last read of this peer reached its memory without its transport: it is of the same host."""
-    state: State = machine.TABLE.initial
+    rank: TicketRank
+    """The producer rank, as the ticket names it."""
+    state: machine.State = machine.TABLE.initial
     generation: int = 0
+    """Of the lease, once it is known."""
     descriptors: Descriptors | None = None
-    planned: bool = False
+    """What to read, once it is planned."""
     early_grant: Grant | None = None
     """Speaks of a pool that the peer has not told us about yet."""
-    bytes: int = 0
     stamp: int = 0
-    """What the lease's word holds while it is alive; 0 where it is not read."""
+    """What the lease's word holds while the lease is alive; 0 if it is not read."""
     claimed: bool = False
     """The producer was asked to hold the lease."""
     granted: bool = False
-    """And does."""
-    writing: bool = False
-    """A read is open: its blocks are in quarantine should the pull end."""
-    ask: Message | None = None
-    """What the producer has not answered yet: sent again when the answer is late."""
+    """The producer holds the lease for this claim."""
+    unanswered: Message | None = None
+    """What the producer has not answered yet; it is sent again if the answer is late."""
     settled_by: float = 0.0
-    """Until when the producer is told of a read that was proven without it; seconds on the loop's clock."""
+    """When the producer is no longer told of a read that was proven without it; seconds on the loop's clock."""
     span: TransferSpan | None = None
 
     @property
-    def rank(self) -> TicketRank:
-        """The producer rank, as the ticket names it."""
-        return self.pull.ticket.ranks[self.source.rank]
+    def address(self) -> str:
+        """Of the producer's daemon."""
+        return self.rank.address
 
     @property
     def incarnation(self) -> int:
@@ -58,61 +55,58 @@ class Transfer(Struct, eq=False):
         return self.pull.views[self.address].incarnation
 
     @property
-    def claims_late(self) -> bool:
-        """Whether it may read before it claims: the ticket names the lease, and its memory is of this host."""
+    def names_lease(self) -> bool:
+        """Whether the ticket names a lease of the very pool that the producer's daemon has told us about."""
         rank = self.rank
-        known = (self.incarnation, self.source.pool.epoch)
-        return self.direct and bool(rank.generation) and (rank.incarnation, rank.epoch) == known
+        return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, self.source.pool.epoch)
 
-    def plan(self) -> None:
-        """Works the descriptors out, the first time.
+    def plan(self) -> Descriptors:
+        """The descriptors of its read, worked out the first time.
 
         Raises:
             KvdError: the blocks cannot be planned (`kvd.actors.scheduler.routes.plan_read`).
 
         """
-        if self.planned:
-            return
-        self.planned = True
-        pull = self.pull
-        self.descriptors = plan_read(self.source, pull.ticket, pull.spans, len(pull.pool.spec.groups))
-        self.bytes = self.descriptors.bytes if self.descriptors else 0
+        if self.descriptors is None:
+            pull = self.pull
+            self.descriptors = plan_read(self.source, pull.ticket, pull.blocks, len(pull.pool.spec.groups))
+        return self.descriptors
 
     def expect_stamp(self) -> int:
-        """Where the lease's stamp is to be read, 0 where a message must prove that it was held."""
+        """The address of the lease's stamp, and notes what is to be found there; 0 if the producer has told of none."""
         ticket, rank = self.pull.ticket, self.rank
         stamps = self.pull.views[rank.address].stamps
-        if not self.direct or not stamps or not rank.stamp:
+        if not stamps or not rank.stamp:
             return 0
         self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank))
         return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
 
 class Pull(Struct, eq=False):
-    """What a worker asked for."""
+    """What a worker asked for; follows `kvd.state.pull`."""
 
     key: PullKey
     pool: Pool
     ticket: Ticket
-    spans: Spans
+    blocks: Spans
+    """Those of `pool` that are to be filled."""
     ticket_bytes: int
     """As text."""
+    consumer: str
+    """What producers know it as, together with the pulls of the engine's other ranks."""
     started: float
     awaited: set[str]
-    """Addresses of peers that must be ready before the pull can be routed."""
+    """Addresses of the daemons that it waits for while it is connecting."""
     unasked: set[str]
-    """Of those that were ready when it came, and have not been asked for their pools since."""
+    """Addresses of the daemons that were ready when it came, and have not been asked for their pools since."""
+    state: pull_machine.State = pull_machine.TABLE.initial
+    lookups: int = 0
+    """How often daemons were asked again because of pools that they had not named."""
     transfers: list[Transfer] = field(default_factory=list)
-    outcome: str = ""
-    quarantined: bool = False
-    looks: int = 0
-    """How often the peers' pools were looked through."""
     views: dict[str, PeerView] = field(default_factory=dict)
-    """The producers as they were when the pull was routed: one that has done its part may be gone since."""
+    """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
     span: PullSpan | None = None
-    consumer: str = ""
-    """What producers know it as, together with those of the engine's other ranks."""
 
-    def asks(self, address: str) -> bool:
-        """Whether one of its producer ranks is there."""
+    def reads_from(self, address: str) -> bool:
+        """Whether the ticket names a producer rank there."""
         return any(rank.address == address for rank in self.ticket.ranks)

@@ -1,4 +1,4 @@
-"""How one own pool is fed by the ranks of one producing engine: worked out once, used by every pull."""
+"""Which ranks of a producing engine one of our pools reads from, and how: worked out once, used by every pull."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +13,24 @@ from kvd.protocol.types import Span
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
 _NOTHING = Span(0, 0, b"")
-"""Of a group that is not named."""
+"""Stands for a group that is not named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One producer rank as this pool sees it. Without a planner nothing is read from it: it is only told so."""
+    """One producer rank as this pool sees it. Without a planner nothing is read from it, only its lease is fenced."""
 
     rank: int
     """Its index in the ticket."""
     pool: PeerPool
     agent: str
     readers: int
+    """How many ranks of this engine claim its lease."""
     planner: Planner | None
 
 
 def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> RouteKey:
-    """What a route depends on: this pool, and every producer rank's pool, each by epoch.
+    """What a route depends on: this pool and every producer rank's pool, each by epoch.
 
     Raises:
         Unavailable: `OFFER_GONE`, a producer's daemon has no such pool.
@@ -47,10 +48,10 @@ def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView
 
 
 def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> tuple[Source, ...]:
-    """The producer ranks that this pool has to do with.
+    """The producer ranks that this pool reads from, and those that wait for its claim all the same.
 
     Raises:
-        BadRequest: `INCOMPATIBLE`, bytes of one side mean nothing to the other; names the field and both values.
+        BadRequest: `INCOMPATIBLE`, the two layouts do not fit; the text names the field and both values.
 
     """
     pools = [views[rank.address].pools[rank.pool] for rank in ranks]
@@ -71,27 +72,28 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
     )
 
 
-def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: int) -> Descriptors | None:
-    """The descriptors that bring what is `wanted` from one producer rank, or None where it is nothing.
+def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: int) -> Descriptors:
+    """The descriptors that bring the `wanted` blocks from one producer rank; there may be none.
 
     Raises:
-        BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or an id is not one of the producer's;
-            `BAD_TICKET`, the ticket's ids are no ids.
+        BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or the producer's pool has no such block;
+            `BAD_TICKET`, the ticket's block ids are not whole numbers of 4 bytes.
 
     """
     if source.planner is None or not any(len(span.ids) for span in wanted):
-        return None
+        return Descriptors.of(())
     offered = ticket.spans(ticket.ranks[source.rank])
     for span in offered:
         if len(span.ids) % 4:
-            text = f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}: no multiple of 4"
+            text = (
+                f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}, which is no multiple of 4"
+            )
             raise BadRequest(ErrorCode.BAD_TICKET, text)
         if span.group < len(source.pool.spec.groups):
             plan.check_ids(source.pool.spec.groups[span.group], span.ids)
     there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}
     spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
-    descriptors = source.planner.plan(spans, ticket.tokens)
-    return descriptors if descriptors.count else None
+    return source.planner.plan(spans, ticket.tokens)
 
 
 def _pair(there: Span, here: Span) -> plan.Span:

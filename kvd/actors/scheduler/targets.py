@@ -1,4 +1,4 @@
-"""The pools that pulls write to: which of their blocks are busy, and how many pulls are open."""
+"""The pools that pulls write to: which of their blocks are busy, and how much is open."""
 
 from dataclasses import dataclass, replace
 
@@ -11,24 +11,24 @@ from kvd.errors import ErrorCode, Unavailable
 
 @dataclass(slots=True)
 class _Open:
-    """What the pulls into one pool that have not ended take."""
+    """The size of all pulls into one pool whose blocks have not been given back."""
 
     pulls: int = 0
     ranks: int = 0
-    """In their tickets."""
+    """Named by their tickets."""
     ticket_bytes: int = 0
 
     def add(self, pull: Pull, *, times: int = 1) -> None:
-        """One more, or one less."""
+        """Counts one pull more, or one less."""
         self.pulls += times
         self.ranks += times * len(pull.ticket.ranks)
         self.ticket_bytes += times * pull.ticket_bytes
 
     def check(self) -> None:
-        """That there may be so much.
+        """Checks the bounds for one worker.
 
         Raises:
-            Unavailable: `OVERLOADED`, it is too much.
+            Unavailable: `OVERLOADED`, a bound is exceeded.
 
         """
         for what, count, bound in (
@@ -42,7 +42,7 @@ class _Open:
 
 
 class Targets:
-    """The pools of this daemon's workers, from when they can be used until they are gone."""
+    """The pools of this daemon's workers, from their registration until they are gone."""
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
@@ -52,16 +52,16 @@ class Targets:
         self._closing: set[int] = set()
 
     def up(self, pool: Pool) -> None:
-        """Pulls into this pool are welcome."""
+        """Accepts pulls into this pool from now on."""
         self._pools[pool.worker] = pool
         self._busy[pool.id] = BusyBlocks(pool.spec)
 
     def close(self, pool: int) -> None:
-        """Nothing new is taken of this pool."""
+        """Accepts no more pulls into this pool."""
         self._closing.add(pool)
 
     def down(self, pool: Pool) -> None:
-        """The pool is gone; it was quiet."""
+        """Forgets a pool that is gone; it was quiet."""
         del self._pools[pool.worker], self._busy[pool.id]
         self._closing.discard(pool.id)
 
@@ -70,11 +70,12 @@ class Targets:
         return pool in self._closing and pool not in self._open
 
     def take(self, pull: Pull) -> None:
-        """One more pull, and its blocks, which are busy until they are given back.
+        """Accepts a pull and marks its blocks as busy, until they are given back.
 
         Raises:
-            BadRequest: `BAD_BLOCKS`, one is named twice.
-            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`.
+            BadRequest: `BAD_BLOCKS`, a block is named twice.
+            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`,
+                a block belongs to another pull.
 
         """
         pool = pull.pool
@@ -83,17 +84,17 @@ class Targets:
         after = replace(self._open.get(pool.id, _Open()))
         after.add(pull)
         after.check()
-        self._busy[pool.id].take(pull.spans)
+        self._busy[pool.id].take(pull.blocks)
         self._open[pool.id] = after
 
     def give_back(self, pull: Pull) -> None:
-        """Nothing of it writes any more."""
-        self._busy[pull.pool.id].give_back(pull.spans)
+        """Frees the blocks of a pull, to which nothing writes any more."""
+        self._busy[pull.pool.id].give_back(pull.blocks)
         left = self._open[pull.pool.id]
         left.add(pull, times=-1)
         if not left.pulls:
             del self._open[pull.pool.id]
 
     def busy_blocks(self) -> dict[str, int]:
-        """How many, by worker."""
+        """How many blocks are busy, by worker."""
         return {pool.worker: self._busy[pool.id].count for pool in self._pools.values()}

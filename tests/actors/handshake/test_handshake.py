@@ -195,7 +195,7 @@ def test_an_idle_peer_is_forgotten(stage):
         stage.peer_says(welcome_of())
         stage.run(1.0)
     assert ("disconnect", 1) in stage.commands
-    assert not stage.context.handshake._peers
+    assert not stage.context.handshake._peers.by_address
     assert not stage.context.scheduler._producers._views
 
 
@@ -206,7 +206,9 @@ def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
     for _ in range(15):
         stage.peer_says(welcome_of(), link=1)
         stage.peer_says(b"\xc1", link=2)
-        stage.context.handshake._by_link[2].heard = stage.loop.now  # b's connection is up, it does not say welcome
+        stage.context.handshake._peers.by_link[
+            2
+        ].heard = stage.loop.now  # b's connection is up, it does not say welcome
         stage.run(1.0)
     assert stage.notified == []
     assert ("disconnect", 1) not in stage.commands

@@ -1,17 +1,20 @@
 import pytest
 
 from kvd.actors.leases.tombstones import Tombstones
+from kvd.actors.runtime.actor import Actor, Dispatcher
 from tests.simulator.loop import VirtualLoop
+
+
+class Owner(Actor):
+    name = "owner"
 
 
 class Cemetery:
     def __init__(self, most: int = 100) -> None:
         self.loop = VirtualLoop()
         self.forgotten: list[tuple[float, str]] = []
-        self.stones: Tombstones[str] = Tombstones(self.loop, 10.0, most, self._forget, self._sweep)
-
-    def _sweep(self) -> None:
-        self.stones.sweep()
+        owner = Owner(Dispatcher(self.loop, None))
+        self.stones: Tombstones[str] = Tombstones(owner, 10.0, most, self._forget)
 
     def _forget(self, key: str) -> None:
         self.forgotten.append((self.loop.time(), key))

@@ -1,0 +1,118 @@
+"""A pull: blocks that a worker wants filled, from its request to the one outcome that it is told.
+
+Runs at the consumer's daemon. The rules, which the table below makes precise:
+
+- The worker is told exactly one outcome. It is `done` only if every transfer of the pull has brought its bytes and they
+  are proven; the first transfer that fails, the deadline, or the worker itself ends it otherwise.
+- Its blocks are given back once, and only while no read of it is open. If it fails or is cancelled before that, they
+  are in quarantine until the transport has ended its reads; then the worker is told that they are free.
+- Nothing is claimed before every producer's daemon has named its pool, and each producer rank gets one transfer.
+"""
+
+from enum import StrEnum
+
+from kvd.state.machine import Step, Table
+
+
+class State(StrEnum):
+    """What the pull waits for."""
+
+    CONNECTING = "connecting"
+    """word from its producers' daemons: that they are ready, and which pools they have"""
+    WAITING = "waiting"
+    """a producer's worker that has not come back to its daemon, which is asked about its pools again after a while"""
+    ROUTED = "routed"
+    """its transfers, none of which has an open read"""
+    READING = "reading"
+    """its transfers, at least one of which has an open read"""
+    FAILING = "failing"
+    """the end of its open reads; it has failed"""
+    CANCELLING = "cancelling"
+    """the end of its open reads; it was cancelled"""
+    DONE = "done"
+    """nothing: all bytes are here and proven"""
+    FAILED = "failed"
+    """nothing: it has failed, and nothing writes to its blocks"""
+    CANCELLED = "cancelled"
+    """nothing: it was cancelled, and nothing writes to its blocks"""
+
+
+class Event(StrEnum):
+    """What happened."""
+
+    MISSING = "missing"
+    """a producer's daemon is not ready, or has not named the pool"""
+    ABSENT = "absent"
+    """a producer's daemon was asked several times for a pool whose worker may still come back"""
+    RESTARTED = "restarted"
+    """a producer's daemon has restarted, and says by itself when it is ready"""
+    ROUTED = "routed"
+    """all pools are known, and there is a transfer for each producer rank that matters"""
+    OPENED = "opened"
+    """a read of it is open"""
+    CLOSED = "closed"
+    """its last open read has ended"""
+    PROVEN = "proven"
+    """every transfer has brought its bytes, and they are proven"""
+    FAIL = "fail"
+    """a transfer failed, a producer is lost or does not fit, the deadline is over, or the daemon stops"""
+    CANCEL = "cancel"
+    """the worker does not want it any more"""
+
+
+class Effect(StrEnum):
+    """What to do."""
+
+    CONNECT = "connect"
+    """have the daemons asked that it waits for"""
+    RETRY = "retry"
+    """look again for the pools after a while"""
+    BEGIN = "begin"
+    """begin its transfers"""
+    CONCLUDE = "conclude"
+    """tell the worker the outcome"""
+    STOP = "stop"
+    """end its transfers"""
+    FREE = "free"
+    """give its blocks back, so that other pulls may name them"""
+    TELL_FREED = "tell_freed"
+    """tell the worker that its blocks have left quarantine"""
+
+
+_S, _E, _F = State, Event, Effect
+
+UNROUTED = frozenset({_S.CONNECTING, _S.WAITING})
+"""It has no transfers yet."""
+QUARANTINED = frozenset({_S.FAILING, _S.CANCELLING})
+"""It has ended, and its blocks may still be written to."""
+WAS_CANCELLED = frozenset({_S.CANCELLING, _S.CANCELLED})
+
+TABLE: Table[State, Event, Effect] = Table(
+    "pull",
+    initial=_S.CONNECTING,
+    final=frozenset({_S.DONE, _S.FAILED, _S.CANCELLED}),
+    steps={
+        **{(state, _E.MISSING): Step(_S.CONNECTING, (_F.CONNECT,)) for state in (_S.CONNECTING, _S.WAITING)},
+        **{(state, _E.RESTARTED): Step(_S.CONNECTING) for state in (_S.CONNECTING, _S.WAITING)},
+        (_S.CONNECTING, _E.ABSENT): Step(_S.WAITING, (_F.RETRY,)),
+        **{(state, _E.ROUTED): Step(_S.ROUTED, (_F.BEGIN,)) for state in (_S.CONNECTING, _S.WAITING)},
+        **{(state, _E.FAIL): Step(_S.FAILED, (_F.CONCLUDE, _F.FREE)) for state in (_S.CONNECTING, _S.WAITING)},
+        **{(state, _E.CANCEL): Step(_S.CANCELLED, (_F.CONCLUDE, _F.FREE)) for state in (_S.CONNECTING, _S.WAITING)},
+        (_S.ROUTED, _E.OPENED): Step(_S.READING),
+        (_S.ROUTED, _E.PROVEN): Step(_S.DONE, (_F.CONCLUDE, _F.FREE)),
+        (_S.ROUTED, _E.FAIL): Step(_S.FAILED, (_F.CONCLUDE, _F.STOP, _F.FREE)),
+        (_S.ROUTED, _E.CANCEL): Step(_S.CANCELLED, (_F.CONCLUDE, _F.STOP, _F.FREE)),
+        (_S.READING, _E.CLOSED): Step(_S.ROUTED),
+        (_S.READING, _E.FAIL): Step(_S.FAILING, (_F.CONCLUDE, _F.STOP)),
+        (_S.READING, _E.CANCEL): Step(_S.CANCELLING, (_F.CONCLUDE, _F.STOP)),
+        (_S.FAILING, _E.CLOSED): Step(_S.FAILED, (_F.TELL_FREED, _F.FREE)),
+        (_S.CANCELLING, _E.CLOSED): Step(_S.CANCELLED, (_F.TELL_FREED, _F.FREE)),
+    },
+    ignored={
+        _S.READING: frozenset({_E.OPENED}),
+        # Whatever else happens to a pull in quarantine, it has its outcome.
+        **dict.fromkeys(QUARANTINED, frozenset({_E.FAIL, _E.CANCEL})),
+        # Several of its transfers may fail before they are stopped.
+        _S.FAILED: frozenset({_E.FAIL}),
+    },
+)
