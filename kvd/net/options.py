@@ -12,15 +12,13 @@ from kvd import limits
 
 
 class Kind(Enum):
-    """The four kinds of socket that kvd has."""
+    """The three kinds of ZMQ socket that kvd has; the daemon's end for workers is `kvd.net.local.router`."""
 
-    WORKER_ROUTER = "the daemon's end for workers, ipc"
     WORKER_DEALER = "a worker's end, ipc"
     PEER_ROUTER = "the daemon's end for peers that connect to it, tcp or ipc"
     PEER_DEALER = "the daemon's end for a peer it connects to, tcp or ipc"
 
 
-_ROUTERS: Final = (Kind.WORKER_ROUTER, Kind.PEER_ROUTER)
 _DEALERS: Final = (Kind.WORKER_DEALER, Kind.PEER_DEALER)
 _PEERS: Final = (Kind.PEER_ROUTER, Kind.PEER_DEALER)
 _ALL: Final = tuple(Kind)
@@ -32,7 +30,7 @@ RECEIVE_MESSAGES: Final = 1024
 RECEIVE_ASKS: Final = 64
 """In a daemon, of one peer that connected: 64 MiB, as an ask has 1 MiB at most."""
 RECEIVE_LARGE: Final = 16
-"""In a daemon, of one worker or of one peer that it connected to: 256 MiB, as frames may have 16 MiB."""
+"""In a daemon, of one peer that it connected to: 256 MiB, as frames may have 16 MiB."""
 UNANSWERED_MS: Final = 5000
 HANDSHAKE_MS: Final = 5000
 CONNECT_TIMEOUT_MS: Final = 1000
@@ -50,7 +48,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.MAXMSGSIZE,
         limits.MAX_MESSAGE_BYTES,
-        (Kind.WORKER_ROUTER, *_DEALERS),
+        _DEALERS,
         "a larger frame costs its sender the connection before the memory is taken",
     ),
     (
@@ -78,7 +76,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         (Kind.PEER_ROUTER,),
         "messages of one sender that are not read yet: beyond it the sender's own queue fills, not our memory",
     ),
-    (zmq.RCVHWM, RECEIVE_LARGE, (Kind.WORKER_ROUTER, Kind.PEER_DEALER), "the same, fewer as each may be larger"),
+    (zmq.RCVHWM, RECEIVE_LARGE, (Kind.PEER_DEALER,), "the same, fewer as each may be larger"),
     (
         zmq.IMMEDIATE,
         0,
@@ -88,7 +86,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.ROUTER_MANDATORY,
         1,
-        _ROUTERS,
+        (Kind.PEER_ROUTER,),
         "an answer to nobody, or to a full queue, is told to the sender and not dropped unseen",
     ),
     (
@@ -97,13 +95,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         (Kind.PEER_ROUTER,),
         "who connects again under its routing id takes over from its own dead connection at once",
     ),
-    (
-        zmq.ROUTER_HANDOVER,
-        0,
-        (Kind.WORKER_ROUTER,),
-        "a session id in use cannot be taken over: a worker that attaches again gets a new one",
-    ),
-    (zmq.BACKLOG, BACKLOG, _ROUTERS, "an engine's ranks and a whole fleet's daemons start at one time"),
+    (zmq.BACKLOG, BACKLOG, (Kind.PEER_ROUTER,), "an engine's ranks and a whole fleet's daemons start at one time"),
     (zmq.HANDSHAKE_IVL, HANDSHAKE_MS, _ALL, "a connection that says nothing, or garbage slowly, does not stay"),
     (
         zmq.HEARTBEAT_IVL,

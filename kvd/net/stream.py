@@ -65,6 +65,9 @@ class FrameStream:
                 sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
             except BlockingIOError:
                 return
+            except OSError:
+                self._drop_outgoing()
+                raise
             _close(descriptors)
             self._outgoing_bytes -= sent
             if sent == len(data):
@@ -98,12 +101,15 @@ class FrameStream:
 
     def close(self) -> None:
         """Closes the socket and every descriptor that is still here."""
+        self._drop_outgoing()
+        self._splitter.close()
+        self._socket.close()
+
+    def _drop_outgoing(self) -> None:
         for _data, descriptors in self._outgoing:
             _close(descriptors)
         self._outgoing.clear()
         self._outgoing_bytes = 0
-        self._splitter.close()
-        self._socket.close()
 
 
 def _close(descriptors: tuple[int, ...]) -> None:
