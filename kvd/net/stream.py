@@ -1,4 +1,4 @@
-"""A Unix stream socket that never blocks, speaking frames: both ends of a session use it."""
+"""Frames over a non-blocking Unix stream socket; both ends of a session use it."""
 
 import array
 import os
@@ -11,12 +11,12 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
 
 RECEIVE_BYTES: Final = 16 * 1024
-"""In one read. As many empty frames as fit take 18 times as much memory, for each session."""
+"""Bytes per read. As many empty frames as fit take 18 times as much memory, for each session."""
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
 class FrameStream:
-    """Frames over `sock`, which it owns from now on; those that arrive have `bound` bytes at most."""
+    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes."""
 
     def __init__(self, sock: socket.socket, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(False)
@@ -31,20 +31,20 @@ class FrameStream:
 
     @property
     def waiting(self) -> int:
-        """Bytes that the kernel did not take yet: where there are any, watch for writability and `flush`."""
+        """Bytes that the kernel has not taken yet: if there are any, `flush` when the socket is writable."""
         return self._outgoing_bytes
 
     @property
     def unfinished(self) -> int:
-        """Bytes that arrived of a frame whose end did not."""
+        """Bytes received of an incomplete frame."""
         return self._splitter.unfinished
 
     def send(self, content: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Sends a frame, and duplicates of `descriptors` beside it, as far as the kernel takes it now.
+        """Sends a frame and duplicates of `descriptors`, as far as the kernel takes them now.
 
         Raises:
             BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
-            OSError: the connection is gone.
+            OSError: the connection is gone; what waited is dropped.
 
         """
         data = pack(content)
@@ -56,7 +56,7 @@ class FrameStream:
         """Sends what waits, as far as the kernel takes it now.
 
         Raises:
-            OSError: the connection is gone.
+            OSError: the connection is gone; what waited is dropped.
 
         """
         while self._outgoing:
@@ -76,10 +76,10 @@ class FrameStream:
                 self._outgoing[0] = (data[sent:], ())
 
     def receive(self) -> list[Frame] | None:
-        """The frames that one read completes, perhaps none; None where the other end is gone.
+        """The frames that one read completes, perhaps none; None if the other end is gone.
 
         Raises:
-            BadRequest: what arrived is no frame (`FrameSplitter.feed`); the stream is of no use any more.
+            BadRequest: not a frame (`FrameSplitter.feed`); close the stream.
 
         """
         try:

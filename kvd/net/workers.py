@@ -17,11 +17,11 @@ from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials
 
 
 class WorkerSockets:
-    """A `kvd.net.interface.WorkerPort` at `path`, with `path` + `.zmq` beside it, both of file mode `mode`.
+    """A `kvd.net.interface.WorkerPort` at `path` and `path` + `.zmq`, both of file mode `mode`.
 
-    Whatever descriptors are sent, one of this process goes behind them: by its end a worker of any PID namespace knows
-    that nothing writes to its pool any more. A process counts as ended when all its threads are, and its descriptors
-    (those of NICs, too) are closed; the end of a session or of a lock's holder comes before that.
+    Descriptors that are sent are followed by a pidfd of this process. It tells a worker in any PID namespace when
+    nothing writes to its pool any more: when all threads of this process have ended and its descriptors (those of NICs,
+    too) are closed. The ends of sessions and locks come before that.
 
     Raises:
         BadRequest: `BAD_CONFIG`, the path is too long for a socket.
@@ -90,7 +90,7 @@ class WorkerSockets:
             session.finish(self._closing.discard)
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
-        """Closes descriptors that came along with a frame that nobody wants."""
+        """Closes the descriptors of a frame that is not used."""
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -99,7 +99,7 @@ class WorkerSockets:
         return self._router is not None and self._router.send(session, frame)
 
     def close(self) -> None:
-        """Closes the sockets and removes their files, after at most the linger time of `kvd.net.options`."""
+        """Closes the sockets and removes their files, after at most `kvd.net.options.LINGER_MS`."""
         for session in (*self._sessions.values(), *self._closing):
             session.close()
         self._sessions.clear()
