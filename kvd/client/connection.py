@@ -9,6 +9,7 @@ from enum import Enum, auto
 import zmq
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.net.frames import close_descriptors
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
 from kvd.protocol import codec
@@ -111,8 +112,7 @@ class Connection:
                     return answer
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_descriptors(descriptors)
 
     def attach(self, attached: Attached, process: int) -> None:
         """Connects the request socket with the session id from the daemon; owns the pidfd `process` from now on.

@@ -6,7 +6,7 @@ that `sendmsg`. So descriptors that arrive with some bytes belong to the last fr
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvd import limits
@@ -74,14 +74,14 @@ class FrameSplitter:
                 if descriptor not in self._descriptors:
                     os.close(descriptor)
             for frame in frames:
-                _close(frame.descriptors)
+                close_descriptors(frame.descriptors)
             self.close()
             raise
         return frames
 
     def close(self) -> None:
         """Closes the descriptors of the incomplete frame."""
-        _close(self._descriptors)
+        close_descriptors(self._descriptors)
         self._descriptors = ()
         self._bytes.clear()
 
@@ -107,6 +107,7 @@ class FrameSplitter:
             )
 
 
-def _close(descriptors: tuple[int, ...]) -> None:
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Closes each of them."""
     for descriptor in descriptors:
         os.close(descriptor)

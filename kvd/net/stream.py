@@ -8,7 +8,7 @@ from typing import Final
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
+from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, close_descriptors, pack
 
 RECEIVE_BYTES: Final = 16 * 1024
 """Bytes per read. As many empty frames as fit take 18 times as much memory, for each session."""
@@ -68,7 +68,7 @@ class FrameStream:
             except OSError:
                 self._drop_outgoing()
                 raise
-            _close(descriptors)
+            close_descriptors(descriptors)
             self._outgoing_bytes -= sent
             if sent == len(data):
                 self._outgoing.popleft()
@@ -93,7 +93,7 @@ class FrameStream:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
         if flags & socket.MSG_CTRUNC:
-            _close(tuple(descriptors))
+            close_descriptors(tuple(descriptors))
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"more than {MAX_DESCRIPTORS} descriptors with one frame")
         if not data:
             return None
@@ -107,11 +107,6 @@ class FrameStream:
 
     def _drop_outgoing(self) -> None:
         for _data, descriptors in self._outgoing:
-            _close(descriptors)
+            close_descriptors(descriptors)
         self._outgoing.clear()
         self._outgoing_bytes = 0
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

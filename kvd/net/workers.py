@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvd.errors import BadRequest, ErrorCode
+from kvd.net.frames import close_descriptors
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener
 from kvd.net.local.router import Router
@@ -91,8 +92,7 @@ class WorkerSockets:
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
         """Closes the descriptors of a frame that is not used."""
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_descriptors(descriptors)
 
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False if its queue is full or it is not connected."""

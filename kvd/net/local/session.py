@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Final
 
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, Unavailable
-from kvd.net.frames import Frame
+from kvd.net.frames import Frame, close_descriptors
 from kvd.net.interface import Intake, SessionClosed, SessionFrame
 from kvd.net.local.reader import FrameReader
 from kvd.net.stream import FrameStream
@@ -106,8 +105,7 @@ class Session(FrameReader[Frame]):
         self._stream.close()
         self._unfinished.release()
         while self.frames:
-            for descriptor in self.frames.popleft().descriptors:
-                os.close(descriptor)
+            close_descriptors(self.frames.popleft().descriptors)
 
     def admits(self) -> bool:
         """Delivers nothing of a worker that does not read its answers."""
