@@ -213,7 +213,7 @@ async def test_libzmqs_heartbeats_keep_a_connection(daemon: Daemon) -> None:
         await loop.shutdown_default_executor()
 
 
-async def test_who_comes_with_a_routing_id_in_use_is_not_welcome_until_its_owner_has_gone(daemon: Daemon) -> None:
+async def test_a_routing_id_in_use_is_refused_until_its_owner_has_gone(daemon: Daemon) -> None:
     with await daemon.connect() as owner:
         assert await welcomed(owner)
         with await daemon.connect(HANDSHAKE + frame(b"stolen")) as thief:
@@ -245,7 +245,9 @@ async def test_other_users_leave_room_for_each_other_and_for_ours(
         assert [len(await read(each, len(GREETING))) > 0 for each in made] == [True, False, True, False, True]
 
 
-async def test_last_words_reach_who_reads_and_a_dead_reader_delays_them_by_the_linger_time(daemon: Daemon) -> None:
+async def test_closing_delivers_what_is_read_and_waits_for_a_dead_reader_no_longer_than_the_linger_time(
+    daemon: Daemon,
+) -> None:
     words = bytes(3 * limits.MIB)
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(await daemon.connect())
