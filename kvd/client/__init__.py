@@ -1,4 +1,4 @@
-"""What a worker imports: `Worker` (blocking) or `AsyncWorker`, `Blocks`, and the events that they return."""
+"""The worker's client: `Worker` (blocking) or `AsyncWorker` (asyncio), `Blocks`, and events."""
 
 from kvd.client.aio import AsyncWorker
 from kvd.client.blocking import Worker

@@ -1,4 +1,4 @@
-"""The client of a worker that lives on an asyncio loop."""
+"""The client for workers with an asyncio loop."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ UNSENT_SECONDS = 0.01
 
 
 class AsyncWorker(Session):
-    """As `Worker`, on the running loop, which also attaches again after a loss while nobody polls."""
+    """Like `Worker`, on the running loop, which also attaches again after a loss while nobody polls."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
@@ -34,7 +34,7 @@ class AsyncWorker(Session):
 
     @classmethod
     async def attach(cls, socket_path: str, *, name: str, spec: Spec, timeout: float = 10.0) -> Self:  # noqa: ASYNC109
-        """As `Worker.attach`, without blocking the loop."""
+        """Like `Worker.attach`, without blocking the loop."""
         driver = Driver(socket_path, name, spec.encode(), spec.pool_bytes)
         worker = cls(driver)
         attached = None
@@ -57,7 +57,7 @@ class AsyncWorker(Session):
         consumers: int = 1,
         timeout: float = 10.0,  # noqa: ASYNC109
     ) -> str:
-        """As `Worker.offer`."""
+        """Like `Worker.offer`."""
         self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
         ticket = await self._until(lambda: self._take_offer(offer), timeout)
         if ticket is None:
@@ -65,19 +65,19 @@ class AsyncWorker(Session):
         return ticket
 
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:  # noqa: ASYNC109
-        """As `Worker.status`."""
-        call = self._ask_status()
+        """Like `Worker.status`."""
+        call = self._request_status()
         report = await self._until(lambda: self._take_status(call), timeout)
         if report is None:
             raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
         return report
 
     async def wait(self, timeout: float) -> list[Event]:  # noqa: ASYNC109
-        """As `Worker.wait`."""
+        """Like `Worker.wait`."""
         return await self._until(lambda: self._driver.core.take_events() or None, timeout) or []
 
     async def detach(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109
-        """As `Worker.detach`."""
+        """Like `Worker.detach`."""
         self._driver.detach()
         try:
             if await self._until(self._take_detached, timeout) is None:
@@ -86,7 +86,7 @@ class AsyncWorker(Session):
             self.close()
 
     def close(self) -> None:
-        """As `Worker.close`; whoever waits is cancelled."""
+        """Like `Worker.close`; cancels those who wait."""
         if self._closed:
             return
         self._closed = True
@@ -106,7 +106,7 @@ class AsyncWorker(Session):
         self.close()
 
     def poll(self) -> list[Event]:
-        """As `Worker.poll`."""
+        """Like `Worker.poll`."""
         self._step(time.monotonic())
         return self._driver.core.take_events()
 
@@ -143,7 +143,7 @@ class AsyncWorker(Session):
         due = now if self._driver.unread else self._driver.next_timer()
         if self._driver.unsent:
             due = min(due, now + UNSENT_SECONDS)
-        if due < self._timer_at:  # one that comes too early does no harm, and is cheaper than setting it anew each time
+        if due < self._timer_at:  # an early timer is harmless, and cheaper than setting a new one each time
             if self._timer is not None:
                 self._timer.cancel()
             self._timer, self._timer_at = self._loop.call_later(max(due - now, 0.0), self._time_out), due

@@ -1,4 +1,4 @@
-"""The client of a worker without a loop of its own."""
+"""The client for workers without an asyncio loop."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ class Worker(Session):
 
         Raises:
             BadRequest: the daemon refused: `BAD_SPEC`, `BAD_VERSION`, `NOT_PERMITTED`, ...
-            Unavailable: not attached within `timeout` seconds: `DAEMON_LOST`, nobody answers; else what was refused
-                last (`POOL_BUSY`, another process has this name; `OVERLOADED`, not enough memory).
+            Unavailable: not attached within `timeout` seconds: `DAEMON_LOST`, nobody answers; else the last refusal
+                (`POOL_BUSY`, another process has this name; `OVERLOADED`, not enough memory).
 
         """
         driver = Driver(socket_path, name, spec.encode(), spec.pool_bytes)
@@ -51,13 +51,13 @@ class Worker(Session):
     ) -> str:
         """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds and returns the ticket for its `consumers`.
 
-        It ends when so many have read it, each with all its ranks; with 0 any number may, until it expires or is
-        cancelled. The blocks must not be written to until `Released` comes by `poll`. Other events wait for `poll`.
+        It ends when that many consumers have read it, each with all its ranks; with 0, only when it expires or is
+        cancelled. Do not write to the blocks until `poll` returns `Released`. Other events wait for `poll`.
 
         Raises:
-            KvdError: as `offer_nowait`; or what the daemon refused with.
-            Unavailable: `DEADLINE`, no answer within `timeout` seconds; the offer is withdrawn, and either
-                `OfferRefused` or `Released` comes by `poll`.
+            KvdError: as `offer_nowait`; or the daemon refused.
+            Unavailable: `DEADLINE`, no answer within `timeout` seconds; the offer is withdrawn, and `poll`
+                returns either `OfferRefused` or `Released`.
 
         """
         self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
@@ -67,27 +67,27 @@ class Worker(Session):
         return ticket
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """The daemon at this moment, as its JSON document.
+        """The daemon's status, from its JSON.
 
         Raises:
             Unavailable: `DAEMON_LOST`, the daemon cannot be reached; `DEADLINE`, no answer within `timeout` seconds.
 
         """
-        call = self._ask_status()
+        call = self._request_status()
         report = self._until(lambda: self._take_status(call), timeout)
         if report is None:
             raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
         return report
 
     def wait(self, timeout: float) -> list[Event]:
-        """As `poll`, but waits up to `timeout` seconds for the first event."""
+        """Like `poll`, but waits up to `timeout` seconds for the first event."""
         return self._until(lambda: self._driver.core.take_events() or None, timeout) or []
 
     def detach(self, timeout: float = 10.0) -> None:
-        """Gives the pool back and closes. Returns when nothing reads from the pool or writes to it any more.
+        """Gives the pool back and closes. Returns once nothing reads from the pool or writes to it.
 
         Raises:
-            Unavailable: `DEADLINE`, transfers still use the pool; `DAEMON_LOST`, nobody is there to take it. The
+            Unavailable: `DEADLINE`, transfers still use the pool; `DAEMON_LOST`, the daemon cannot be reached. The
                 session is closed all the same.
 
         """
@@ -99,9 +99,9 @@ class Worker(Session):
             self.close()
 
     def close(self) -> None:
-        """Ends the session; the daemon keeps the pool, with its bytes, for whoever attaches next under this name.
+        """Ends the session; the daemon keeps the pool and its bytes for the next process with this name.
 
-        Memory that tensors still lie on stays mapped until they are gone. A second call does nothing.
+        Memory that tensors use stays mapped until they are gone. A second call does nothing.
         """
         self._driver.close()
 

@@ -1,4 +1,4 @@
-"""Blocks as a worker names them."""
+"""How a worker names blocks."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,9 @@ from kvd.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Consecutive blocks of one KV-cache group: `ids[i]` holds position `first + i` of the sequence, in blocks.
+    """Blocks of one KV-cache group: `ids[i]` holds the sequence's block number `first + i`.
 
-    `ids` are block ids of the worker's own pool: integers, or their little-endian unsigned 32-bit bytes.
+    `ids` are block ids in the worker's own pool: integers, or packed as little-endian unsigned 32-bit integers.
     """
 
     group: int
@@ -21,10 +21,10 @@ class Blocks:
 
 
 def spans(blocks: Iterable[Blocks]) -> tuple[Span, ...]:
-    """`blocks` as they travel.
+    """Encodes `blocks` for a message.
 
     Raises:
-        BadRequest: `BAD_BLOCKS`, an id is no unsigned 32-bit integer, or the bytes are not whole ids.
+        BadRequest: `BAD_BLOCKS`, an id is not an unsigned 32-bit integer, or the bytes are not whole ids.
 
     """
     return tuple(Span(part.group, part.first, _packed(part)) for part in blocks)

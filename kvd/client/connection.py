@@ -1,4 +1,4 @@
-"""The two sockets of a worker, and nothing that blocks: a session that is attached, and the requests that follow."""
+"""A worker's two sockets, both non-blocking: its session, and its requests once attached."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from enum import Enum, auto
 import zmq
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.net.frames import close_descriptors
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
 from kvd.protocol import codec
@@ -16,7 +17,7 @@ from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
 
 
 class Phase(Enum):
-    """How far the connection is."""
+    """The state of the connection."""
 
     DOWN = auto()
     ATTACHING = auto()
@@ -33,18 +34,18 @@ class Connection:
         self._stream: FrameStream | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._daemon: int | None = None
-        """A descriptor of the process that last lent the pool, which came with it."""
+        """The pidfd of the process that last lent the pool; it came with the pool."""
         self._unread = False
-        """ZMQ's descriptor tells of a change once: whether there may be something that it has told of already."""
+        """Whether frames may wait that ZMQ's descriptor, which reports a change only once, has reported already."""
 
     def filenos(self) -> tuple[int, ...]:
-        """What to wait on for reading, the session first; another set after every change of `phase`."""
+        """Descriptors to wait on for reading, the session first; they change with `phase`."""
         session = () if self._stream is None else (self._stream.fileno(),)
         return session if self._dealer is None else (*session, int(self._dealer.getsockopt(zmq.FD)))
 
     @property
     def unread(self) -> bool:
-        """Whether to `receive` before waiting: the descriptors would not wake up for what is there already."""
+        """Whether to `receive` before waiting: what has arrived already does not wake up the descriptors."""
         return self._unread
 
     @property
@@ -53,10 +54,10 @@ class Connection:
         return self._stream is not None and self._stream.waiting > 0
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
-        """Connects and asks for the pool, with the `descriptor` of the one that was kept, if there is one.
+        """Connects and requests the pool, with the `descriptor` of the one that was kept, if there is one.
 
         Raises:
-            OSError: nobody listens, or not for us.
+            OSError: nobody listens, or we may not connect.
 
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -71,7 +72,7 @@ class Connection:
         self._stream.send(codec.encode(attach), () if descriptor is None else (descriptor,))
 
     def daemon_exited(self) -> bool:
-        """Whether the process that last lent the pool is no more."""
+        """Whether the process that last lent the pool has ended."""
         if self._daemon is None:
             return False
         poller = select.poll()
@@ -79,19 +80,17 @@ class Connection:
         return bool(poller.poll(0))
 
     def flush(self) -> None:
-        """Sends the rest of the session's last frame, as far as there is room; a loss shows in `receive_session`."""
+        """Sends more of the session's last frame; `receive_session` reports a loss."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.flush()
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
-        """The daemon's answer on the session: the pool, with its descriptor and the process's; or the pool's end.
-
-        None where there is none yet.
+        """The daemon's answer on the session: the pool, its descriptor and the pidfd; or its end. None if none yet.
 
         Raises:
-            Unavailable: `DAEMON_LOST`, the session ended; or what the daemon refused with.
-            BadRequest: what the daemon refused with; `BAD_MESSAGE`, its answer makes no sense.
+            Unavailable: `DAEMON_LOST`, the session ended; or the daemon refused.
+            BadRequest: the daemon refused; `BAD_MESSAGE`, its answer is invalid.
 
         """
         assert self._stream is not None  # noqa: S101 - there is a stream in every phase but DOWN
@@ -111,16 +110,15 @@ class Connection:
                     return answer, pool, process
                 case Detached() if len(frames) == 1:
                     return answer
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"a {type(answer).__name__} that nothing was asked for by")
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_descriptors(descriptors)
 
     def attach(self, attached: Attached, process: int) -> None:
-        """Connects the requests' socket as the session that the daemon gave us; `process` is ours from here on.
+        """Connects the request socket with the session id from the daemon; owns the pidfd `process` from now on.
 
         Raises:
-            BadRequest: `BAD_MESSAGE`, the endpoint is none.
+            BadRequest: `BAD_MESSAGE`, the endpoint is invalid.
 
         """
         if self._daemon is not None:
@@ -138,13 +136,13 @@ class Connection:
         self._unread = True
 
     def detach(self) -> None:
-        """Asks the daemon to take the pool back; `receive_session` has the answer."""
+        """Asks the daemon to take the pool back; `receive_session` returns its answer."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.send(codec.encode(Detach()))
 
     def send(self, frame: bytes) -> bool:
-        """Sends a request; False where the queue is full or there is no connection."""
+        """Sends a request; False if the queue is full or there is no connection."""
         if self._dealer is None:
             return False
         self._unread = True
@@ -155,7 +153,7 @@ class Connection:
         return True
 
     def receive(self) -> bytes | None:
-        """The next frame of the daemon; None where there is none. One in several parts comes as an empty one."""
+        """The daemon's next frame, or None. A message in several parts is returned as an empty frame."""
         if self._dealer is None:
             return None
         self._unread = is_readable(self._dealer)
@@ -169,7 +167,7 @@ class Connection:
         os.close(descriptor)
 
     def drop(self) -> None:
-        """Closes both sockets; what the daemon's process does can still be asked for."""
+        """Closes both sockets, but keeps the pidfd for `daemon_exited`."""
         self._close_dealer()
         if self._stream is not None:
             self._stream.close()
@@ -177,9 +175,9 @@ class Connection:
         self.phase = Phase.DOWN
 
     def close(self) -> None:
-        """Closes everything, after at most the linger time of `kvd.net.options`.
+        """Closes everything, after at most `kvd.net.options.LINGER_MS`.
 
-        The session ends last: an offer that its end overtook would be one of a worker that is gone, and be dropped.
+        The session ends last: if its end overtook an offer, the daemon would drop the offer.
         """
         if self._dealer is not None:
             self._dealer.close()

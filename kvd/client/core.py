@@ -1,10 +1,9 @@
-"""The client without its sockets: requests in, frames out; frames in, events out. It knows no clock but its arguments.
+"""The client without its sockets: requests in, frames out; frames in, events out. Its only clock is its arguments.
 
-Notifications carry sequence numbers, from 1 on within one incarnation of the daemon. The core takes each of them once
-and in order: what it has seen already is dropped, and so is what comes too early, because the daemon sends it again. If
-the missing part does not follow within a time, `lost_notifications` says so and the connection is made anew, which
-makes the daemon send everything that is not acknowledged. What one `poll` returned is acknowledged by a later one,
-together with what came until then.
+Notifications carry sequence numbers, from 1 within one incarnation of the daemon. The core takes each once and in
+order: it drops duplicates, and what comes too early, because the daemon sends that again. If the gap does not close in
+time, `lost_notifications` says so and the client attaches again, so that the daemon sends all that is not acknowledged.
+What one `poll` returned is acknowledged by a later one, with what came until then.
 """
 
 import itertools
@@ -24,29 +23,28 @@ from kvd.protocol import worker as wire
 from kvd.protocol.ticket import Ticket, TicketRank
 
 GAP_SECONDS = 1.0
-"""How long a missing notification may take before the connection is made anew; the daemon repeats within 0.05 s."""
+"""How long a notification may be missing before the client attaches again; the daemon repeats within 0.05 s."""
 
 ACKNOWLEDGE_SECONDS = 0.02
 ACKNOWLEDGE_EVERY = 64
-"""An acknowledgement waits this long for more of them, or for so many: sent alone it would travel just ahead of the
-next pull's outcome, and cost both sides as much as that."""
+"""An acknowledgement waits for this long or for this many notifications: one for each would double the messages."""
 
 
-class _Ask(Enum):
+class _Call(Enum):
     OFFER = auto()
     PULL = auto()
     CANCEL = auto()
-    """of the worker's; its outcome comes as that of what it cancels"""
+    """the worker's; its outcome is that of what it cancels"""
     SETTLE = auto()
-    """a cancel of the core's own, to learn whether the daemon knows a request"""
+    """a cancel by the core, to learn whether the daemon knows a request"""
     STATUS = auto()
-    """of the worker's"""
+    """the worker's"""
     BARRIER = auto()
-    """a status of the core's own, to learn whether all notifications have arrived"""
+    """a status by the core, to learn whether all notifications have arrived"""
 
 
 class Core:
-    """Everything about one worker's session but its sockets."""
+    """One worker's session, except its sockets."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,7 +53,7 @@ class Core:
         self._pulls = Pulls()
         self._offers = Offers()
         self._calls = itertools.count(1)
-        self._asks: dict[int, tuple[_Ask, str]] = {}
+        self._pending: dict[int, tuple[_Call, str]] = {}
         self._calls_of: dict[str, list[int]] = {}
         self._events: list[Event] = []
         self._frames: list[bytes] = []
@@ -81,7 +79,7 @@ class Core:
     ) -> bytes:
         """The frame of an offer."""
         self._check_new(offer)
-        call = self._ask(_Ask.OFFER, offer)
+        call = self._new_call(_Call.OFFER, offer)
         frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers))
         self._offers.add(offer)
         return frame
@@ -100,7 +98,7 @@ class Core:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
-        call = self._ask(_Ask.PULL, request)
+        call = self._new_call(_Call.PULL, request)
         frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer))
         self._pulls.add(request, kept, now + timeout)
         return frame
@@ -110,29 +108,29 @@ class Core:
         self._check_connected()
         if request not in self._pulls and request not in self._offers:
             raise BadRequest(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
-        return self._cancel(request, _Ask.CANCEL)
+        return self._cancel(request, _Call.CANCEL)
 
     def abandon(self, offer: str) -> None:
-        """Nobody waits for the answer to this offer any more: it is withdrawn, and its end told as an event."""
+        """Withdraws an offer whose answer nobody waits for any more; its end comes as an event."""
         if self._connected:
-            self._frames.append(self._cancel(offer, _Ask.SETTLE))
+            self._frames.append(self._cancel(offer, _Call.SETTLE))
 
     def status(self) -> tuple[int, bytes]:
-        """The frame that asks for a status, and the call that `status_answer` gives the answer to."""
+        """A frame that requests a status, and the call to give to `status_answer`."""
         self._check_connected()
-        return self._status(_Ask.STATUS, "")
+        return self._status(_Call.STATUS, "")
 
     def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
-        """The ticket that the daemon gives to this offer, without asking it."""
+        """Makes a ticket for this offer without asking the daemon."""
         attached = self.attached
         rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
         return Ticket(tokens, (rank,), (spans(blocks),)).encode()
 
     def status_answer(self, call: int) -> bytes | None:
-        """The report, once it is there.
+        """The report, once it has arrived.
 
         Raises:
-            KvdError: it was refused, or the daemon is gone.
+            KvdError: the daemon refused or is gone.
 
         """
         answer = self._settled.pop(call, None)
@@ -141,7 +139,7 @@ class Core:
         return None if answer is None else answer.report
 
     def not_sent(self, request: str) -> None:
-        """The frame of this offer or pull found no room: it never was a request."""
+        """The frame of this offer or pull found no room: forgets the request."""
         self._offers.refused(request, "", "")
         self._pulls.refused(request, "", "")
         self._forget(request)
@@ -158,27 +156,27 @@ class Core:
         if not same:
             self.on_daemon_gone()
             self._expected, self._handed_out, self._acknowledged = 1, 0, 0
-        for request in (*self._offers.asked(), *self._pulls.overdue()):
-            self._frames.append(self._cancel(request, _Ask.SETTLE))
+        for request in (*self._offers.unanswered(), *self._pulls.overdue()):
+            self._frames.append(self._cancel(request, _Call.SETTLE))
         self._events.append(Reattached(attached.incarnation, same))
 
     def on_disconnected(self, error: KvdError) -> None:
-        """The session ended. Nothing is decided by that: see `kvd.client.pulls`."""
+        """The session ended; requests stay open: see `kvd.client.pulls`."""
         if not self._connected:
             return
         self._connected = False
         self._frames.clear()
         self._barriers.clear()
         self._gap_since = math.inf
-        for call, (ask, _) in self._asks.items():
-            if ask is _Ask.STATUS:
+        for call, (kind, _) in self._pending.items():
+            if kind is _Call.STATUS:
                 self._settled[call] = Unavailable(ErrorCode.DAEMON_LOST, error.text)
-        self._asks.clear()
+        self._pending.clear()
         self._calls_of.clear()
         self._events.append(Disconnected(error.code, error.text))
 
     def on_daemon_gone(self) -> None:
-        """The daemon's process is no more: everything that it was asked for ends."""
+        """The daemon's process has ended: ends every request."""
         self._events += self._pulls.daemon_gone()
         self._events += self._offers.daemon_gone()
 
@@ -186,15 +184,15 @@ class Core:
         """A frame of the daemon.
 
         Raises:
-            BadRequest: it is no reply, or one that makes no sense; the connection has to be made anew.
+            BadRequest: it is not a valid reply; drop the connection.
 
         """
         match codec.worker_replies.decode(frame):
             case wire.Notifications() as batch:
                 self._notified(batch, now)
             case wire.Offered(call, ticket):
-                ask, request = self._asks.pop(call, (None, ""))
-                if ask is _Ask.OFFER:
+                kind, request = self._pending.pop(call, (None, ""))
+                if kind is _Call.OFFER:
                     self._events += self._offers.offered(request, ticket)
             case wire.Error() as error:
                 self._refused(error)
@@ -208,13 +206,13 @@ class Core:
         for event in self._pulls.expire(now):
             self._events.append(event)
             if self._connected:
-                self._frames.append(self._cancel(event.request, _Ask.SETTLE))
+                self._frames.append(self._cancel(event.request, _Call.SETTLE))
 
     # --- what follows -----------------------------------------------------------------------------------------------
 
     @property
     def next_timer(self) -> float:
-        """When `on_time`, `lost_notifications` or `take_frames` have something to do; infinite where they have not."""
+        """When `on_time`, `lost_notifications` or `take_frames` have something to do; infinite if never."""
         owed = self._acknowledge_at if self._owes_acknowledgement else math.inf
         return min(self._pulls.next_expiry, self._gap_since + GAP_SECONDS, owed)
 
@@ -223,20 +221,20 @@ class Core:
         return now >= self._gap_since + GAP_SECONDS
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last call; the worker has it from now on."""
-        self._handed_out = self._expected - 1  # also where nothing came of a notification: it is acknowledged too
+        """The events since the last call, which count as delivered from now on."""
+        self._handed_out = self._expected - 1  # acknowledges notifications without an event, too
         events, self._events = self._events, []
         return events
 
     def take_offer(self, offer: str) -> Event | None:
-        """Takes the answer to one offer out of the events that wait, for a caller that waits for it."""
+        """Takes the answer to one offer out of the waiting events, for a caller that waits for it."""
         for position, event in enumerate(self._events):
             if getattr(event, "offer", None) == offer:
                 return self._events.pop(position)
         return None
 
     def take_frames(self, now: float) -> list[bytes]:
-        """What the core itself has to say: an acknowledgement, and questions about requests that seem lost."""
+        """The core's own frames: an acknowledgement, and queries about requests that seem lost."""
         unacknowledged = self._handed_out - self._acknowledged
         if self._owes_acknowledgement and (now >= self._acknowledge_at or unacknowledged >= ACKNOWLEDGE_EVERY):
             self._acknowledged, self._acknowledge_at = self._handed_out, now + ACKNOWLEDGE_SECONDS
@@ -263,24 +261,24 @@ class Core:
                 ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
             )
 
-    def _ask(self, ask: _Ask, request: str) -> int:
+    def _new_call(self, kind: _Call, request: str) -> int:
         call = next(self._calls)
-        self._asks[call] = (ask, request)
+        self._pending[call] = (kind, request)
         if request:
             self._calls_of.setdefault(request, []).append(call)
         return call
 
     def _forget(self, request: str) -> None:
-        """Drops the calls of a request that has ended: most of them have no answer of their own."""
+        """Drops the calls of an ended request, most of which get no answer."""
         if request not in self._pulls and request not in self._offers:
             for call in self._calls_of.pop(request, ()):
-                self._asks.pop(call, None)
+                self._pending.pop(call, None)
 
-    def _cancel(self, request: str, ask: _Ask) -> bytes:
-        return codec.encode(wire.Cancel(self._ask(ask, request), request))
+    def _cancel(self, request: str, kind: _Call) -> bytes:
+        return codec.encode(wire.Cancel(self._new_call(kind, request), request))
 
-    def _status(self, ask: _Ask, request: str) -> tuple[int, bytes]:
-        call = self._ask(ask, request)
+    def _status(self, kind: _Call, request: str) -> tuple[int, bytes]:
+        call = self._new_call(kind, request)
         return call, codec.encode(wire.StatusRequest(call))
 
     def _notified(self, batch: wire.Notifications, now: float) -> None:
@@ -289,7 +287,7 @@ class Core:
             return
         if not self._owes_acknowledgement:
             self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
-        self._acknowledged = min(self._acknowledged, batch.first - 1)  # what comes again was lost with a session
+        self._acknowledged = min(self._acknowledged, batch.first - 1)  # a repeated notification was lost with a session
         for item in batch.items[self._expected - batch.first :]:
             self._expected += 1
             if isinstance(item, wire.Released):
@@ -302,30 +300,30 @@ class Core:
         self._pass_barriers()
 
     def _refused(self, error: wire.Error) -> None:
-        ask, request = self._asks.pop(error.call, (None, ""))
-        match ask:
+        kind, request = self._pending.pop(error.call, (None, ""))
+        match kind:
             case None:
                 if error.call == 0:
                     self._events.append(DaemonError(error.code, error.text))
-            case _Ask.OFFER:
+            case _Call.OFFER:
                 self._events += self._offers.refused(request, error.code, error.text)
-            case _Ask.PULL:
+            case _Call.PULL:
                 self._events += self._pulls.refused(request, error.code, error.text)
-            case _Ask.SETTLE:
+            case _Call.SETTLE:
                 self._events += self._offers.unknown(request)
                 if request in self._pulls:
-                    self._frames.append(self._status(_Ask.BARRIER, request)[1])
-            case _Ask.STATUS:
+                    self._frames.append(self._status(_Call.BARRIER, request)[1])
+            case _Call.STATUS:
                 self._settled[error.call] = error_from_code(error.code, error.text)
-            case _Ask.CANCEL | _Ask.BARRIER:
-                pass  # what was to be cancelled has ended, and its outcome is on the way
+            case _Call.CANCEL | _Call.BARRIER:
+                pass  # the request has ended, and its outcome is on the way
         self._forget(request)
 
     def _reported(self, status: wire.Status) -> None:
-        ask, request = self._asks.pop(status.call, (None, ""))
-        if ask is _Ask.STATUS:
+        kind, request = self._pending.pop(status.call, (None, ""))
+        if kind is _Call.STATUS:
             self._settled[status.call] = status
-        elif ask is _Ask.BARRIER:
+        elif kind is _Call.BARRIER:
             try:
                 upcoming = msgspec.json.decode(status.report)["completion"][self._name]["next"]
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
@@ -342,7 +340,7 @@ class Core:
 
 
 def _checked(message: wire.Request) -> bytes:
-    """The frame of `message`, which the daemon can read: it could not tell which request an unreadable one was."""
+    """The frame of `message`, decoded as a check: the daemon could not tell which request an unreadable one was."""
     frame = codec.encode(message)
     codec.worker_requests.decode(frame)
     return frame

@@ -1,12 +1,12 @@
-"""Turns the client's wheels: moves frames between the core and the connection, and connects again after a loss.
+"""Moves frames between the client's core and its connection, and connects again after a loss.
 
 Nothing here blocks. `Worker` waits with poll(2) on the descriptors, `AsyncWorker` with its loop's readers; both
-call `step` when something is there or `next_timer` has come.
+call `step` when a descriptor is readable or `next_timer` is due.
 
-When the session ends, nothing is known but that: the daemon may have hung up and live. It is taken for gone, and what
-it was asked for ends, when its process has exited, which the descriptor says that came with the pool, also from another
-PID namespace. Until then pulls stay open, up to their own deadline, and a daemon of another incarnation on that path is
-not attached to. If the same incarnation answers, nothing was lost.
+A session's end alone proves nothing: the daemon may have hung up and live. Its requests end only once its process has
+exited, which the pidfd that came with the pool shows even across PID namespaces. Until then pulls stay open, up to
+their own deadline, and the client does not attach to another incarnation on that path. If the same incarnation answers,
+nothing was lost.
 """
 
 import math
@@ -26,31 +26,31 @@ from kvd.protocol.worker import Attach, Attached, Detached
 
 FIRST_RETRY_SECONDS = 0.01
 LAST_RETRY_SECONDS = 0.5
-"""Attempts to connect again come this far apart at first and at last, doubling."""
+"""The pause between attempts to connect again doubles from the first to the last."""
 
 STABLE_SECONDS = 1.0
-"""A session that lasted as long was a good one: the next loss is answered at once."""
+"""After a session that lasted this long, the client connects again at once."""
 
 FRAMES_PER_STEP = 256
-"""Frames taken in by one step, which bounds what one `poll` costs a step of the engine."""
+"""Frames received in one step: bounds what one `poll` costs a step of the engine."""
 
 
 class Poller(Protocol):
-    """What of `select.poll` a driver uses."""
+    """The part of `select.poll` that a driver uses."""
 
     def poll(self, milliseconds: float, /) -> list[tuple[int, int]]:
-        """(descriptor, events) of those that are ready."""
+        """The ready descriptors, each with its events."""
 
     def register(self, fileno: int, events: int, /) -> None:
-        """Waits on one more."""
+        """Adds a descriptor."""
 
     def unregister(self, fileno: int, /) -> None:
-        """Waits on one less."""
+        """Removes a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What a driver works with; the simulator has its own. `map(descriptor, bytes)` takes the descriptor over."""
+    """A driver's surroundings; the simulator has its own. `map(descriptor, bytes)` takes the descriptor over."""
 
     connection: Connection
     poller: Poller
@@ -59,7 +59,7 @@ class Dependencies:
 
 
 class Driver:
-    """One worker's session, its pool and its requests; see the module's text."""
+    """One worker's session, its pool and its requests; see the module's docstring."""
 
     def __init__(
         self, path: str, name: str, spec: bytes, pool_bytes: int, dependencies: Dependencies | None = None
@@ -68,10 +68,10 @@ class Driver:
         self.core = Core(name)
         self.pool: PoolMap | None = None
         self.failed: KvdError | None = None
-        """Why the daemon will not have us any more; requests raise it."""
+        """Why the daemon no longer accepts this worker; requests raise it."""
         self.detached = False
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
-        """Told what to wait on for reading, whenever that changes."""
+        """Called with the descriptors to wait on for reading, whenever they change."""
         self._connection = dependencies.connection
         self._path = path
         self._attach = Attach(name, dependencies.instance, spec)
@@ -86,7 +86,7 @@ class Driver:
         self._retry_at = 0.0
         self._retry_after = 0.0
 
-    # --- what a front needs -----------------------------------------------------------------------------------------
+    # --- for the clients -----------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
@@ -95,7 +95,7 @@ class Driver:
 
     @property
     def unread(self) -> bool:
-        """Whether to call `step` before waiting: what is there already wakes nobody up."""
+        """Whether to call `step` before waiting: data that has arrived already does not wake us up."""
         return self._connection.unread
 
     @property
@@ -109,13 +109,13 @@ class Driver:
         return min(self.core.next_timer, retry)
 
     def no_answer(self, timeout: float) -> KvdError:
-        """Why attaching did not succeed in time."""
+        """The error for an attach that did not succeed in time."""
         reason = "" if self._last_error is None else f": {self._last_error.text}"
         code = ErrorCode.DAEMON_LOST if self._last_error is None else self._last_error.code
         return Unavailable(code, f"no pool from {self._path} within {timeout} s{reason}")
 
     def request(self, frame: bytes, name: str = "") -> None:
-        """Sends a request; `name` is that of the pull or offer that it begins.
+        """Sends a request; `name` is set if it begins a pull or offer.
 
         Raises:
             Unavailable: `OVERLOADED`, the queue to the daemon is full.
@@ -128,12 +128,12 @@ class Driver:
         raise Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")
 
     def check(self) -> None:
-        """Raises the reason for which requests are of no use any more, if there is one."""
+        """Raises the reason why the daemon no longer accepts this worker, if there is one."""
         if self.failed is not None:
             raise self.failed
 
     def step(self, now: float) -> None:
-        """Does everything that can be done now without waiting."""
+        """Does all that can be done now without waiting."""
         if self._connection.phase is Phase.ATTACHED:
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
@@ -149,10 +149,10 @@ class Driver:
             if self.core.lost_notifications(now):
                 self._drop(Unavailable(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
         if self.connected:
-            self._send_frames(now)  # last: what the core asks because of all this waits for no other step
+            self._send_frames(now)  # last, so that the core's frames of this step are sent in it
 
     def wait_readable(self, until: float) -> None:
-        """Waits until there is something to do, or until `until`; for fronts without a loop."""
+        """Waits until there is something to do, or until `until`; for clients without a loop."""
         if self.unread:
             return
         seconds = min(until, self.next_timer()) - time.monotonic()
@@ -169,7 +169,7 @@ class Driver:
 
         """
         if not self.connected:
-            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, and so cannot take the pool back")
+            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, so it cannot take the pool back")
         self._send_frames(math.inf)
         self._connection.detach()
 
@@ -194,13 +194,13 @@ class Driver:
             self._outbox.popleft()
 
     def _receive(self, now: float, *, session: bool) -> None:
-        """Takes frames in, and where there are no more, what the `session` has."""
+        """Receives frames, then if `session` is readable and no more are left, from that."""
         try:
             for _ in range(FRAMES_PER_STEP):
                 frame = self._connection.receive()
                 if frame is None:
                     if session:
-                        self._receive_session(now)  # last, so that a daemon's last words are heard before its end
+                        self._receive_session(now)  # last, so that the daemon's final frames come before its end
                     return
                 self.core.on_frame(frame, now)
         except BadRequest as error:
@@ -216,7 +216,7 @@ class Driver:
         except Unavailable as error:
             self._drop(error, now)
         except (BadRequest, InternalError) as error:
-            # On the first attach this is final; later a daemon that talks nonsense may be replaced by a better one.
+            # On the first attach this is final; later, a daemon that sends garbage may be replaced.
             if error.code is not ErrorCode.BAD_MESSAGE or self.pool is None:
                 self.failed = error
             self._drop(error, now)
@@ -238,7 +238,7 @@ class Driver:
         self.core.on_attached(attached)
 
     def _check(self, attached: Attached, descriptor: int) -> None:
-        """That the pool is the one that was asked for, and the one that was lent before."""
+        """Checks that the pool has the requested size and is the one lent before."""
         if attached.pool_bytes != self._pool_bytes:
             text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
             raise BadRequest(ErrorCode.BAD_POOL, text)
@@ -248,11 +248,11 @@ class Driver:
             text = f"another daemon answers at {self._path}, but the process of the one before may still write"
             raise Unavailable(ErrorCode.DAEMON_LOST, text)
         if not self.pool.is_same(descriptor):
-            text = "the daemon lent another pool than before, and the engine's tensors lie on that; restart the worker"
+            text = "the daemon lent another pool than before, and the engine's tensors use that one; restart the worker"
             raise BadRequest(ErrorCode.BAD_POOL, text)
 
     def _drop(self, error: KvdError, now: float) -> None:
-        """The session is over. Connects again at once if it was a good one, else after a growing while."""
+        """Ends the session. Connects again at once if it was stable, else after a growing pause."""
         if self._connection.phase is Phase.ATTACHED and now - self._attached_at >= STABLE_SECONDS:
             self._retry_after = 0.0
         self._last_error = error
@@ -283,7 +283,7 @@ class Driver:
         self._retry_after = min(max(2 * self._retry_after, FIRST_RETRY_SECONDS), LAST_RETRY_SECONDS)
 
     def _watch(self, filenos: tuple[int, ...]) -> None:
-        """Names the descriptors to wait on. Called with none before any of them is closed: their numbers come again."""
+        """Sets the descriptors to wait on. Clear them before closing any: their numbers are used again."""
         if filenos == self._watched:
             return
         for fileno in self._watched:

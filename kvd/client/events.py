@@ -1,7 +1,7 @@
-"""What a worker is told by `poll` and `wait`.
+"""The events that `poll` and `wait` return.
 
-Every pull ends in exactly one of `Done`, `Failed` and `Cancelled`. One that ended `quarantined` is followed by exactly
-one `Freed`. Every offer that stood ends in exactly one `Released`.
+Every pull ends in exactly one of `Done`, `Failed` and `Cancelled`; if that is `quarantined`, exactly one `Freed`
+follows. Every accepted offer ends in exactly one `Released`.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from kvd.client.blocks import Blocks
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The offer made by `offer_nowait` stands: `ticket` is for its consumer. The blocks must not be written to."""
+    """The daemon accepted an `offer_nowait`: `ticket` is for its consumer. Do not write to the blocks."""
 
     offer: str
     ticket: str = field(repr=False)
@@ -19,7 +19,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class OfferRefused:
-    """The offer made by `offer_nowait` does not stand: nobody reads its blocks."""
+    """The daemon refused an `offer_nowait`: nobody reads its blocks."""
 
     offer: str
     code: str
@@ -28,7 +28,7 @@ class OfferRefused:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The offer has ended; nobody will read its blocks and be told `Done`: they are the worker's again.
+    """The offer has ended, and no later read of its blocks will count as done: they are the worker's again.
 
     `reason` is `read`, `expired`, `withdrawn`, `shutdown`, or `daemon lost`.
     """
@@ -39,14 +39,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every block of the pull is in place, as it was offered."""
+    """Every block of the pull has the bytes that were offered."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The pull failed. `blocks` hold nothing of use, and if `quarantined` must not be reused before `Freed`."""
+    """The pull failed. `blocks` hold nothing useful; if `quarantined`, do not reuse them before `Freed`."""
 
     request: str
     code: str
@@ -74,7 +74,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The daemon cannot be reached just now; the client attaches again by itself. For logs: requests end separately."""
+    """The daemon cannot be reached; the client attaches again by itself. For logs: requests end separately."""
 
     code: str
     text: str
@@ -82,7 +82,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Reattached:
-    """The daemon is there again: the `same` one, or one that was started since, with the pool's bytes as they are."""
+    """The daemon is back: the `same` one, or one started since. The pool's bytes are unchanged."""
 
     incarnation: int
     same: bool
@@ -90,7 +90,7 @@ class Reattached:
 
 @dataclass(frozen=True, slots=True)
 class DaemonError:
-    """The daemon could not make sense of a message. For logs: this client checks what it sends, so it is a bug."""
+    """The daemon could not read a message. For logs: the client checks what it sends, so this is a bug."""
 
     code: str
     text: str

@@ -1,7 +1,7 @@
-"""The offers of a worker that have not ended. Pure: events in, events out.
+"""A worker's open offers. Pure: events in, events out.
 
-An offer's blocks are the worker's again only when the daemon said so, or when its process is gone: an offer whose
-answer was lost is withdrawn, and counts as standing until the daemon answered that.
+An offer's blocks are the worker's again only once the daemon says so or its process has ended. An offer whose answer
+was lost is withdrawn, and stays open until the daemon answers that.
 """
 
 from enum import Enum, auto
@@ -13,8 +13,8 @@ LOST_ANSWER = "the daemon's answer was lost and the offer is withdrawn; make it 
 
 
 class _State(Enum):
-    ASKED = auto()
-    STANDING = auto()
+    SENT = auto()
+    ACCEPTED = auto()
 
 
 class Offers:
@@ -31,38 +31,38 @@ class Offers:
 
     def add(self, offer: str) -> None:
         """An offer was sent."""
-        self._offers[offer] = _State.ASKED
+        self._offers[offer] = _State.SENT
 
-    def asked(self) -> list[str]:
+    def unanswered(self) -> list[str]:
         """Offers that the daemon has not answered yet."""
-        return [offer for offer, state in self._offers.items() if state is _State.ASKED]
+        return [offer for offer, state in self._offers.items() if state is _State.SENT]
 
     def offered(self, offer: str, ticket: str) -> list[Event]:
-        """The daemon's word that it stands."""
-        if self._offers.get(offer) is not _State.ASKED:
+        """The daemon accepted it."""
+        if self._offers.get(offer) is not _State.SENT:
             return []
-        self._offers[offer] = _State.STANDING
+        self._offers[offer] = _State.ACCEPTED
         return [Offered(offer, ticket)]
 
     def refused(self, offer: str, code: str, text: str) -> list[Event]:
-        """The daemon's word that it does not stand."""
+        """The daemon refused it."""
         return [] if self._offers.pop(offer, None) is None else [OfferRefused(offer, code, text)]
 
     def unknown(self, offer: str) -> list[Event]:
         """The daemon knows no such offer: it was refused, or its `Released` is on the way."""
-        if self._offers.get(offer) is not _State.ASKED:
+        if self._offers.get(offer) is not _State.SENT:
             return []
         return self.refused(offer, ErrorCode.DAEMON_LOST, LOST_ANSWER)
 
     def released(self, offer: str, reason: str) -> list[Event]:
-        """The daemon's word that it has ended."""
+        """The daemon ended it."""
         return [] if self._offers.pop(offer, None) is None else [Released(offer, reason)]
 
     def daemon_gone(self) -> list[Event]:
-        """Its process is no more, so no lease is held any more."""
+        """The daemon's process has ended, and every lease with it."""
         events: list[Event] = []
         for offer, state in self._offers.items():
-            if state is _State.STANDING:
+            if state is _State.ACCEPTED:
                 events.append(Released(offer, "daemon lost"))
             else:
                 events.append(OfferRefused(offer, ErrorCode.DAEMON_LOST, "the daemon died; make the offer again"))

@@ -1,4 +1,4 @@
-"""A pool as the worker has it: the descriptor, kept for a daemon that was started anew, and the mapped bytes."""
+"""The worker's side of a pool: the mapped bytes, and the descriptor, kept for a restarted daemon."""
 
 import contextlib
 import mmap
@@ -11,7 +11,7 @@ class PoolMap:
     """`size` bytes of the file behind `descriptor`, mapped and faulted in; owns the descriptor from now on.
 
     Raises:
-        BadRequest: `BAD_POOL`, it cannot be mapped or is too short; the descriptor is closed.
+        BadRequest: `BAD_POOL`, the file cannot be mapped or is too short; the descriptor is closed.
 
     """
 
@@ -30,11 +30,11 @@ class PoolMap:
         self.view = memoryview(mapped)[:size]
 
     def is_same(self, descriptor: int) -> bool:
-        """Whether `descriptor` leads to the very same memory."""
+        """Whether `descriptor` is of the same memory."""
         return os.path.samestat(os.fstat(self.descriptor), os.fstat(descriptor))
 
     def close(self) -> None:
-        """Closes the descriptor and lets go of the mapping, which lasts as long as views and tensors on it do."""
+        """Closes the descriptor and releases the mapping, which lasts until views and tensors on it are gone."""
         if self.descriptor < 0:
             return
         os.close(self.descriptor)

@@ -1,7 +1,7 @@
-"""The pulls of a worker that have not ended, and what ends them. Pure: events in, events out.
+"""A worker's open pulls, and what ends them. Pure: events in, events out.
 
-The rule that keeps promise 3 on this side of the socket: `quarantined=False` is said only on the word of the daemon, or
-when the daemon's process is known to be gone (a process that is gone writes nothing). So:
+Promise 3, on this side of the socket: `quarantined=False` is reported only if the daemon said so or its process has
+ended, and so writes nothing. Hence:
 
 | pull is | what happens | event | and then |
 |---|---|---|---|
@@ -15,7 +15,7 @@ when the daemon's process is known to be gone (a process that is gone writes not
 | overdue | Error (refused), or the daemon does not know it | Freed | forgotten |
 | overdue, waits | Freed, or the daemon is gone | Freed | forgotten |
 
-A session that ends is no reason to fail anything: the same daemon may be back in a moment, with the outcome.
+The end of a session fails nothing: the same daemon may be back in a moment, with the outcome.
 """
 
 import math
@@ -28,7 +28,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol import worker as wire
 
 GRACE_SECONDS = 0.5
-"""How long after a pull's deadline its outcome may come before the daemon counts as stuck (stopped, overloaded)."""
+"""How long after a pull's deadline its outcome may come before it is given up (the daemon is stopped, overloaded)."""
 
 
 class _State(Enum):
@@ -64,16 +64,16 @@ class Pulls:
         self.next_expiry = min(self.next_expiry, deadline + GRACE_SECONDS)
 
     def running(self, request: str) -> bool:
-        """Whether its outcome has not been told yet."""
+        """Whether its outcome was not reported yet."""
         pull = self._pulls.get(request)
         return pull is not None and pull.state is _State.RUNNING
 
     def overdue(self) -> list[str]:
-        """Pulls that were given up here and of which the daemon has not said a word yet."""
+        """Pulls that were given up here and that the daemon has not mentioned since."""
         return [request for request, pull in self._pulls.items() if pull.state is _State.OVERDUE]
 
     def notified(self, item: wire.Done | wire.Failed | wire.Cancelled | wire.Freed) -> list[Event]:
-        """The daemon's word on a pull; none on one that is not known (any more)."""
+        """The daemon reported on a pull; ignored if the pull is not known (any more)."""
         pull = self._pulls.get(item.request)
         if pull is None:
             return []
@@ -91,11 +91,11 @@ class Pulls:
         return [Failed(request, code, text, quarantined=False, blocks=self._pulls.pop(request).blocks)]
 
     def unknown(self, request: str) -> list[Event]:
-        """The daemon has no such pull, and everything it ever said of it has arrived."""
+        """The daemon has no such pull, and all its notifications about it have arrived."""
         return self._free(request) if request in self.overdue() else []
 
     def expire(self, now: float) -> list[Failed]:
-        """Gives up on pulls whose outcome should have come."""
+        """Gives up pulls whose outcome is overdue."""
         events: list[Failed] = []
         self.next_expiry = math.inf
         for request, pull in self._pulls.items():
@@ -110,7 +110,7 @@ class Pulls:
         return events
 
     def daemon_gone(self) -> list[Event]:
-        """Its process is no more, so nothing is written any more."""
+        """The daemon's process has ended, so nothing is written any more."""
         events: list[Event] = []
         for request in list(self._pulls):
             events += self.refused(request, ErrorCode.DAEMON_LOST, "the daemon died during the pull; try it again")

@@ -1,4 +1,4 @@
-"""What the blocking client and the one for asyncio have in common."""
+"""What the blocking and the asyncio client share."""
 
 import secrets
 import time
@@ -15,20 +15,20 @@ from kvd.limits import SECRET_BYTES
 
 
 class Spec(Protocol):
-    """What `attach` needs of a `kvd.layout.CacheSpec`."""
+    """The part of `kvd.layout.CacheSpec` that `attach` needs."""
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
 
     def encode(self) -> bytes:
-        """The spec as the daemon reads it."""
+        """The spec in the daemon's encoding."""
 
 
 class Session:
-    """What both clients have in common: the pool, facts about the daemon, and every request that waits for nothing.
+    """The pool, facts about the daemon, and every request that does not wait.
 
-    Belongs to one thread of one process: it must not be shared, nor used on both sides of a fork.
+    Belongs to one thread of one process: do not share it, nor use it on both sides of a fork.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -36,23 +36,23 @@ class Session:
 
     @property
     def pool(self) -> memoryview:
-        """The pool's bytes, writable, at the same place for the session's whole life."""
-        assert self._driver.pool is not None  # noqa: S101 - a session is made after the pool was lent
+        """The pool's bytes, writable, at the same address as long as the session exists."""
+        assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
         return self._driver.pool.view
 
     @property
     def connected(self) -> bool:
-        """Whether requests can be made now; where not, `poll` attaches again."""
+        """Whether requests can be made now; if not, `poll` attaches again."""
         return self._driver.connected
 
     @property
     def backing(self) -> str:
-        """What the pool's memory is made of: `hugetlb`, `thp`, `plain`."""
+        """The kind of the pool's memory: `hugetlb`, `thp`, `plain`."""
         return self._driver.core.attached.backing
 
     @property
     def kept(self) -> bool:
-        """Whether the pool had the bytes of an earlier session when it was last lent."""
+        """Whether the pool still had the bytes of an earlier session when it was last lent."""
         return self._driver.core.attached.kept
 
     @property
@@ -67,18 +67,18 @@ class Session:
 
     @property
     def incarnation(self) -> int:
-        """Which run of the daemon lent the pool last."""
+        """The run of the daemon that lent the pool last."""
         return self._driver.core.attached.incarnation
 
     def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
-        """A ticket of an offer of this worker that is made with `secret`, without asking the daemon.
+        """Makes the ticket of an offer with `secret`, without asking the daemon.
 
-        A consumer's claim waits for an offer that has not arrived yet, so the ticket may travel ahead of it. It is of
-        use only to the incarnation that it was made under. `secret` is 16 bytes that nobody can guess, drawn for this
-        offer alone (`secrets.token_bytes`): whoever has it may read the blocks.
+        Claims wait for an offer that has not arrived yet, so the ticket may travel ahead of it. It is valid only for
+        the current incarnation. `secret` is 16 random bytes, drawn for this offer (`secrets.token_bytes`): whoever has
+        it may read the blocks.
 
         Raises:
-            BadRequest: `BAD_BLOCKS`, an id is no unsigned 32-bit integer.
+            BadRequest: `BAD_BLOCKS`, an id is not an unsigned 32-bit integer.
 
         """
         return self._driver.core.ticket(offer, tokens, blocks, secret)
@@ -93,16 +93,16 @@ class Session:
         consumers: int = 1,
         secret: bytes | None = None,
     ) -> None:
-        """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds; the answer comes by `poll`.
+        """Offers blocks of a sequence of `tokens` tokens for `ttl` seconds; `poll` returns the answer.
 
-        The blocks must not be written to from here on until `OfferRefused` or `Released`. The offer ends when as many
-        `consumers` have read it, each with all its ranks; with 0 any number may, until it expires or is cancelled.
-        `secret` is that of a ticket that was made already; one is drawn where it is None.
+        Do not write to the blocks from now on until `OfferRefused` or `Released`. The offer ends when this many
+        `consumers` have read it, each with all its ranks; with 0, only when it expires or is cancelled. `secret` is
+        that of the ticket, if one was made already.
 
         Raises:
-            BadRequest: `DUPLICATE_REQUEST`, the name is that of an open request; `BAD_BLOCKS` or `BAD_MESSAGE`, a value
-                that cannot be sent; or why the daemon will not have this worker any more.
-            Unavailable: `DAEMON_LOST`, not connected just now; `OVERLOADED`, the queue to the daemon is full.
+            BadRequest: `DUPLICATE_REQUEST`, an open request has this name; `BAD_BLOCKS` or `BAD_MESSAGE`, a value
+                cannot be sent; or the reason why the daemon no longer accepts this worker.
+            Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.
 
         """
         self._driver.check()
@@ -121,18 +121,17 @@ class Session:
         traceparent: str | None = None,
         consumer: str = "",
     ) -> None:
-        """Brings what `ticket` offers at the positions of `blocks` into these blocks of the pool, within `timeout` s.
+        """Reads what `ticket` offers at the positions of `blocks` into these blocks of the pool, within `timeout` s.
 
-        Returns at once; exactly one of `Done`, `Failed` and `Cancelled` comes by `poll`. The daemons' spans, where they
-        trace, lie under the span that `traceparent` (W3C Trace Context) names. `consumer` is what the producer counts
-        as one consumer of the offer, whichever ranks of an engine pull it: the same for all of them, and no other
-        engine's. Where it is empty `request` is that name.
+        Returns at once; `poll` returns exactly one of `Done`, `Failed` and `Cancelled`. If the daemons trace, their
+        spans are children of `traceparent` (W3C Trace Context). `consumer` names the consumer that the producer counts:
+        the same for all ranks of an engine, different for every engine; if empty, `request` does.
 
         Raises:
-            BadRequest: `DUPLICATE_REQUEST`, the name is that of an open request, or of one whose blocks are in
-                quarantine; `BAD_BLOCKS` or `BAD_MESSAGE`, a value that cannot be sent; or why the daemon will not
-                have this worker any more.
-            Unavailable: `DAEMON_LOST`, not connected just now; `OVERLOADED`, the queue to the daemon is full.
+            BadRequest: `DUPLICATE_REQUEST`, an open request has this name, or one whose blocks are in quarantine;
+                `BAD_BLOCKS` or `BAD_MESSAGE`, a value cannot be sent; or the reason why the daemon no longer accepts
+                this worker.
+            Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.
 
         """
         self._driver.check()
@@ -143,20 +142,20 @@ class Session:
         self._driver.request(frame, request)
 
     def cancel(self, request: str) -> None:
-        """Stops a pull or withdraws an offer. Its outcome still comes by `poll`; a pull may have been done already.
+        """Stops a pull or withdraws an offer. `poll` still returns its outcome; a pull may already be done.
 
         Raises:
             BadRequest: `UNKNOWN_REQUEST`, no open pull or offer has this name.
-            Unavailable: `DAEMON_LOST`, not connected just now; `OVERLOADED`, the queue to the daemon is full.
+            Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.
 
         """
         self._driver.check()
         self._driver.request(self._driver.core.cancel(request))
 
     def poll(self) -> list[Event]:
-        """What has happened since the last call, oldest first. Never waits: made for every step of an engine.
+        """The events since the last call, oldest first. Never waits: call it in every step of an engine.
 
-        What it returned is acknowledged by the next call, so a daemon keeps it until then. Connects again after a loss.
+        The next call acknowledges them; the daemon keeps them until then. Connects again after a loss.
         """
         self._driver.step(time.monotonic())
         return self._driver.core.take_events()
@@ -168,7 +167,7 @@ class Session:
         return self._driver.connected or None
 
     def _take_offer(self, offer: str) -> str | None:
-        """The ticket, once it is there; raises what the daemon refused with."""
+        """The ticket, once it has arrived; raises the daemon's refusal."""
         self._driver.check()
         match self._driver.core.take_offer(offer):
             case Offered(_, ticket):
@@ -184,7 +183,7 @@ class Session:
             f"no answer to the offer {offer!r} within {timeout} s; it is withdrawn, and its end comes by poll()",
         )
 
-    def _ask_status(self) -> int:
+    def _request_status(self) -> int:
         self._driver.check()
         call, frame = self._driver.core.status()
         self._driver.request(frame)

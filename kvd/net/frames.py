@@ -1,12 +1,12 @@
 """Frames on a Unix stream: a little-endian u32 length, then that many bytes; descriptors travel beside the bytes.
 
-The kernel hands descriptors over with the first byte of the message that they were sent with, and never reads past
-that message in one go. So descriptors that arrive with some bytes belong to the last frame that begins in them.
+The kernel delivers descriptors with the first byte of the `sendmsg` that carried them, and one read never goes past
+that `sendmsg`. So descriptors that arrive with some bytes belong to the last frame that begins in them.
 """
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvd import limits
@@ -14,21 +14,21 @@ from kvd.errors import BadRequest, ErrorCode
 
 HEADER: Final = struct.Struct("<I")
 MAX_DESCRIPTORS: Final = 4
-"""Descriptors beside one frame: a pool has one, device memory may need a few."""
+"""Descriptors with one frame: a pool has one, device memory may need a few."""
 
 
 class Frame(NamedTuple):
-    """One frame, and the descriptors that came with it: whoever has the frame closes them."""
+    """One frame, and the descriptors that came with it, which its receiver closes."""
 
     content: bytes
     descriptors: tuple[int, ...]
 
 
 def pack(content: bytes) -> bytes:
-    """`content` as it travels.
+    """Puts the header before `content`.
 
     Raises:
-        BadRequest: `TOO_LARGE`, above the bound on a message.
+        BadRequest: `TOO_LARGE`, it is above the bound on a message.
 
     """
     if len(content) > limits.MAX_MESSAGE_BYTES:
@@ -37,10 +37,7 @@ def pack(content: bytes) -> bytes:
 
 
 class FrameSplitter:
-    """Bytes as they arrive in, frames of at most `bound` bytes out.
-
-    Owns every descriptor until the frame that it came with is out.
-    """
+    """Splits a stream into frames of at most `bound` bytes; owns each descriptor until its frame is complete."""
 
     def __init__(self, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
         self._bound = bound
@@ -49,16 +46,15 @@ class FrameSplitter:
 
     @property
     def unfinished(self) -> int:
-        """Bytes of a frame that has not ended."""
+        """Bytes of the incomplete frame."""
         return len(self._bytes)
 
     def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> list[Frame]:
         """The frames that `data` completes.
 
         Raises:
-            BadRequest: `TOO_LARGE`, a length above the bound (random bytes mostly are one); `BAD_MESSAGE`, more
-                descriptors than a frame may have. Nothing on this stream can be trusted any more; every descriptor
-                that was not handed out is closed.
+            BadRequest: `TOO_LARGE`, a length above the bound (as random bytes usually are); `BAD_MESSAGE`, more
+                descriptors than a frame may have. Drop the stream; every descriptor not returned before is closed.
 
         """
         arrived = tuple(descriptors)
@@ -66,7 +62,7 @@ class FrameSplitter:
         self._bytes += data
         try:
             while (content := self._next()) is not None:
-                # What arrived just now is for a later frame as long as a later one has begun.
+                # The new descriptors belong to a later frame if one has begun.
                 if arrived and not self._bytes:
                     self._keep(arrived)
                     arrived = ()
@@ -78,14 +74,14 @@ class FrameSplitter:
                 if descriptor not in self._descriptors:
                     os.close(descriptor)
             for frame in frames:
-                _close(frame.descriptors)
+                close_descriptors(frame.descriptors)
             self.close()
             raise
         return frames
 
     def close(self) -> None:
-        """Closes the descriptors of a frame that never came to its end."""
-        _close(self._descriptors)
+        """Closes the descriptors of the incomplete frame."""
+        close_descriptors(self._descriptors)
         self._descriptors = ()
         self._bytes.clear()
 
@@ -111,6 +107,7 @@ class FrameSplitter:
             )
 
 
-def _close(descriptors: tuple[int, ...]) -> None:
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Closes each of them."""
     for descriptor in descriptors:
         os.close(descriptor)

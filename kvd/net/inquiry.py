@@ -1,4 +1,4 @@
-"""How an operator's command asks a daemon: one connection to the session socket, no pool, no attach."""
+"""Queries a daemon for an operator's command: a connection to the session socket, without a pool."""
 
 import os
 import select

@@ -1,6 +1,6 @@
-"""What actors ask of the sockets, and what the sockets tell them.
+"""The interface between actors and sockets: events in, calls out.
 
-Actors see bytes and names of connections, never a socket; the simulator implements the same ports in memory.
+Actors see bytes and numbers of connections, never a socket; the simulator implements the same ports in memory.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from msgspec import Struct
 from kvd.errors import KvdError
 
 EVERY_POOL: Final = ("*",)
-"""The patterns of the pools that a peer may read where its line in the allow-list names none."""
+"""The pools that a peer may read if its line in the allow-list names none."""
 
 
 class SessionOpened(Struct, frozen=True, gc=False):
-    """A process connected to the session socket; the kernel says who it is (SO_PEERCRED)."""
+    """A process connected to the session socket; its ids are from the kernel (SO_PEERCRED)."""
 
     connection: int
     pid: int
@@ -24,7 +24,7 @@ class SessionOpened(Struct, frozen=True, gc=False):
 
 
 class SessionFrame(Struct, frozen=True, gc=False):
-    """One frame on a session, with the descriptors that came along. Whoever handles it closes them."""
+    """One frame on a session, with the descriptors that came along; the receiver closes them."""
 
     connection: int
     frame: bytes
@@ -34,7 +34,7 @@ class SessionFrame(Struct, frozen=True, gc=False):
 class SessionClosed(Struct, frozen=True):
     """The process at the other end closed the session or is gone.
 
-    Where `error` is set we hung up on it (and told it why): what it sent was no frame, or there was no room for it.
+    If `error` is set, we hung up and told it why: it did not send valid frames, or there was no room for them.
     """
 
     connection: int
@@ -42,12 +42,12 @@ class SessionClosed(Struct, frozen=True):
 
 
 class WorkerFrame(Struct, frozen=True, gc=False):
-    """One ZMQ frame of a worker; `session` is its routing id, which `Attached` gave it."""
+    """One ZMQ message of a worker, empty for invalid bytes; `session` is its routing id, from `Attached`."""
 
     session: bytes
     frame: bytes
     uid: int
-    """The user it comes from, as the kernel says; -1 where that is not known."""
+    """The sending process's user, from the kernel."""
 
 
 class PeerAsked(Struct, frozen=True, gc=False):
@@ -56,7 +56,7 @@ class PeerAsked(Struct, frozen=True, gc=False):
     sender: bytes
     frame: bytes
     key: str = ""
-    """The public key that it has proved, in hexadecimal; empty without CURVE."""
+    """The public key that it proved, in hexadecimal; empty without CURVE."""
 
 
 class PeerAnswered(Struct, frozen=True, gc=False):
@@ -71,14 +71,14 @@ PeerEvent = PeerAsked | PeerAnswered
 
 
 class Intake(Protocol):
-    """Whether the daemon keeps up with what its sockets deliver: whoever reads one asks before each frame."""
+    """Back pressure: readers of sockets ask before each frame whether the daemon keeps up."""
 
     def admits(self, again: Callable[[], None]) -> bool:
-        """Whether one more frame may be taken in; where not, `again` is called on the loop once one may."""
+        """Whether one more frame may be taken in; if not, `again` is called on the loop once it may."""
 
 
 class Open:
-    """The `Intake` of a socket whose frames cost no more than to read them."""
+    """An `Intake` that admits everything."""
 
     def admits(self, again: Callable[[], None]) -> bool:  # noqa: ARG002
         """Always."""
@@ -99,16 +99,16 @@ class WorkerPort(Protocol):
         """Binds and listens; `on_event` is called on the loop, as often as `intake` admits it."""
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Sends a frame, with duplicates of `descriptors` and of our process's; a closed session is ignored."""
+        """Sends a frame with duplicates of `descriptors` and of our own pidfd; a closed session is ignored."""
 
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
-        """Closes descriptors that came along with a frame that nobody wants."""
+        """Closes the descriptors of a frame that is not used."""
 
     def send(self, session: bytes, frame: bytes) -> bool:
-        """Sends a frame to a worker; False where its queue is full or it is not connected."""
+        """Sends a frame to a worker; False if its queue is full or it is not connected."""
 
     def close(self) -> None:
         """Closes the sockets and removes their files."""
@@ -128,19 +128,18 @@ class PeerPort(Protocol):
         """Opens a link to a daemon; connects in the background and again after a loss.
 
         Raises:
-            BadRequest: `BAD_TICKET`, the address is not one that ZMQ understands; `NOT_PERMITTED`, its daemon is not
-                one that we trust.
+            BadRequest: `BAD_TICKET`, the address is invalid; `NOT_PERMITTED`, we do not trust its daemon.
 
         """
 
     def ask(self, link: int, frame: bytes) -> bool:
-        """Sends a frame on a link; False where its queue is full."""
+        """Sends a frame on a link; False if its queue is full."""
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
-        """Sends a frame to a daemon that connected to us; False where its queue is full or it is gone."""
+        """Sends a frame to a daemon that connected to us; False if its queue is full or it is gone."""
 
     def disconnect(self, link: int) -> None:
-        """Closes a link and drops what waits on it."""
+        """Closes a link and drops its unsent frames."""
 
     def close(self) -> None:
         """Closes everything."""

@@ -1,10 +1,10 @@
-"""CURVE keys: a daemon's own pair in a file that only it may read, and the list of those whose word counts.
+"""CURVE keys: a daemon's own pair, in a file that only it may read, and the allow-list of its peers.
 
 Keys are written as 64 hexadecimal digits. A key file has two lines, `public = ...` and `secret = ...`. An allow-list
-has a line for each daemon, `<public key> <name>`, with the name that the daemon is configured with. A name that ends in
-`*` stands for all that begin so, for replicas that share a key and draw their names, as pods do; but a daemon that has
-a line of its own, or one that covers its name more closely, has the key of that line only. Names of pools may follow,
-or patterns of them (`prefill.*`): then it may read these and no others. Empty lines and `#` comments are skipped.
+has a line `<public key> <name> [pool ...]` for each daemon, with its configured name. A name that ends in `*` covers
+all names with that prefix, for replicas that share a key and have generated names, such as pods; the most specific line
+that covers a name is the only one that counts for it. If names of pools or patterns (`prefill.*`) follow, the daemon
+may read only these. Empty lines and `#` comments are skipped.
 """
 
 import os
@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\*?")
 
 
 class Allowed(NamedTuple):
-    """A daemon whose word counts, and patterns of the names of the pools that it may read."""
+    """A daemon on the allow-list, and name patterns of the pools that it may read."""
 
     name: str
     pools: tuple[str, ...] = EVERY_POOL
@@ -53,10 +53,10 @@ def generate() -> KeyPair:
 
 
 def save(pair: KeyPair, path: Path) -> None:
-    """Writes a key file of mode 0600.
+    """Writes a key file with mode 0600.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, there is a file already, or none can be made there.
+        BadRequest: `BAD_CONFIG`, the file exists or cannot be written.
 
     """
     head = f"# A secret of this daemon: it never leaves this host.\npublic = {pair.public.hex()}\n"
@@ -76,12 +76,12 @@ def load(path: Path) -> KeyPair:
     """Reads a key file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, there is none, others may read it, or it is no key file of `kvd keys generate`.
+        BadRequest: `BAD_CONFIG`, it is missing, readable by others, or not a key file of `kvd keys generate`.
 
     """
     text, status = _read(path, MAX_KEY_FILE_BYTES)
     mode = stat.S_IMODE(status.st_mode)
-    # Secrets of Kubernetes and of systemd belong to root and are lent to the daemon's group.
+    # Secrets of Kubernetes and systemd belong to root and are readable by the daemon's group.
     lent = status.st_uid == 0 and os.geteuid() != 0
     if mode & (0o037 if lent else 0o077):
         text = f"{path} has mode {mode:04o}: others may read the secret key; run `chmod 600 {path}`"
@@ -96,10 +96,10 @@ def load(path: Path) -> KeyPair:
 
 
 def load_allowed(path: Path) -> dict[bytes, Allowed]:
-    """Reads an allow-list: daemons by public key.
+    """Reads an allow-list into daemons by public key.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, naming the line that is no `<key> <name> [pool ...]`, or says a key or a name again.
+        BadRequest: `BAD_CONFIG`, others may write the file, or a line (named) is malformed or repeats a key or name.
 
     """
     allowed: dict[bytes, Allowed] = {}
@@ -125,18 +125,18 @@ def load_allowed(path: Path) -> dict[bytes, Allowed]:
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether a name of an allow-list is that of this daemon."""
+    """Whether an allow-list's name or pattern covers `name`."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def _read(path: Path, bound: int) -> tuple[str, os.stat_result]:
-    """Text and status, of one and the same file."""
+    """The text and status of one open file."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(bound + 1)
             if len(content) > bound:
-                raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes, which is no honest list")
+                raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes; is it the right file?")
             return content.decode(), status
     except OSError as error:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error

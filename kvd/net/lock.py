@@ -1,4 +1,4 @@
-"""One daemon for one socket path: a lock that the kernel drops when its holder dies."""
+"""Allows one daemon per socket path, by a lock that the kernel drops when its holder dies."""
 
 import fcntl
 import os
@@ -11,8 +11,8 @@ class PathLock:
     """Holds `path` + `.lock` for this process, until `release` or death.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, another process holds it, something that is no socket lies at `path`, or the folder or
-            the lock's file is another user's, who could lead us to a file of ours or serve in our place.
+        BadRequest: `BAD_CONFIG`, another process holds it, `path` exists and is no socket, or the folder or the lock's
+            file belongs to another user, who could redirect us or serve in our place.
 
     """
 

@@ -1,14 +1,14 @@
 """The sockets between daemons: one ROUTER that peers connect to, one DEALER for each peer that we connect to.
 
-An address says where a daemon is and, with CURVE, whose word counts there: `tcp://host:port#<public key>`, the key in
-64 hexadecimal digits. Tickets carry it whole, so that a peer is known by both: a ticket that names a daemon's place
-with another's key is about another peer, and spoils nothing for the tickets that name the right one.
+With CURVE, an address includes the daemon's public key: `tcp://host:port#<64 hexadecimal digits>`. Tickets carry all
+of it, and place and key together identify a peer: a ticket with the right place and a wrong key is about another peer,
+so it cannot harm tickets that name the right one.
 
-On a Unix socket, `ipc:///path.peers`, no key is needed: the kernel says which user is at the other end, and both ends
-talk to daemons of their own user only.
+A Unix socket, `ipc:///path.peers`, needs no key: the kernel says which user is at the other end, and both ends talk
+only to daemons of their own user.
 
-Each link has a routing id of its own, `<daemon>#<incarnation>#<token>`: two links to one daemon do not take the
-connection from each other, and nobody else can, who would have to guess the token.
+Each link has its own routing id, `<daemon>#<incarnation>#<token>`, so that two links to one daemon do not take over
+each other's connection; others cannot either, as they would have to guess the token.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ _ADDRESS = re.compile(
     r"(#(?P<key>[0-9a-f]{64}))?"
 )
 _TCP_WITHOUT_KEYS = (
-    "is reached over TCP, where nobody says who answers; give both daemons `curve_key` and `curve_peers`, and this one "
-    "`listen` at tcp://, or that and `--insecure` where everybody on the network is trusted"
+    "is reached over TCP, where nothing proves who answers; give both daemons `curve_key` and `curve_peers`, and this "
+    "one `listen` at tcp://, or that and `--insecure` if everybody on the network is trusted"
 )
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 _OWN_SOCKETS = 8
-"""Of a context, beside those of links: for peers, the ZAP handler, monitors."""
+"""Sockets of a context besides the links: for peers, the ZAP handler, monitors."""
 DESCRIPTORS_PER_LINK = 4
 """The socket's own, its connection's, one for the peer's connection to us, and as many for everything else."""
 _SHARED_BYTES = 4096
-"""Longer answers lie in memory once, however many peers do not read them: they are welcomes."""
+"""Longer answers (welcomes) share one copy, however many peers leave them unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
     `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `identity`
-    names this daemon and its incarnation to every peer, 1 to 220 bytes. `advertise` is the address that peers use where
+    names this daemon and its incarnation to every peer, 1 to 220 bytes. `advertise` is the address that peers use, if
     it is not the bound one.
-    With `trust`, both ends of every connection prove a key that is allowed; `on_rejected` hears of those who do not.
-    Without, a daemon at a Unix socket connects to Unix sockets only; one at `tcp://` trusts its network.
+    With `trust`, both ends of every connection prove an allowed key; `on_rejected` is told about those that do not.
+    Without, a daemon at a Unix socket connects only to Unix sockets, and one at `tcp://` trusts its network.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PeerSockets:
 
     @property
     def address(self) -> str:
-        """Where peers reach us, with the key that we prove there; known once started."""
+        """Where peers reach us, with our public key; known once started."""
         if self._advertise is None:
             raise RuntimeError("the address is known once the sockets have started")
         return f"{self._advertise}#{self._trust.pair.public.hex()}" if self._trust else self._advertise
@@ -141,40 +141,40 @@ class PeerSockets:
         if self._path is not None:
             self._advertise = self._listen
         elif self._advertise is None:
-            # The host as it was given: the socket would name an IPv4 address the way IPv6 does.
+            # Keep the given host: the socket would spell an IPv4 address the IPv6 way.
             port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
             self._advertise = f"{self._listen.rpartition(':')[0]}:{port}"
 
     def _pump(self, socket: "zmq.Socket[bytes]", on_event: Callable[[PeerEvent], None]) -> SocketPump:
-        def asked(parts: list[bytes], key: str = "") -> None:
-            # One part is the sender; a message in several parts is nobody's, and an empty frame is refused as that.
+        def received(parts: list[bytes], key: str = "") -> None:
+            # The first part is the sender. A message in several parts is invalid, as is the empty frame in its place.
             on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b"", key))
 
-        def asked_with_key(parts: list[bytes]) -> None:
+        def received_with_key(parts: list[bytes]) -> None:
             key = parts.pop().decode()
             if self._may_speak(parts[0], key):
-                asked(parts, key)
+                received(parts, key)
 
-        def asked_by_user(parts: list[bytes]) -> None:
+        def received_by_user(parts: list[bytes]) -> None:
             if self._is_ours(user_of(parts.pop())):
-                asked(parts)
+                received(parts)
 
         if self._trust is not None:
-            return SocketPump(socket, asked_with_key, witness="User-Id", intake=self._intake)
+            return SocketPump(socket, received_with_key, witness="User-Id", intake=self._intake)
         if self._path is not None:
-            return SocketPump(socket, asked_by_user, witness=WITNESS, intake=self._intake)
-        return SocketPump(socket, asked, intake=self._intake)
+            return SocketPump(socket, received_by_user, witness=WITNESS, intake=self._intake)
+        return SocketPump(socket, received, intake=self._intake)
 
     def _is_ours(self, user: int) -> bool:
-        """Whether a message over a Unix socket counts: it comes from a process of our own user."""
+        """Whether a message over a Unix socket comes from our own user; reports it if not."""
         if user == os.geteuid():
             return True
         self._on_rejected(Rejection(Reason.OTHER_USER, address=f"user {user}"))
         return False
 
     def _may_speak(self, sender: bytes, key: str) -> bool:
-        """Whether a message counts: its key is still allowed, and is that of the daemon it speaks for."""
-        assert self._trust is not None  # noqa: S101 - nobody is asked for a key without it
+        """Whether a message's key is still allowed and belongs to the daemon it names; reports it if not."""
+        assert self._trust is not None  # noqa: S101 - only called with it
         if self._trust.speaks_for(key, sender.partition(b"#")[0].decode(errors="replace")):
             return True
         known = self._trust.name_of(bytes.fromhex(key)) is not None
@@ -185,10 +185,10 @@ class PeerSockets:
         """Opens a link to a daemon; connects in the background and again after a loss.
 
         Raises:
-            BadRequest: `BAD_TICKET`, the address is not `tcp://host:port`, with a `#key` where we use CURVE and none
-                where we do not; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
-                user's daemon on this host, or one that only TCP reaches although we are one of this host.
-            Unavailable: `OVERLOADED`, the process has no room for another socket.
+            BadRequest: `BAD_TICKET`, the address is malformed, or has a `#key` although we do not use CURVE or none
+                although we do; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
+                user's daemon on this host, or one reached over TCP while we listen on a Unix socket.
+            Unavailable: `OVERLOADED`, no socket can be made for another peer.
 
         """
         on_event = self._on_event
@@ -211,17 +211,17 @@ class PeerSockets:
             raise BadRequest(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
         link = next(self._numbers)
 
-        def answered(parts: list[bytes]) -> None:
+        def received(parts: list[bytes]) -> None:
             ours = not by_user or self._is_ours(user_of(parts.pop()))
             if ours and self._still_allowed(key):
                 on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
 
-        pump = SocketPump(socket, answered, witness=WITNESS if by_user else "", intake=self._intake)
+        pump = SocketPump(socket, received, witness=WITNESS if by_user else "", intake=self._intake)
         self._links[link] = _Link(pump, key)
         return link
 
     def _new_dealer(self) -> "zmq.Socket[bytes]":
-        """A socket for a link, where there is room for one: sessions and metrics need descriptors, too."""
+        """Makes a link's socket, but leaves descriptors for sessions and metrics."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self._links) >= most // DESCRIPTORS_PER_LINK:
             text = f"{len(self._links)} peers are as many as {most} open files allow; raise LimitNOFILE (ulimit -n)"
@@ -232,7 +232,7 @@ class PeerSockets:
             raise Unavailable(ErrorCode.OVERLOADED, f"no socket for another peer: {error}") from error
 
     def _server_key(self, match: re.Match[str]) -> bytes | None:
-        """The key that the daemon at an address has to prove."""
+        """The key that the daemon at an address has to prove; None without CURVE."""
         place, text = match["place"], match["key"]
         if self._trust is None:
             if text is None:
@@ -254,23 +254,23 @@ class PeerSockets:
         return self._trust is None or (key is not None and self._trust.name_of(key) is not None)
 
     def ask(self, link: int, frame: bytes) -> bool:
-        """Sends a frame on a link; False where its queue is full, it is closed, or its key is not allowed any more."""
+        """Sends a frame on a link; False if its queue is full, it is closed, or its key is no longer allowed."""
         known = self._links.get(link)
         return known is not None and self._still_allowed(known.key) and known.pump.send([frame])
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
-        """Sends a frame to a daemon that connected to us; False where its queue is full or it is gone."""
+        """Sends a frame to a daemon that connected to us; False if its queue is full or it is gone."""
         content = frame if len(frame) < _SHARED_BYTES else self._shared(frame)
         return self._router is not None and self._router.send([sender, content])
 
     def disconnect(self, link: int) -> None:
-        """Closes a link and drops what waits on it; an unknown one is ignored."""
+        """Closes a link and drops its unsent frames; ignores an unknown one."""
         known = self._links.pop(link, None)
         if known is not None:
             known.pump.close(linger_ms=0)
 
     def close(self) -> None:
-        """Closes everything, after at most the linger time of `kvd.net.options`."""
+        """Closes everything, after at most `kvd.net.options.LINGER_MS`."""
         for link in self._links.values():
             link.pump.close()
         self._links.clear()
@@ -295,7 +295,7 @@ class PeerSockets:
 
 
 def _shared(frame: bytes) -> zmq.Frame:
-    """A frame that libzmq sends again and again without a copy for each."""
+    """A frame that libzmq sends to many peers without a copy for each."""
     return zmq.Frame(frame, copy=True)
 
 
@@ -307,7 +307,7 @@ def _check_own(address: str) -> re.Match[str]:
 
 
 def _check_user(path: str) -> None:
-    """Asks the kernel who listens at `path`; where nobody does yet, each answer will say."""
+    """Refuses a path where another user listens; if nobody does yet, each answer is checked instead."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

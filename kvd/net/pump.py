@@ -1,8 +1,8 @@
-"""A ZMQ socket driven by an asyncio loop, without a task or a future per message.
+"""Drives a ZMQ socket from an asyncio loop, without a task or a future per message.
 
-ZMQ's descriptor is edge-triggered: it says that something may have changed, once. So whoever touched the socket must
-look again before relying on the descriptor: after a wake-up the pump receives until there is nothing, and after a send
-(which takes in what arrived meanwhile) it asks whether there is something to receive.
+ZMQ's descriptor is edge-triggered: it reports once that something may have changed. So after each use of the socket the
+pump has to check it again: after a wake-up it receives until nothing is left, and after a send (which takes in what
+arrived meanwhile) it checks if there is something to receive.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from kvd.net.interface import OPEN, Intake
 from kvd.net.options import is_readable
 
 RECEIVES_PER_WAKE: Final = 64
-"""Messages taken in before the loop's other work, and other sockets, get their turn."""
+"""Messages received before the loop's other work gets its turn."""
 
 BYTES_PER_WAKE: Final = 4 * MIB
-"""The same, in bytes: to decode a ticket of 11 MiB takes 50 ms, and timers waited for 64 of them."""
+"""The same, in bytes: decoding a ticket of 11 MiB takes 50 ms, and timers waited for 64 of them."""
 
-_NOBLOCK: Final = int(zmq.NOBLOCK)  # as ints: to compute with pyzmq's flags takes as long as to send
+_NOBLOCK: Final = int(zmq.NOBLOCK)  # as ints: combining pyzmq's flags takes as long as sending
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class SocketPump:
     """Calls `on_message` with the parts of each message that arrives on `socket`, which it owns from now on.
 
-    It takes a message in when `intake` admits it. Where there are many senders (ROUTER), libzmq takes one message of
-    each in turn, so each has the same share of what is admitted.
+    Each message waits until `intake` admits it. Of many senders (ROUTER), libzmq takes one message each in turn, so
+    each gets the same share.
 
-    With `witness`, a property of libzmq's such as `User-Id`, what the connection was found to have there is
-    appended as one more part, empty where it was not found: it is known from the connection, no message can claim it.
+    If `witness` names a libzmq property such as `User-Id`, its value is appended as one more part, empty if there is
+    none. It belongs to the connection; no message can forge it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SocketPump:
         self._look_again()
 
     def send(self, parts: Sequence[bytes | zmq.Frame]) -> bool:
-        """Sends without blocking; False where the queue is full or (ROUTER) nobody has that routing id."""
+        """Sends without blocking; False if the queue is full or (ROUTER) nobody has that routing id."""
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _MORE)
@@ -70,7 +70,7 @@ class SocketPump:
         return True
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Closes the socket; what waits in it is sent for `linger_ms` more (the socket's own option where None)."""
+        """Closes the socket after sending for at most `linger_ms` (None: the socket's own option)."""
         if self._socket.closed:
             return
         self._loop.remove_reader(self._descriptor)
@@ -97,7 +97,7 @@ class SocketPump:
     def _take(self) -> list[bytes]:
         if not self._witness:
             return self._socket.recv_multipart(zmq.NOBLOCK)
-        # A ROUTER's first part as bytes: a frame costs more, and the sender's id has no properties.
+        # A ROUTER's first part, the sender's id, has no properties; bytes cost less than a Frame.
         parts = [self._socket.recv(zmq.NOBLOCK)] if self._routes else []
         more = True
         while more:
@@ -106,7 +106,7 @@ class SocketPump:
             more = frame.more
         try:
             witness = str(frame.get(self._witness))
-        except zmq.ZMQError:  # whoever speaks an old ZMTP has no properties
+        except zmq.ZMQError:  # old versions of ZMTP have no properties
             witness = ""
         return [*parts, witness.encode()]
 

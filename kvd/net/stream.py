@@ -1,4 +1,4 @@
-"""A Unix stream socket that never blocks, speaking frames: both ends of a session use it."""
+"""Frames over a non-blocking Unix stream socket; both ends of a session use it."""
 
 import array
 import os
@@ -8,15 +8,15 @@ from typing import Final
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
+from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, close_descriptors, pack
 
 RECEIVE_BYTES: Final = 16 * 1024
-"""In one read. As many empty frames as fit take 18 times as much memory, for each session."""
+"""Bytes per read. As many empty frames as fit take 18 times as much memory, for each session."""
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
 class FrameStream:
-    """Frames over `sock`, which it owns from now on; those that arrive have `bound` bytes at most."""
+    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes."""
 
     def __init__(self, sock: socket.socket, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(False)
@@ -31,20 +31,20 @@ class FrameStream:
 
     @property
     def waiting(self) -> int:
-        """Bytes that the kernel did not take yet: where there are any, watch for writability and `flush`."""
+        """Bytes that the kernel has not taken yet: if there are any, `flush` when the socket is writable."""
         return self._outgoing_bytes
 
     @property
     def unfinished(self) -> int:
-        """Bytes that arrived of a frame whose end did not."""
+        """Bytes received of an incomplete frame."""
         return self._splitter.unfinished
 
     def send(self, content: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Sends a frame, and duplicates of `descriptors` beside it, as far as the kernel takes it now.
+        """Sends a frame and duplicates of `descriptors`, as far as the kernel takes them now.
 
         Raises:
             BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
-            OSError: the connection is gone.
+            OSError: the connection is gone; what waited is dropped.
 
         """
         data = pack(content)
@@ -56,7 +56,7 @@ class FrameStream:
         """Sends what waits, as far as the kernel takes it now.
 
         Raises:
-            OSError: the connection is gone.
+            OSError: the connection is gone; what waited is dropped.
 
         """
         while self._outgoing:
@@ -65,7 +65,10 @@ class FrameStream:
                 sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
             except BlockingIOError:
                 return
-            _close(descriptors)
+            except OSError:
+                self._drop_outgoing()
+                raise
+            close_descriptors(descriptors)
             self._outgoing_bytes -= sent
             if sent == len(data):
                 self._outgoing.popleft()
@@ -73,10 +76,10 @@ class FrameStream:
                 self._outgoing[0] = (data[sent:], ())
 
     def receive(self) -> list[Frame] | None:
-        """The frames that one read completes, perhaps none; None where the other end is gone.
+        """The frames that one read completes, perhaps none; None if the other end is gone.
 
         Raises:
-            BadRequest: what arrived is no frame (`FrameSplitter.feed`); the stream is of no use any more.
+            BadRequest: not a frame (`FrameSplitter.feed`); close the stream.
 
         """
         try:
@@ -90,7 +93,7 @@ class FrameStream:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
         if flags & socket.MSG_CTRUNC:
-            _close(tuple(descriptors))
+            close_descriptors(tuple(descriptors))
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"more than {MAX_DESCRIPTORS} descriptors with one frame")
         if not data:
             return None
@@ -98,14 +101,12 @@ class FrameStream:
 
     def close(self) -> None:
         """Closes the socket and every descriptor that is still here."""
-        for _data, descriptors in self._outgoing:
-            _close(descriptors)
-        self._outgoing.clear()
-        self._outgoing_bytes = 0
+        self._drop_outgoing()
         self._splitter.close()
         self._socket.close()
 
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    def _drop_outgoing(self) -> None:
+        for _data, descriptors in self._outgoing:
+            close_descriptors(descriptors)
+        self._outgoing.clear()
+        self._outgoing_bytes = 0

@@ -1,8 +1,8 @@
-"""Who may talk to a daemon: CURVE on both ends of every socket between daemons, and our own ZAP handler.
+"""Decides which daemons may connect: CURVE on every socket between daemons, with our own ZAP handler.
 
-A connection stands only if the other end has the secret of a key on our allow-list, whichever end connected. That is
-asked once, at the connection; because a key may leave the list while its connection stands, and because one allowed
-daemon must not speak for another, every message that arrives is asked for its key again (`Trust.speaks_for`).
+Both ends of a connection must prove a key on the other's allow-list. libzmq checks that once per connection; since a
+key may leave the list meanwhile, and one allowed daemon must not speak for another, the key of every message is checked
+again (`Trust.speaks_for`).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,34 +21,34 @@ _ZAP_VERSION: Final = b"1.0"
 
 
 class Reason(StrEnum):
-    """Why somebody was not let in: a label of a metric, so there are few."""
+    """Why a connection or message was rejected. A metric's label, so there are few."""
 
     UNKNOWN_KEY = "unknown_key"
-    """has a key that is not on the allow-list"""
+    """its key is not on the allow-list"""
     WRONG_NAME = "wrong_name"
-    """is allowed, and speaks in another daemon's name"""
+    """its key is allowed, but for another daemon's name"""
     OTHER_USER = "other_user"
-    """runs as another user, and came over a Unix socket"""
+    """it came over a Unix socket and runs as another user"""
     NO_HANDSHAKE = "no_handshake"
-    """came as far as no key: speaks NULL or PLAIN security, took us for another daemon, or sent garbage"""
+    """it failed before showing a key: NULL or PLAIN security, our key unknown to it, or garbage"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Somebody was not let in."""
+    """A rejected connection or message."""
 
     reason: Reason
     key: str = ""
-    """In hexadecimal, where the other end has shown one."""
+    """In hexadecimal; empty if the other end showed none."""
     address: str = ""
-    """Where it came from, where libzmq says so: an IP address, or a user."""
+    """An IP address or user, if known."""
 
 
 OnRejected = Callable[[Rejection], None]
 
 
 class Trust:
-    """Our own key, and the daemons that are allowed, by public key. We always allow ourselves, and all our pools."""
+    """Our own key, and the allowed daemons by public key. We always allow ourselves, with all pools."""
 
     def __init__(self, pair: KeyPair, name: str, allowed: Mapping[bytes, Allowed]) -> None:
         self.pair = pair
@@ -56,7 +56,7 @@ class Trust:
         self.replace(allowed)
 
     def replace(self, allowed: Mapping[bytes, Allowed]) -> None:
-        """Another allow-list holds from now on, for connections that stand as well."""
+        """Replaces the allow-list, for existing connections too."""
         own = allowed[self.pair.public].name if self.pair.public in allowed else self._own
         self._allowed = {**allowed, self.pair.public: Allowed(own if covers(own, self._own) else self._own)}
         self._exact = {known.name: key for key, known in self._allowed.items() if not known.name.endswith("*")}
@@ -64,7 +64,7 @@ class Trust:
         self._patterns = sorted(patterns, key=lambda pattern: -len(pattern[0]))
 
     def pools_of(self, key: str) -> tuple[str, ...]:
-        """Patterns of the pools that the daemon with `key` (hexadecimal) may read; none where it is not allowed."""
+        """Patterns of the pools that the daemon with `key` (hexadecimal) may read; empty if it is not allowed."""
         known = self._allowed.get(bytes.fromhex(key))
         return known.pools if known else ()
 
@@ -83,25 +83,25 @@ class Trust:
         return next((key for prefix, key in self._patterns if name.startswith(prefix)), None)
 
     def speaks_for(self, key: str, name: str) -> bool:
-        """Whether `key` (hexadecimal) is that of the daemon called `name`."""
+        """Whether `key` (hexadecimal) belongs to the daemon called `name`."""
         return self.key_of(name) == bytes.fromhex(key)
 
     def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
-        """Makes a socket that is not bound yet accept CURVE connections that the ZAP handler allows, and no others."""
+        """Makes an unbound socket accept only CURVE connections that the ZAP handler allows."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: "zmq.Socket[bytes]", server: bytes) -> None:
-        """Makes a socket that is not connected yet talk to the daemon with the public key `server`, and no other."""
+        """Makes an unconnected socket talk only to the daemon with the public key `server`."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.pair.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret)
 
 
 class ZapHandler:
-    """Answers libzmq's question for each new connection of `context`: may this key come in?"""
+    """Tells libzmq for each new connection of `context` whether its key is allowed."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", trust: Trust, on_rejected: OnRejected) -> None:
         self._trust = trust
@@ -109,13 +109,13 @@ class ZapHandler:
         socket = context.socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(ZAP_ENDPOINT)
-        self._pump = SocketPump(socket, self._asked)
+        self._pump = SocketPump(socket, self._authenticate)
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Stops answering, so no further connection is accepted."""
         self._pump.close()
 
-    def _asked(self, parts: list[bytes]) -> None:
+    def _authenticate(self, parts: list[bytes]) -> None:
         """RFC 27: version, request id, domain, address, routing id, mechanism, credentials."""
         key = parts[6] if len(parts) == 7 and parts[5] == b"CURVE" and parts[2] == ZAP_DOMAIN else b""
         number = parts[1] if len(parts) > 1 else b""
@@ -131,7 +131,7 @@ _HANDSHAKE_FAILURES: Final = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HAN
 
 
 class HandshakeMonitor:
-    """Hears from libzmq who failed the handshake before any key could be asked for."""
+    """Reports connections that failed the handshake before showing a key."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_rejected: OnRejected) -> None:
         self._on_rejected = on_rejected
@@ -139,10 +139,10 @@ class HandshakeMonitor:
         self._pump = SocketPump(socket.get_monitor_socket(_HANDSHAKE_FAILURES), self._failed)
 
     def close(self) -> None:
-        """Hears no more; call it before the watched socket is closed."""
+        """Stops; call it before the watched socket is closed."""
         self._watched.monitor(None, 0)
         self._pump.close(linger_ms=0)
 
     def _failed(self, _parts: list[bytes]) -> None:
-        # Why, libzmq says only if it has read the greeting before the other end gave up: not worth a label.
+        # libzmq knows the reason only if it read the greeting before the other end gave up: not worth a label.
         self._on_rejected(Rejection(Reason.NO_HANDSHAKE))

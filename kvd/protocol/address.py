@@ -1,7 +1,4 @@
-"""What the address of a daemon says about who can reach it.
-
-It is `tcp://host:port`, or for daemons of the same host `ipc:///path`, a Unix socket; with CURVE `#<key>` follows.
-"""
+"""Reads daemon addresses: `tcp://host:port`, or `ipc:///path` for daemons of one host; with CURVE `#<key>` follows."""
 
 import ipaddress
 from typing import Final
@@ -15,12 +12,12 @@ def host_of(address: str) -> str:
 
 
 def is_unix(address: str) -> bool:
-    """Whether it is a Unix socket's: the kernel says which user is at the other end."""
+    """Whether the address is a Unix socket, where the kernel says which user is at the other end."""
     return address.startswith("ipc://")
 
 
 def is_local(address: str) -> bool:
-    """Whether only processes of the daemon's own host can reach it: a Unix socket, or loopback."""
+    """Whether only processes on the daemon's own host can reach it: a Unix socket, or loopback."""
     host = host_of(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -29,10 +26,10 @@ def is_local(address: str) -> bool:
 
 
 def key_of(address: str) -> str:
-    """The public key that the daemon there proves, in hexadecimal; empty without CURVE."""
+    """The daemon's public key in hexadecimal; empty without CURVE."""
     return address.partition("#")[2]
 
 
 def is_everywhere(address: str) -> bool:
-    """Whether it stands for every address of a host: good to listen on, and nowhere to connect to."""
+    """Whether it means every address of a host: one to listen on, not to connect to."""
     return host_of(address) in _EVERY_HOST

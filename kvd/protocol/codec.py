@@ -1,4 +1,4 @@
-"""Bytes to messages and back. Garbage is decoded to a message or raises `BadRequest`; there is no third way."""
+"""Encodes and decodes messages. Any bytes either decode to a valid message or raise `BadRequest`."""
 
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,7 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Decodes the frames that one kind of sender may send."""
+    """Decodes the frames of one kind of sender."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)
@@ -29,7 +29,7 @@ class Decoder(Generic[T]):
         """The message in `frame`.
 
         Raises:
-            BadRequest: `TOO_LARGE` above the bound on a frame, `BAD_MESSAGE` for anything that is no message.
+            BadRequest: `TOO_LARGE` above the bound on a frame, `BAD_MESSAGE` for anything that is not a message.
 
         """
         if len(frame) > limits.MAX_MESSAGE_BYTES:

@@ -1,8 +1,8 @@
-"""Messages between two daemons: the consumer's asks, the producer's answers.
+"""Messages between two daemons: the consumer's requests, the producer's answers.
 
-The consumer's daemon connects; answers travel back over the same connection. Every ask may be sent twice (after a
-lost answer) and is answered the same both times. `claim` is a number of the consumer's own, never used twice within
-one incarnation.
+The consumer's daemon connects; answers return over the same connection. A request may be sent twice (if the answer was
+lost) and gets the same answer both times. The consumer picks the `claim` numbers and uses none twice in one
+incarnation.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ from kvd.protocol.types import VERSION, Code, Count, Message, Name, Proof, Reque
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Who is asking. Answered by `Welcome`, or by `Refuse` with claim 0 where the versions differ."""
+    """Introduces the consumer. Answered by `Welcome`, or by `Refuse` with claim 0 if the versions differ."""
 
     daemon: Name
     incarnation: Count
@@ -24,18 +24,18 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Claim(Message, frozen=True, tag="claim"):
-    """Asks to read an offer. Waits at the producer where the offer may yet come; else `Grant` or `Refuse`.
+    """Asks to read an offer. Answered by `Grant` or `Refuse`, later if the offer may still arrive.
 
-    `consumer` names the consuming engine's request, `readers` is how many of its ranks will read this offer and
-    `reader` which of them asks: it has finished when all have. The claim lapses `ttl` seconds after it or its last
-    `Renew` arrived.
+    `consumer` names the consuming engine's request, `readers` is how many of its ranks will read this offer, and
+    `reader` which of them this is: the consumer has finished when all have. The claim lapses `ttl` seconds after it or
+    its last `Renew` arrived.
     """
 
     claim: Count
     pool: Name
     offer: RequestId
     incarnation: Count
-    """The producer's incarnation that the ticket names, and `generation` the lease's; 0 where it does not say."""
+    """The producer's incarnation according to the ticket; `generation` is the lease's. 0 if the ticket has none."""
     generation: Count
     proof: Proof
     consumer: RequestId
@@ -43,44 +43,47 @@ class Claim(Message, frozen=True, tag="claim"):
     readers: Annotated[int, Meta(ge=1, le=limits.MAX_RANKS)]
     ttl: Seconds
     serve: bool = True
-    """Whether the producer's transport has a part in the read and must answer promptly; not so on the same host."""
+    """Whether the producer's transport takes part in the read and must answer promptly; not on the same host."""
     traceparent: TraceParent | None = None
-    """The consumer's span, where it traces this transfer."""
+    """The consumer's trace span; None if it does not trace this transfer."""
 
 
 class Renew(Message, frozen=True, tag="renew"):
-    """These claims are still wanted. Answered only where some are not held any more, by one `Broken`."""
+    """These claims are still wanted. Answered by one `Broken` if some are no longer held, else not at all."""
 
     claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
 
 
 class Fence(Message, frozen=True, tag="fence"):
-    """The last byte has landed: was the lease held under this generation until now? `Held` (and let go) or `Broken`."""
+    """Asks if the lease was held under this generation until now, after the last byte landed.
+
+    Answered by `Held`, which also ends the claim, or by `Broken`.
+    """
 
     claim: Count
     generation: Count
     unclaimed: Claim | None = None
-    """The claim itself, where the ticket named the generation and no grant was waited for."""
+    """The claim itself, if it was not sent before: the ticket named the generation, so no grant was needed."""
 
 
 class Settle(Message, frozen=True, tag="settle"):
-    """Reads whose leases' stamps were found after the last byte: nothing is asked, but each reader has finished.
+    """Reports readers that have finished; the leases' stamps, read after the last byte, proved their reads.
 
-    Answered by `Settled`, whatever has become of the leases meanwhile.
+    Answered by `Settled`, whatever has become of the leases.
     """
 
     fences: Annotated[tuple[Fence, ...], Meta(max_length=limits.MAX_SETTLED)]
 
 
 class Release(Message, frozen=True, tag="release"):
-    """The claim is not wanted any more. Where `finished`, this reader will not come again; else it might."""
+    """The claim is no longer wanted. If `finished`, this reader will not claim again."""
 
     claim: Count
     finished: bool
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Are you there, and are you still the same?"""
+    """Checks that the producer lives and is the same incarnation."""
 
     number: Count
 
@@ -95,15 +98,15 @@ class PoolInfo(Message, frozen=True):
 
     pool: Name
     epoch: Count
-    """Changes whenever the pool is another one than before: new memory, new layout or a new registration."""
+    """Changes with the pool: new memory, a new layout or a new registration."""
     base: Annotated[bytes, Meta(min_length=8, max_length=8)]
-    """Address in the daemon, unsigned 64-bit little-endian."""
+    """Address in the daemon's process, unsigned 64-bit little-endian."""
     size: Count
     spec: Annotated[bytes, Meta(max_length=limits.MAX_SPEC_BYTES)]
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Who answers, the transport's metadata and the pools it registered."""
+    """Introduces the producer, with its transport's metadata and registered pools."""
 
     daemon: Name
     incarnation: Count
@@ -113,13 +116,13 @@ class Welcome(Message, frozen=True, tag="welcome"):
     pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=limits.MAX_POOLS)]
     version: int = VERSION
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
-    """The same for all daemons on one running kernel: the consumer expects a fast path to those on its own."""
+    """Identifies the running kernel: the consumer expects a fast path to daemons on its own."""
     stamps: Annotated[bytes, Meta(min_length=8, max_length=8)] = bytes(8)
-    """Address of the first stamp in the daemon, unsigned 64-bit little-endian; 0 where it has none."""
+    """Address of the first stamp in the daemon's process, unsigned 64-bit little-endian; 0 if it has none."""
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """The claim holds the lease of this generation; the blocks lie in the pool of this epoch of this incarnation."""
+    """The claim holds the lease of this generation; the blocks lie in this epoch of the pool."""
 
     claim: Count
     generation: Count
@@ -136,13 +139,13 @@ class Refuse(Message, frozen=True, tag="refuse"):
 
 
 class Held(Message, frozen=True, tag="held"):
-    """The lease was held without a break until the fence arrived; this reader has finished."""
+    """The lease was held until the fence arrived; this reader has finished."""
 
     claim: Count
 
 
 class Broken(Message, frozen=True, tag="broken"):
-    """These claims are not held (any more): what was read under them must not be used."""
+    """These claims are not held (any more): bytes read under them must not be used."""
 
     claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
     code: Code
@@ -150,13 +153,13 @@ class Broken(Message, frozen=True, tag="broken"):
 
 
 class Settled(Message, frozen=True, tag="settled"):
-    """These readers are known to have finished."""
+    """The producer has recorded that these readers finished."""
 
     claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_SETTLED)]
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """Answers `Ping`; another incarnation than before means that every claim is gone."""
+    """Answers `Ping`; a new incarnation means that every claim is gone."""
 
     number: Count
     incarnation: Count

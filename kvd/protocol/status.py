@@ -1,4 +1,4 @@
-"""A status, as its reader sees it: the JSON in `Status.report`. Fields that this version does not know are ignored."""
+"""The JSON in `Status.report`, as a reader decodes it; unknown fields are ignored."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A peer that the daemon connects to; `path` names the lanes of its bytes, `slow` why they are slow."""
+    """A peer that the daemon connects to; `path` names the transports of its bytes, `slow` why they are slow."""
 
     address: str
     daemon: str | None
@@ -28,7 +28,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):
-    """Offers that stand, how many are claimed, and claims that wait for an offer."""
+    """Active offers, how many are claimed, and claims that wait for an offer."""
 
     active: int
     claimed: int
@@ -37,7 +37,7 @@ class LeaseStatus(msgspec.Struct, frozen=True):
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """Pulls without an outcome, their transfers by state, and ended pulls that may still be written to."""
+    """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to."""
 
     pulls: int
     transfers: dict[str, int]
@@ -91,7 +91,7 @@ def decode(report: bytes) -> StatusReport:
     """The status in `report`.
 
     Raises:
-        BadRequest: `BAD_MESSAGE`, it is none of this version.
+        BadRequest: `BAD_MESSAGE`, it is not a status of this version.
 
     """
     try:

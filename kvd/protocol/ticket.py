@@ -1,9 +1,8 @@
 """Tickets: the JSON-safe description of an offer that travels with the request through the router.
 
 A ticket is `kvd1.` and the URL-safe base64 of a msgpack array. One ticket names every rank of the producing engine;
-`join` makes it of the tickets of single ranks. Whoever holds a ticket may claim what it names, and nothing else: each
-rank has a secret that was drawn for this offer. It is opaque to routers and to workers, and a daemon treats it as
-untrusted input.
+`join` makes it from the tickets of single ranks. Its holder may claim what it names, and nothing else: each rank has a
+secret that was drawn for this offer. Routers and workers do not look into it; daemons treat it as untrusted input.
 """
 
 import base64
@@ -21,7 +20,7 @@ from kvd.protocol.address import is_local
 from kvd.protocol.types import Address, Count, Message, Name, RequestId, Secret, Spans
 
 _PREFIX = "kvd1."
-_STANDARD = bytes.maketrans(b"-_", b"+/")  # base64's own decoder makes this table anew for each ticket
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # base64.urlsafe_b64decode builds this table for each ticket
 
 
 class TicketRank(Message, frozen=True):
@@ -33,18 +32,18 @@ class TicketRank(Message, frozen=True):
     pool: Name
     offer: RequestId
     blocks: Annotated[int, Meta(ge=0, lt=limits.MAX_RANKS)]
-    """Which entry of the ticket's `blocks` this rank offered (mostly the ranks of an engine share one)."""
+    """Index into the ticket's `blocks` of what this rank offered (the ranks of an engine usually share one entry)."""
     secret: Secret
-    """Of the offer."""
+    """The offer's."""
     generation: Count = 0
-    """Of the offer's lease, and `epoch` that of its pool; 0 where whoever made the ticket did not know them."""
+    """The lease's; `epoch` is the pool's. 0 if whoever made the ticket did not know them."""
     epoch: Count = 0
     stamp: Annotated[int, Meta(ge=0, le=limits.MAX_STAMPS)] = 0
-    """The word of the daemon in which the lease's stamp lies, numbered from 1; 0 where it has none."""
+    """Number of the daemon's word that has the lease's stamp, from 1; 0 if there is none."""
 
 
 class Ticket(Message, frozen=True):
-    """`tokens` is the length of the sequence; `blocks` the different lists of spans that the ranks offered."""
+    """`tokens` is the length of the sequence; `blocks` has each distinct list of spans that the ranks offered."""
 
     tokens: Count
     ranks: Annotated[tuple[TicketRank, ...], Meta(min_length=1, max_length=limits.MAX_RANKS)]
@@ -55,7 +54,7 @@ class Ticket(Message, frozen=True):
         return self.blocks[rank.blocks]
 
     def proof(self, rank: TicketRank) -> bytes:
-        """What a claim of the offer of `rank` has to show."""
+        """The proof that a claim of the offer of `rank` needs."""
         return proof(rank.secret, rank.pool, rank.offer, self.tokens, self.spans(rank))
 
     def encode(self) -> str:
@@ -71,7 +70,7 @@ def decode(text: str) -> Ticket:
     """Reads a ticket.
 
     Raises:
-        BadRequest: `BAD_TICKET`, the text is of another version or no ticket at all.
+        BadRequest: `BAD_TICKET`, the text is a ticket of another version, or none.
 
     """
     if not text.startswith(_PREFIX):
@@ -96,11 +95,11 @@ def decode(text: str) -> Ticket:
 
 
 def join(texts: Iterable[str]) -> str:
-    """One ticket of the tickets of an engine's ranks, in the order of the ranks.
+    """Joins the tickets of an engine's ranks, in rank order, into one.
 
     Raises:
-        BadRequest: `BAD_TICKET`, one cannot be read, they differ in their number of tokens, or the ranks are on several
-            hosts and the address of one means something else on another.
+        BadRequest: `BAD_TICKET`, one cannot be read, they differ in `tokens`, two daemons claim one address, or the
+            ranks are on several hosts and one has an address that only its own host reaches.
 
     """
     tickets = [decode(text) for text in texts]
@@ -135,7 +134,7 @@ def _check_addresses(ranks: list[TicketRank]) -> None:
 
 
 def proof(secret: bytes, pool: str, offer: str, tokens: int, spans: Spans) -> bytes:
-    """Shows that whoever asks has the secret of an offer and means its very blocks, without giving the secret away.
+    """Proves knowledge of an offer's secret and blocks without revealing the secret.
 
     A keyed hash, 16 bytes, of the offer's name and content: a ticket that was changed on its way proves nothing.
     """
@@ -144,7 +143,7 @@ def proof(secret: bytes, pool: str, offer: str, tokens: int, spans: Spans) -> by
 
 
 def stamp(secret: bytes, generation: int, proof: bytes) -> int:
-    """What lies in a lease's word while it is alive: 64 bits of its secret, generation and content, never 0."""
+    """The value of a lease's word while it is alive: a 64-bit hash of its secret, generation and content, never 0."""
     content = generation.to_bytes(8, "little") + proof
     hashed = hashlib.blake2b(content, key=secret, digest_size=limits.STAMP_BYTES, person=b"kvd stamp").digest()
     return int.from_bytes(hashed, "little") or 1

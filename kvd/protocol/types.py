@@ -1,4 +1,4 @@
-"""The types that messages are made of: bounded, so that a decoder refuses what a handler would have to check."""
+"""The types in messages, with bounds, so that decoders do the checking and handlers need not."""
 
 from typing import Annotated, Final
 
@@ -8,10 +8,10 @@ from msgspec import Meta
 from kvd import limits
 
 VERSION = 1
-"""Version of the protocol, said in the first message on each socket. A peer that says another is refused."""
+"""Version of the protocol, in the first message on each socket. A peer with another one is refused."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_BYTES, pattern=r"^[A-Za-z0-9._:@/-]+$(?!\n)")]
-"""`$` alone lets a newline follow in Python's expressions."""
+"""In Python's expressions `$` alone would allow a newline to follow."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_BYTES)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
@@ -23,21 +23,20 @@ TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^00-[0-9a-f]{32}-[0-9
 BlockIds = Annotated[bytes, Meta(max_length=4 * limits.MAX_BLOCKS_PER_REQUEST)]
 """Block ids as little-endian unsigned 32-bit integers, 4 bytes each (512 ids: 0.7 us to code, 19 as a list)."""
 
-
 Secret = Annotated[bytes, Meta(min_length=limits.SECRET_BYTES, max_length=limits.SECRET_BYTES)]
-"""Drawn for one offer, at random: who has it may read what was offered."""
+"""Random, drawn for one offer: whoever has it may read the offered blocks."""
 Proof = Annotated[bytes, Meta(min_length=limits.SECRET_BYTES, max_length=limits.SECRET_BYTES)]
-"""That who asks has the secret of an offer, and means its very blocks (`kvd.protocol.ticket.proof`)."""
+"""Shows that the sender knows an offer's secret and blocks (`kvd.protocol.ticket.proof`)."""
 
 _CONFIDENTIAL: Final = frozenset({"secret", "proof", "ticket"})
-"""Fields that give the right to read: logs and tracebacks show that they are there, and not what they hold."""
+"""Fields that give the right to read: logs and tracebacks show their names, not their values."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A message: a msgpack array whose first element is its tag. Fields are only ever appended, with a default."""
 
     def __repr__(self) -> str:
-        """As of any struct, without what gives the right to read."""
+        """Like any struct's, without confidential values."""
         shown = (
             f"{field}={'...' if field in _CONFIDENTIAL else repr(getattr(self, field))}"
             for field in self.__struct_fields__
@@ -46,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Span(Message, frozen=True):
-    """Consecutive blocks of one KV-cache group: `ids[i]` holds position `first + i` of the sequence, in blocks."""
+    """Blocks of one KV-cache group: `ids[i]` holds the sequence's block number `first + i`."""
 
     group: Annotated[int, Meta(ge=0, lt=limits.MAX_GROUPS)]
     first: Annotated[int, Meta(ge=0, lt=1 << 32)]

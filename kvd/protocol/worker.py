@@ -1,9 +1,9 @@
 """Messages between a worker and its daemon.
 
-`Attach` and `Detach` travel on the session socket, because a pool's descriptor travels with them; everything else on
-ZMQ. `StatusRequest` is understood on both: an operator asks on the session socket, without a pool. Requests carry
-`call`, a number of the worker's own, which an immediate `Error` answers to. A pull has no immediate answer when it is
-accepted: its answer is exactly one of `Done`, `Failed` and `Cancelled`.
+`Attach` and `Detach` use the session socket, because a pool's descriptor travels with them; everything else uses ZMQ.
+`StatusRequest` works on both: operators send it on the session socket, without a pool. Requests carry `call`, a number
+that the worker picks; an immediate `Error` names it. An accepted pull has no immediate answer: it ends in exactly one
+of `Done`, `Failed` and `Cancelled`.
 """
 
 from typing import Annotated
@@ -30,21 +30,21 @@ from kvd.protocol.types import (
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """Asks for the pool of `worker`. One descriptor may come along: the pool's, kept while the daemon was gone.
+    """Asks for the pool of `worker`. The pool's descriptor may come along, if it was kept while the daemon was gone.
 
-    `instance` is drawn once per worker process: the same one attaching again continues its session (its
-    notifications are sent again); another one is a successor, which gets the pool when it is quiet.
+    `instance` is drawn once per worker process. Attaching again with the same one continues the session
+    (notifications are sent again); a new one is a successor, which gets the pool once nothing uses it.
     """
 
     worker: Name
     instance: Annotated[bytes, Meta(min_length=16, max_length=16)]
     spec: Annotated[bytes, Meta(max_length=limits.MAX_SPEC_BYTES)]
-    """An encoded `kvd.layout.CacheSpec`, which also says how many bytes the pool has."""
+    """An encoded `kvd.layout.CacheSpec`, which also gives the pool's size."""
     version: int = VERSION
 
 
 class Detach(Message, frozen=True, tag="detach"):
-    """Gives the pool back. Answered with `Detached` when nothing reads from or writes to it any more."""
+    """Gives the pool back. Answered by `Detached` once nothing reads from or writes to it."""
 
 
 # --- session socket, daemon to worker -------------------------------------------------------------------------------
@@ -53,8 +53,8 @@ class Detach(Message, frozen=True, tag="detach"):
 class Attached(Message, frozen=True, tag="attached"):
     """The pool is lent. `session` is the worker's routing id on `endpoint` from now on.
 
-    Two descriptors come along: the pool's, and one of the daemon's process (a pidfd), which becomes readable when that
-    has ended: only then does it write to the pool no more, whatever became of its sockets.
+    Two descriptors come along: the pool's, and a pidfd of the daemon's process. The pidfd becomes readable when that
+    process has ended; until then it may write to the pool, even if its sockets are closed.
     """
 
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -62,20 +62,20 @@ class Attached(Message, frozen=True, tag="attached"):
     daemon: Name
     incarnation: Count
     address: Address
-    """Where peers reach this daemon: what a ticket names."""
+    """Where peers reach this daemon; tickets name it."""
     pool_bytes: Count
     backing: str
     """What the pool's memory is made of: `hugetlb`, `thp`, `plain` (or a kind of device memory)."""
     kept: bool
-    """Whether the bytes of an earlier session are still in it."""
+    """Whether the pool still has the bytes of an earlier session."""
     version: int = VERSION
     pool: Count = 0
-    """Another number for another pool of this incarnation, and for the same one where another worker had it since: then
-    everything that was asked for has ended, and notifications are numbered from 1 again."""
+    """Number of the pool within this incarnation; it changes too when another worker had the pool since. Then every
+    earlier request has ended, and notifications are numbered from 1 again."""
 
 
 class Detached(Message, frozen=True, tag="detached"):
-    """The pool is gone."""
+    """The pool was taken back."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -89,10 +89,10 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """Blocks of a request may be read by whoever holds the ticket, for `ttl` seconds or longer while claimed.
+    """Lets whoever holds the ticket read these blocks, for `ttl` seconds or longer while claimed.
 
     `tokens` is the length of the sequence whose KV the blocks hold. The worker must not write to the blocks until
-    `Released` names the offer. `secret` is drawn anew for each offer: the ticket carries it, and who has it may read.
+    `Released` names the offer. `secret` is drawn for each offer; the ticket carries it, and whoever has it may read.
     """
 
     call: Count
@@ -102,13 +102,13 @@ class Offer(Message, frozen=True, tag="offer"):
     ttl: Seconds
     secret: Secret
     consumers: Annotated[int, Meta(ge=0, le=limits.MAX_CONSUMERS)] = 1
-    """Consumers, with all their ranks, that finish before the offer ends; 0 for any number, until `ttl` or a cancel."""
+    """The offer ends when this many consumers have finished, with all their ranks; 0: only by `ttl` or a cancel."""
 
 
 class Pull(Message, frozen=True, tag="pull"):
-    """Bring the blocks at these positions, from whoever made `ticket`, into these blocks of the worker's own pool.
+    """Reads the blocks that `ticket` offers at these positions into these blocks of the worker's own pool.
 
-    Groups and positions that the worker holds already are left out. `timeout` is in seconds from arrival.
+    Leave out groups and positions that the worker already holds. `timeout` is in seconds from arrival.
     """
 
     call: Count
@@ -117,20 +117,20 @@ class Pull(Message, frozen=True, tag="pull"):
     spans: Spans
     timeout: Seconds
     traceparent: TraceParent | None = None
-    """The worker's span, where it traces this request."""
+    """The worker's trace span; None if it does not trace this request."""
     consumer: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_BYTES)] = ""
-    """Names the consumer, the same for all ranks of an engine that pull it together; empty: `request` does."""
+    """Names the consumer, the same for all ranks of an engine that pull together; if empty, `request` does."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Stop a pull, or withdraw an offer. Its outcome still comes: a pull may have been done already."""
+    """Stops a pull or withdraws an offer. Its outcome still comes: a pull may already be done."""
 
     call: Count
     request: RequestId
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
-    """Every notification up to and including `sequence` was received and need not be kept."""
+    """The daemon may forget every notification up to and including `sequence`."""
 
     sequence: Count
 
@@ -147,14 +147,14 @@ Request = Offer | Pull | Cancel | Acknowledge | StatusRequest
 
 
 class Offered(Message, frozen=True, tag="offered"):
-    """The offer stands. `ticket` is for the consumer's `Pull`: text, of one rank (`kvd.protocol.ticket.join`)."""
+    """The offer is active. `ticket`, text of one rank (`kvd.protocol.ticket.join`), is for the consumer's `Pull`."""
 
     call: Count
     ticket: str
 
 
 class Error(Message, frozen=True, tag="error"):
-    """The request `call` was refused and nothing changed. `call` is 0 where the message could not be read."""
+    """The request `call` was refused and nothing changed. `call` is 0 if the message could not be read."""
 
     call: Count
     code: Code
@@ -168,7 +168,7 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The pull failed. Its blocks hold nothing of use, and if `quarantined` must not be reused before `Freed`."""
+    """The pull failed. Its blocks hold nothing useful; if `quarantined`, do not reuse them before `Freed`."""
 
     request: RequestId
     code: Code
@@ -190,9 +190,9 @@ class Freed(Message, frozen=True, tag="freed"):
 
 
 class Released(Message, frozen=True, tag="released"):
-    """Nobody will read the blocks of this offer and be told `done`: they are the worker's again.
+    """The offer has ended, and no later read of its blocks will count as done: they are the worker's again.
 
-    `reason` is `read` (as many consumers as were offered it have finished), `expired`, `withdrawn` or `shutdown`.
+    `reason` is `read` (as many consumers as it was for have finished), `expired`, `withdrawn` or `shutdown`.
     """
 
     offer: RequestId
@@ -203,7 +203,7 @@ Notification = Done | Failed | Cancelled | Freed | Released
 
 
 class Notifications(Message, frozen=True, tag="notifications"):
-    """A batch: `items[i]` has sequence number `first + i`. Sent again on the next attach until acknowledged."""
+    """A batch: `items[i]` has sequence number `first + i`. Each attach sends it again until it is acknowledged."""
 
     first: Count
     items: tuple[Notification, ...]

@@ -102,7 +102,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         )
         core.take_events()
         core.take_frames(math.inf)
-    assert (len(core._asks), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
+    assert (len(core._pending), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
 
 
 def test_acknowledgements_wait_for_more_for_a_time() -> None:

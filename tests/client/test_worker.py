@@ -352,7 +352,7 @@ class TestNotifications:
 
 class TestStatus:
     def test_it_is_the_daemons_document(self, daemon: ScriptedDaemon, worker: Worker) -> None:
-        call = worker._ask_status()
+        call = worker._request_status()
         daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b'{"pulls": 0}'))
         assert worker._until(lambda: worker._take_status(call), WAIT) == {"pulls": 0}
 

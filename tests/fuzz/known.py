@@ -6,9 +6,6 @@ KNOWN: Final[dict[str, str]] = {
     "peer-comes-and-goes": "a routing id that is taken over leaves a connection that libzmq never closes",
     "peer-endless-message": "multipart messages of any length are taken in",
     "peer-under-other-names": "a routing id that is taken over leaves a connection that libzmq never closes",
-    "worker-endless-message": "multipart messages of any length are taken in",
     "worker-large-messages": "large messages of a worker hold up its neighbours",
     "zmtp-endless-on-peers": "multipart messages of any length are taken in",
-    "zmtp-endless-on-requests": "multipart messages of any length are taken in",
-    "zmtp-long-identities-on-requests": "routing ids of 16 MiB are kept",
 }

@@ -18,7 +18,7 @@ from kvd.protocol.types import Message
 
 GOLDEN = Path(__file__).parents[2] / "protos" / "golden.json"
 SESSION, REQUESTS, REPLIES = worker.SessionRequest, worker.Request, worker.Reply
-ASKS, ANSWERS = peer.PeerRequest, peer.PeerReply
+PEER_REQUESTS, ANSWERS = peer.PeerRequest, peer.PeerReply
 TEXTS = (
     "a",
     "w",

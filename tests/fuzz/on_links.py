@@ -29,7 +29,7 @@ class _Lies(Attack):
 
     who, cost = "peer", 20.0
 
-    def answer(self, ask, welcome: Welcome) -> list[bytes]:
+    def answer(self, request, welcome: Welcome) -> list[bytes]:
         raise NotImplementedError
 
     def strike(self):
@@ -51,28 +51,28 @@ class _Lies(Attack):
                 break
             sender, *_, frame = router.recv_multipart()
             try:
-                ask = codec.peer_requests.decode(frame)
+                request = codec.peer_requests.decode(frame)
             except Exception as error:
                 raise AssertionError(f"the daemon sent {frame!r}") from error
-            for reply in self.answer(ask, welcome):
+            for reply in self.answer(request, welcome):
                 router.send_multipart([sender, reply])
                 number += 1
         return number
 
 
-def honest(ask, welcome: Welcome) -> list[bytes]:
+def honest(request, welcome: Welcome) -> list[bytes]:
     """What an honest producer would answer."""
-    match ask:
+    match request:
         case Hello():
             return [codec.encode(welcome)]
         case Ping():
-            return [compose(Pong, number=ask.number, incarnation=welcome.incarnation)]
+            return [compose(Pong, number=request.number, incarnation=welcome.incarnation)]
         case Claim():
-            return [compose(Grant, claim=ask.claim, generation=1, epoch=1)]
+            return [compose(Grant, claim=request.claim, generation=1, epoch=1)]
         case Fence():
-            return [compose(Held, claim=ask.claim)]
+            return [compose(Held, claim=request.claim)]
         case Settle():
-            return [compose(Settled, claims=tuple(fence.claim for fence in ask.fences))]
+            return [compose(Settled, claims=tuple(fence.claim for fence in request.fences))]
     return []
 
 
@@ -81,16 +81,16 @@ class LiesInMetadata(_Lies):
 
     name = "link-metadata"
 
-    def answer(self, ask, welcome):
-        if not isinstance(ask, Hello):
-            return honest(ask, welcome)
+    def answer(self, request, welcome):
+        if not isinstance(request, Hello):
+            return honest(request, welcome)
         changed = bytearray(welcome.metadata)
         for _ in range(self.dice.randint(1, 3)):
             changed[self.dice.randrange(len(changed))] = self.dice.randrange(256)
         kind = self.dice.randrange(8)
         metadata = bytes(changed[: self.dice.randrange(len(changed))] if kind == 0 else changed)
         metadata = self.dice.randbytes(64) if kind == 1 else metadata
-        return honest(ask, msgspec.structs.replace(welcome, metadata=metadata))
+        return honest(request, msgspec.structs.replace(welcome, metadata=metadata))
 
 
 class LiesInPools(_Lies):
@@ -99,9 +99,9 @@ class LiesInPools(_Lies):
     name = "link-pools"
     numbers = (0, 1, 4095, 1 << 31, 1 << 32, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - 4096, (1 << 64) - 1)
 
-    def answer(self, ask, welcome):
-        if not isinstance(ask, Hello):
-            return honest(ask, welcome)
+    def answer(self, request, welcome):
+        if not isinstance(request, Hello):
+            return honest(request, welcome)
         number = self.dice.choice
         pools = tuple(
             msgspec.structs.replace(
@@ -114,7 +114,7 @@ class LiesInPools(_Lies):
             for _ in range(number((1, 1, 1, 2, 300)))
         )
         stamps = number(self.numbers).to_bytes(8, "little")
-        return honest(ask, msgspec.structs.replace(welcome, pools=pools, stamps=stamps))
+        return honest(request, msgspec.structs.replace(welcome, pools=pools, stamps=stamps))
 
 
 class LiesInSpecs(_Lies):
@@ -122,15 +122,15 @@ class LiesInSpecs(_Lies):
 
     name, cost = "link-specs", 400.0
 
-    def answer(self, ask, welcome):
-        if not isinstance(ask, Hello):
-            return honest(ask, welcome)
+    def answer(self, request, welcome):
+        if not isinstance(request, Hello):
+            return honest(request, welcome)
         large = bytearray(large_spec() if self.dice.random() < 0.5 else SPEC)
         pools = []
         for number in range(40):
             large[self.dice.randrange(len(large))] = self.dice.randrange(256)
             pools.append(msgspec.structs.replace(welcome.pools[0], pool=f"p{number}", spec=bytes(large)))
-        return honest(ask, msgspec.structs.replace(welcome, pools=tuple(pools)))
+        return honest(request, msgspec.structs.replace(welcome, pools=tuple(pools)))
 
 
 class LiesInNames(_Lies):
@@ -138,10 +138,10 @@ class LiesInNames(_Lies):
 
     name = "link-names"
 
-    def answer(self, ask, welcome):
+    def answer(self, request, welcome):
         names = ("near", "target", "evil", "x" * 128)
         return honest(
-            ask,
+            request,
             msgspec.structs.replace(
                 welcome,
                 daemon=self.dice.choice(names),
@@ -157,11 +157,11 @@ class LiesInAnswers(_Lies):
 
     name, cost = "link-answers", 4.0
 
-    def answer(self, ask, welcome):
-        if isinstance(ask, Hello):
-            return honest(ask, welcome)
+    def answer(self, request, welcome):
+        if isinstance(request, Hello):
+            return honest(request, welcome)
         frames = [odd(self.dice, ANSWERS) if self.dice.random() < 0.5 else garbled(self.dice, golden())]
-        return (frames + honest(ask, welcome) * self.dice.randrange(3)) * self.dice.choice((1, 1, 30))
+        return (frames + honest(request, welcome) * self.dice.randrange(3)) * self.dice.choice((1, 1, 30))
 
 
 class NeverAnswers(_Lies):
@@ -169,8 +169,8 @@ class NeverAnswers(_Lies):
 
     name = "link-silence"
 
-    def answer(self, ask, welcome):
-        return honest(ask, welcome) if self.dice.random() < 0.1 else []
+    def answer(self, request, welcome):
+        return honest(request, welcome) if self.dice.random() < 0.1 else []
 
 
 class _Router:

@@ -6,7 +6,7 @@ import zmq
 
 from kvd.protocol.peer import Claim, Fence, Hello, Ping, Release, Renew, Settle
 from tests.fuzz.attack import BATCH, Attack
-from tests.fuzz.messages import ASKS, build, compose, garbled, golden, odd
+from tests.fuzz.messages import PEER_REQUESTS, build, compose, garbled, golden, odd
 from tests.fuzz.sockets import dealer, drain, own_key, peer, sent
 
 MIB = 1 << 20
@@ -44,12 +44,12 @@ class PeerGarbled(_Asks):
 
 
 class PeerOdd(_Asks):
-    """Asks with odd contents."""
+    """Requests with odd contents."""
 
     name, cost = "peer-odd", 2.0
 
     def draw(self):
-        return odd(self.dice, ASKS)
+        return odd(self.dice, PEER_REQUESTS)
 
 
 class PeerEmpty(_Asks):
@@ -113,7 +113,7 @@ class PeerFences(_Asks):
 
 
 class PeerReplays(_Asks):
-    """The same few asks again and again."""
+    """The same few requests again and again."""
 
     name = "peer-replays"
 
@@ -165,7 +165,7 @@ class PeerComesAndGoes(Attack):
             for _ in range(BATCH):
                 run = self.dice.choice((1, 1, self.dice.randrange(1 << 20)))
                 made = stack.enter_context(dealer(self.place.address, b"evil#%d" % run, pair))
-                yield sent(made, [compose(Hello, daemon="evil", incarnation=run), odd(self.dice, ASKS)])
+                yield sent(made, [compose(Hello, daemon="evil", incarnation=run), odd(self.dice, PEER_REQUESTS)])
                 made.poll(5)
 
 
@@ -178,7 +178,7 @@ class PeerUnderOtherNames(Attack):
         names = (b"evi", b"evil", b"evil#", b"evil\n#1", b"nobody#1", b"#", b"\xff" * 200, b"evil#1\x00", b"x" * 255)
         with dealer(self.place.address, self.dice.choice(names), own_key(self.place)) as made:
             for _ in range(8):
-                yield sent(made, [compose(Hello, daemon="near", incarnation=1), odd(self.dice, ASKS)])
+                yield sent(made, [compose(Hello, daemon="near", incarnation=1), odd(self.dice, PEER_REQUESTS)])
                 with suppress(zmq.Again):
                     drain(made)
                 made.poll(5)

@@ -7,7 +7,7 @@ from kvd.net import keys
 from kvd.protocol.peer import Hello
 from tests.fuzz import zmtp
 from tests.fuzz.attack import BATCH, Attack
-from tests.fuzz.messages import ASKS, compose, odd
+from tests.fuzz.messages import PEER_REQUESTS, compose, odd
 from tests.fuzz.sockets import dealer, sent
 
 MIB = 1 << 20
@@ -77,11 +77,11 @@ class _LongIdentities(Attack):
     def strike(self):
         with ExitStack() as stack:
             for _ in range(self.number):
+                yield 1  # first: the daemon may hang up
                 made = stack.enter_context(zmtp.connect(self.address()))
                 made.sendall(zmtp.GREETING + zmtp.ready(self.dice.randbytes(16) * MIB)[:-MIB])
                 made.sendall(bytes(MIB))
                 made.sendall(zmtp.frame(b"x"))
-                yield 1
             for _ in range(100):
                 yield 0
 
@@ -113,8 +113,8 @@ class _EndlessMessage(Attack):
         part = zmtp.frame(bytes(MIB), more=True)
         with zmtp.speaking(self.address(), self.dice.randbytes(16)) as made:
             for _ in range(self.number):
+                yield 1  # first: the daemon hangs up on the part that is one too many
                 made.sendall(part)
-                yield 1
 
 
 class EndlessOnRequests(_EndlessMessage):
@@ -155,7 +155,7 @@ class PeersWithoutKeys(Attack):
         pair = keys.generate() if self.dice.random() < 0.7 else None
         with dealer(self.place.address, b"near#%d" % self.dice.randrange(1 << 40), pair) as made:
             for _ in range(8):
-                frames = [compose(Hello, daemon="near", incarnation=1), odd(self.dice, ASKS)]
+                frames = [compose(Hello, daemon="near", incarnation=1), odd(self.dice, PEER_REQUESTS)]
                 yield sent(made, frames * 4)
                 made.poll(5)
 

@@ -90,13 +90,13 @@ class PartialFrames(Attack):
 
 
 class UnreadStatuses(Attack):
-    """Statuses that are asked for on many sessions and never read."""
+    """Statuses that are requested on many sessions and never read."""
 
     name, who = "session-unread-statuses", "stranger"
     number = 24
 
     def strike(self):
-        asks = packed(compose(StatusRequest, call=1)) * BATCH
+        requests = packed(compose(StatusRequest, call=1)) * BATCH
         with ExitStack() as stack:
             made = [stack.enter_context(session(self.place)) for _ in range(self.number)]
             for one in made:
@@ -104,7 +104,7 @@ class UnreadStatuses(Attack):
             for _ in range(100):
                 for one in made:
                     with suppress(BlockingIOError):
-                        yield one.send(asks) // (len(asks) // BATCH)
+                        yield one.send(requests) // (len(requests) // BATCH)
                 yield 0
 
 

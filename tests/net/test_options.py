@@ -25,7 +25,7 @@ def test_no_option_is_set_twice_for_one_kind() -> None:
         assert len(options) == len(set(options))
 
 
-@pytest.mark.parametrize("kind", [Kind.WORKER_ROUTER, Kind.PEER_ROUTER, Kind.PEER_DEALER])
+@pytest.mark.parametrize("kind", [Kind.PEER_ROUTER, Kind.PEER_DEALER])
 def test_what_one_sender_may_leave_unread_in_a_daemon_is_bounded_in_bytes(kind: Kind) -> None:
     values = {option: value for option, value, kinds, _ in TABLE if kind in kinds}
     assert values[zmq.RCVHWM] * values[zmq.MAXMSGSIZE] <= 256 * limits.MIB

@@ -172,7 +172,7 @@ async def consumer_rejects(consumer: Daemon) -> None:
 
 async def test_a_daemon_of_one_host_connects_nowhere_over_tcp(tmp_path: Path) -> None:
     consumer = Daemon(tmp_path / "d")
-    with running(consumer), pytest.raises(BadRequest, match="is reached over TCP, where nobody says who") as caught:
+    with running(consumer), pytest.raises(BadRequest, match="is reached over TCP, where nothing proves who") as caught:
         consumer.port.connect("tcp://127.0.0.1:1")
     assert caught.value.code is ErrorCode.NOT_PERMITTED
 

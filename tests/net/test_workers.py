@@ -12,9 +12,10 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import HEADER, MAX_DESCRIPTORS, pack
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.net.local.listener import MAX_CONNECTIONS
 from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
-from kvd.net.workers import MAX_CONNECTIONS, WorkerSockets
+from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
 from tests.net.conftest import Inbox
 
@@ -485,20 +486,28 @@ class TestRequests:
             longest = max(longest, turn)
         assert longest <= 64
 
-    async def test_an_oversize_frame_costs_its_sender_the_connection_and_nothing_else(
-        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
+    @pytest.mark.parametrize("parts", [[bytes(limits.MAX_MESSAGE_BYTES + 1)], [b"offer", b"and more"]])
+    async def test_an_oversize_frame_or_one_in_parts_is_passed_up_as_an_empty_one_and_costs_the_connection(
+        self, daemon: Daemon, dealer: "zmq.Socket[bytes]", parts: list[bytes]
     ) -> None:
-        dealer.send(bytes(limits.MAX_MESSAGE_BYTES + 1))
-        while not daemon.inbox.events:
+        dealer.send_multipart(parts)
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"", os.getuid())
+        while not daemon.inbox.events:  # the dealer connects again
             dealer.send(b"offer", zmq.NOBLOCK)
             await asyncio.sleep(0.01)
         assert daemon.inbox.events[0].frame == b"offer"
 
-    async def test_a_message_in_several_parts_is_passed_up_as_an_empty_frame(
-        self, daemon: Daemon, dealer: "zmq.Socket[bytes]"
-    ) -> None:
-        dealer.send_multipart([b"offer", b"and more"])
-        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"", os.getuid())
+    @pytest.mark.parametrize("session", [bytes(16), b"\0" + b"\xff" * 15, b"\xff", b"x" * 255])
+    async def test_a_session_id_may_be_any_bytes(self, daemon: Daemon, session: bytes) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVTIMEO, 5000)
+            dealer.setsockopt(zmq.ROUTING_ID, session)
+            dealer.connect(daemon.port.endpoint)
+            dealer.send(b"offer")
+            assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(session, b"offer", os.getuid())
+            assert daemon.port.send(session, b"offered")
+            assert await asyncio.get_running_loop().run_in_executor(None, dealer.recv) == b"offered"
 
     async def test_random_bytes_on_the_socket_change_nothing(self, daemon: Daemon, dealer: "zmq.Socket[bytes]") -> None:
         for _ in range(10):
@@ -506,8 +515,8 @@ class TestRequests:
                 raw.connect(daemon.path + ".zmq")
                 raw.sendall(os.urandom(500))
         dealer.send(b"offer")
-        # Some bytes are a greeting of an old ZMTP: what follows them is a frame, for the actor to refuse.
-        await daemon.inbox.until(lambda events: WorkerFrame(b"session-of-16-by", b"offer", os.getuid()) in events)
+        assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(b"session-of-16-by", b"offer", os.getuid())
+        assert daemon.inbox.events == []
 
 
 async def test_a_stream_tells_what_the_kernel_did_not_take_yet() -> None:

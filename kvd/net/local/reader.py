@@ -1,0 +1,91 @@
+"""Reads the frames of one of many connections, in turns, so that each gets the same share of the daemon's time."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Final, Generic, TypeVar
+
+from kvd.errors import KvdError
+from kvd.net.interface import Intake
+
+FRAMES_PER_TURN: Final = 4
+"""Frames of one connection that are delivered before others get their turn; an honest one rarely has more than one."""
+
+T = TypeVar("T")
+
+
+class FrameReader(ABC, Generic[T]):
+    """Delivers the frames of a connection, a few per turn and as `intake` admits them; meanwhile it reads no more."""
+
+    def __init__(self, descriptor: int, intake: Intake) -> None:
+        self.frames: deque[T] = deque()
+        """Read but not delivered."""
+        self.loop = asyncio.get_running_loop()
+        self._descriptor = descriptor
+        self._intake = intake
+        self._reading = self._stopped = False
+        self._read_on()
+
+    @abstractmethod
+    def receive(self) -> bool:
+        """Reads once and adds the frames that this completes; False if the other end is gone.
+
+        Raises:
+            KvdError: the connection cannot be used any more.
+
+        """
+
+    @abstractmethod
+    def deliver(self, frame: T) -> None:
+        """Takes a frame; may stop the reader."""
+
+    @abstractmethod
+    def lost(self, error: KvdError | None) -> None:
+        """Closes the connection: the other end is gone, or `receive` raised `error`."""
+
+    def admits(self) -> bool:
+        """Whether a frame may be delivered now; if not, `deliver_frames` is called later."""
+        return self._intake.admits(self.deliver_frames)
+
+    def stop(self) -> None:
+        """Reads and delivers no more; call it before the descriptor is closed."""
+        if not self._stopped:
+            self._pause()
+            self._stopped = True
+
+    def deliver_frames(self) -> None:
+        """Delivers this turn's frames, then reads on if none are left."""
+        for _ in range(FRAMES_PER_TURN):
+            if self._stopped:
+                return
+            if not self.frames:
+                self._read_on()
+                return
+            if not self.admits():
+                self._pause()
+                return
+            self.deliver(self.frames.popleft())
+        if not self._stopped:
+            self._pause()
+            self.loop.call_soon(self.deliver_frames)
+
+    def _readable(self) -> None:
+        try:
+            alive = self.receive()
+        except KvdError as error:
+            self.lost(error)
+            return
+        if alive:
+            self.deliver_frames()
+        else:
+            self.lost(None)
+
+    def _read_on(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self.loop.add_reader(self._descriptor, self._readable)
+
+    def _pause(self) -> None:
+        if self._reading:
+            self._reading = False
+            self.loop.remove_reader(self._descriptor)

@@ -1,0 +1,171 @@
+"""The daemon's end of the workers' request socket: messages by routing id, with every byte bounded (`zmtp`)."""
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvd import limits
+from kvd.errors import KvdError
+from kvd.net.interface import Intake
+from kvd.net.local import zmtp
+from kvd.net.local.listener import MAX_CONNECTIONS
+from kvd.net.local.reader import FrameReader
+from kvd.net.options import HANDSHAKE_MS, LINGER_MS
+from kvd.net.stream import RECEIVE_BYTES
+from kvd.net.unix import credentials
+
+MAX_UNSENT_BYTES: Final = limits.MAX_MESSAGE_BYTES
+"""Bytes waiting for a worker that does not read; beyond it `send` refuses, and a heartbeat ends the connection."""
+
+OnMessage = Callable[[bytes, bytes, int], None]
+"""Called with a routing id, a message, and the uid of its sender according to the kernel."""
+
+
+class Router:
+    """Exchanges messages with the DEALERs of accepted connections.
+
+    A connection that claims a routing id in use is hung up on before any message is taken from it; its DEALER connects
+    again. Whatever is not a message of one part ends the connection and is reported as an empty message.
+    """
+
+    def __init__(self, on_message: OnMessage, intake: Intake) -> None:
+        self.on_message = on_message
+        self.intake = intake
+        self.buffer = memoryview(bytearray(RECEIVE_BYTES))
+        """Every connection reads into it and copies at once."""
+        self.connections: set[_Connection] = set()
+        self.by_identity: dict[bytes, _Connection] = {}
+
+    def accept(self, accepted: socket.socket) -> None:
+        """Takes a connection over, or closes it if it or its user would have too many."""
+        uid = credentials(accepted).uid
+        if self._has_room(uid):
+            self.connections.add(_Connection(accepted, uid, self))
+        else:
+            accepted.close()
+
+    def send(self, identity: bytes, message: bytes) -> bool:
+        """Sends without blocking; False if the queue is full or nobody has that routing id."""
+        connection = self.by_identity.get(identity)
+        return connection is not None and connection.send(message)
+
+    def close(self) -> None:
+        """Closes every connection, after at most `LINGER_MS` for those that still read what was sent."""
+        end = time.monotonic() + LINGER_MS / 1000
+        with selectors.DefaultSelector() as selector:
+            for connection in self.by_identity.values():
+                if not connection.flush():
+                    selector.register(connection.socket, selectors.EVENT_WRITE, connection)
+            while selector.get_map() and (left := end - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.data.flush():
+                        selector.unregister(key.fileobj)
+        for connection in tuple(self.connections):
+            connection.close()
+
+    def _has_room(self, uid: int) -> bool:
+        trusted = (0, os.geteuid())
+        if len(self.connections) >= MAX_CONNECTIONS:
+            return False
+        others = [connection.uid for connection in self.connections if connection.uid not in trusted]
+        return uid in trusted or (
+            len(others) < limits.MAX_STRANGERS and others.count(uid) < limits.MAX_SESSIONS_PER_USER
+        )
+
+
+class _Connection(FrameReader[zmtp.Received]):
+    """One DEALER."""
+
+    def __init__(self, accepted: socket.socket, uid: int, router: Router) -> None:
+        super().__init__(accepted.fileno(), router.intake)
+        self.socket = accepted
+        self.uid = uid
+        self._router = router
+        self._identity: bytes | None = None
+        self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES)
+        self._unsent = bytearray()
+        self._flushing = False
+        self._deadline = self.loop.call_later(HANDSHAKE_MS / 1000, self.close)
+        self._queue(zmtp.GREETING)
+
+    def send(self, message: bytes) -> bool:
+        if len(self._unsent) >= MAX_UNSENT_BYTES:
+            return False
+        self._queue(zmtp.header(len(message)), message)
+        return True
+
+    def flush(self) -> bool:
+        """Sends what the kernel takes now; True if nothing is left that somebody could read."""
+        try:
+            sent = self.socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the other end is gone, which the read side reports
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        return not self._unsent
+
+    def close(self) -> None:
+        if self.socket.fileno() < 0:
+            return
+        self._deadline.cancel()
+        self.stop()
+        self.loop.remove_writer(self.socket.fileno())
+        self.socket.close()
+        self._router.connections.discard(self)
+        if self._identity is not None:
+            del self._router.by_identity[self._identity]
+
+    def receive(self) -> bool:
+        try:
+            size = self.socket.recv_into(self._router.buffer)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.frames.extend(self._decoder.feed(self._router.buffer[:size]))
+        return size > 0
+
+    def deliver(self, frame: zmtp.Received) -> None:
+        if isinstance(frame, zmtp.Ready):
+            self._welcome(frame.identity)
+        elif isinstance(frame, bytes):
+            assert self._identity is not None  # noqa: S101 - the decoder passes no message before `Ready`
+            self._router.on_message(self._identity, frame, self.uid)
+        elif len(self._unsent) < MAX_UNSENT_BYTES:
+            self._queue(zmtp.pong(frame))
+        else:
+            self.close()
+
+    def lost(self, error: KvdError | None) -> None:
+        identity = self._identity
+        self.close()
+        if error is not None and identity is not None:
+            self._router.on_message(identity, b"", self.uid)
+
+    def _welcome(self, identity: bytes) -> None:
+        if self._router.by_identity.setdefault(identity, self) is not self:
+            self.close()
+            return
+        self._identity = identity
+        self._deadline.cancel()
+        self._queue(zmtp.WELCOME)
+
+    def _queue(self, *parts: bytes) -> None:
+        for part in parts:
+            self._unsent += part
+        if not self._flushing:  # later, so that what is sent in one turn takes one call to the kernel
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self.socket.fileno() < 0:
+            return
+        if self.flush():
+            self._flushing = False
+            self.loop.remove_writer(self.socket.fileno())
+        else:
+            self.loop.add_writer(self.socket.fileno(), self._flush)

@@ -1,0 +1,149 @@
+"""The daemon's end of one worker's session."""
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from kvd import limits
+from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.net.frames import Frame, close_descriptors
+from kvd.net.interface import Intake, SessionClosed, SessionFrame
+from kvd.net.local.reader import FrameReader
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode
+from kvd.protocol.worker import Refused
+
+MAX_WAITING_BYTES: Final = 2 * limits.MAX_MESSAGE_BYTES
+"""Bytes kept for a process that does not read its session; beyond it we hang up."""
+
+HANG_UP_SECONDS: Final = 1.0
+"""How long a session that we closed may take to read its last frame."""
+
+
+class UnfinishedBytes:
+    """The bytes of one session's unfinished frame, bounded together with those of its user's other sessions."""
+
+    def __init__(self, uid: int, by_user: Counter[int]) -> None:
+        self._uid = uid
+        self._by_user = by_user
+        self._own = 0
+
+    def set(self, size: int) -> None:
+        """Replaces what was counted for this session.
+
+        Raises:
+            Unavailable: `OVERLOADED`, the user's sessions together are above the bound.
+
+        """
+        self._by_user[self._uid] += size - self._own
+        self._own = size
+        if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
+            text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
+            raise Unavailable(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
+
+    def release(self) -> None:
+        """The session is over."""
+        self._by_user[self._uid] -= self._own
+        self._own = 0
+        if not self._by_user[self._uid]:
+            del self._by_user[self._uid]
+
+
+class Session(FrameReader[Frame]):
+    """One accepted connection, which it owns from now on."""
+
+    def __init__(
+        self,
+        accepted: socket.socket,
+        connection: int,
+        on_event: Callable[[SessionFrame | SessionClosed], None],
+        intake: Intake,
+        unfinished: UnfinishedBytes,
+    ) -> None:
+        super().__init__(accepted.fileno(), intake)
+        self._stream = FrameStream(accepted, limits.MAX_SESSION_FRAME_BYTES)
+        self._connection = connection
+        self._on_event = on_event
+        self._unfinished = unfinished
+        self._on_finished: Callable[[Session], None] | None = None
+        self._time_out: asyncio.TimerHandle | None = None
+        self._held = False
+        """Frames wait until the worker has read what it was sent."""
+
+    def send(self, frame: bytes, descriptors: tuple[int, ...]) -> None:
+        """Sends a frame, and duplicates of `descriptors`; hangs up on a worker that leaves too much unread."""
+        if self._stream.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):  # the read side reports a broken connection
+            self._stream.send(frame, descriptors)
+        if self._stream.waiting > MAX_WAITING_BYTES:
+            self.close()
+            self.loop.call_soon(self._on_event, SessionClosed(self._connection))  # never inside the caller's own call
+        elif self._stream.waiting:
+            self.loop.add_writer(self._stream.fileno(), self._flush)
+
+    def finish(self, on_finished: "Callable[[Session], None]") -> None:
+        """Reads no more; closes when everything is sent, or after a while."""
+        self._on_finished = on_finished
+        if self._stream.waiting:
+            self.stop()
+            self._time_out = self.loop.call_later(HANG_UP_SECONDS, self._finished)
+        else:
+            self._finished()
+
+    def close(self) -> None:
+        """Closes the connection and the descriptors that came with undelivered frames."""
+        if self._stream.fileno() < 0:
+            return
+        if self._time_out is not None:
+            self._time_out.cancel()
+        self.stop()
+        self.loop.remove_writer(self._stream.fileno())
+        self._stream.close()
+        self._unfinished.release()
+        while self.frames:
+            close_descriptors(self.frames.popleft().descriptors)
+
+    def admits(self) -> bool:
+        """Delivers nothing of a worker that does not read its answers."""
+        self._held = self._stream.waiting > 0
+        return not self._held and super().admits()
+
+    def receive(self) -> bool:
+        """Reads once."""
+        frames = self._stream.receive()
+        self.frames.extend(frames or ())
+        self._unfinished.set(self._stream.unfinished)
+        return frames is not None
+
+    def deliver(self, frame: Frame) -> None:
+        """Passes the frame up."""
+        self._on_event(SessionFrame(self._connection, frame.content, frame.descriptors))
+
+    def lost(self, error: KvdError | None) -> None:
+        """Tells the worker what was wrong, if that is why."""
+        if error is not None:
+            with contextlib.suppress(OSError):
+                self._stream.send(encode(Refused(error.code, error.text)))
+        self.close()
+        self._on_event(SessionClosed(self._connection, error))
+
+    def _finished(self) -> None:
+        self.close()
+        if self._on_finished is not None:
+            self._on_finished(self)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+            if self._stream.waiting:
+                return
+        self.loop.remove_writer(self._stream.fileno())
+        if self._on_finished is not None:
+            self._finished()
+        elif self._held:
+            self._held = False
+            self.deliver_frames()

@@ -1,0 +1,142 @@
+"""Decodes ZMTP 3 without security, as a ROUTER hears it from DEALERs: bytes in, frames out, no I/O.
+
+The protocol is https://rfc.zeromq.org/spec/23 and /37. libzmq's own ROUTER cannot be bounded: it keeps the parts of a
+message until the last one arrives, however many there are, and routing ids as large as a message. Here a message has
+one part, and each length is checked before its bytes are kept.
+"""
+
+from typing import Final, NamedTuple
+
+from kvd.errors import BadRequest, ErrorCode
+
+GREETING_BYTES: Final = 64
+MAX_COMMAND_BYTES: Final = 1024
+"""A DEALER's READY has about 60 bytes when its routing id has 16; a PING has at most 23."""
+MAX_IDENTITY_BYTES: Final = 255
+
+_MORE: Final = 1
+_LONG: Final = 2
+_COMMAND: Final = 4
+_READY: Final = b"\x05READY"
+_PING: Final = b"\x04PING"
+
+
+class Ready(NamedTuple):
+    """The peer's half of the handshake, with its routing id; answer it with `WELCOME`."""
+
+    identity: bytes
+
+
+class Ping(NamedTuple):
+    """A heartbeat; answer it with `pong`."""
+
+    context: bytes
+
+
+Received = Ready | Ping | bytes
+
+
+def header(size: int, flags: int = 0) -> bytes:
+    """What precedes a frame of `size` bytes."""
+    return bytes((flags, size)) if size < 256 else bytes((flags | _LONG,)) + size.to_bytes(8, "big")
+
+
+def command(body: bytes) -> bytes:
+    """A command frame."""
+    return header(len(body), _COMMAND) + body
+
+
+def pong(ping: Ping) -> bytes:
+    """The answer to a heartbeat."""
+    return command(b"\x04PONG" + ping.context)
+
+
+GREETING: Final = (b"\xff" + bytes(8) + b"\x7f\x03\x01NULL").ljust(GREETING_BYTES, b"\0")
+WELCOME: Final = command(_READY + b"\x0bSocket-Type\x00\x00\x00\x06ROUTER")
+"""Our half of the handshake. A DEALER that never gets it keeps its messages for its next connection."""
+
+
+class Decoder:
+    """Decodes what one DEALER sends; holds at most one unfinished frame."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._bytes = bytearray()
+        self._greeted = self._ready = False
+
+    def feed(self, data: bytes | memoryview) -> list[Received]:
+        """What `data` completes: `Ready` first, then messages and heartbeats.
+
+        Raises:
+            BadRequest: `TOO_LARGE`, a frame or routing id above its bound; `BAD_MESSAGE`, anything else that a DEALER
+                with a routing id would not send, or a message in several parts. Drop the connection.
+
+        """
+        self._bytes += data
+        received: list[Received] = []
+        if not self._greeted and len(self._bytes) >= GREETING_BYTES:
+            self._greet(self._take(0, GREETING_BYTES))
+        while self._greeted and (frame := self._next()) is not None:
+            received.append(frame)
+        return received
+
+    def _next(self) -> Received | None:
+        flags = self._bytes[0] if self._bytes else 0
+        if flags & ~(_LONG | _COMMAND):
+            what = "a message in several parts" if flags & _MORE else f"a frame with flags {flags:#04x}"
+            raise _bad(f"{what}; send messages of one part")
+        is_command = bool(flags & _COMMAND)
+        start = 9 if flags & _LONG else 2
+        if len(self._bytes) < start:
+            return None
+        size = int.from_bytes(self._bytes[1:start], "big")
+        bound = self._max_message_bytes if self._ready and not is_command else MAX_COMMAND_BYTES
+        if size > bound:
+            raise BadRequest(ErrorCode.TOO_LARGE, f"a frame announces {size} bytes, the bound is {bound}")
+        if len(self._bytes) < start + size:
+            return None
+        body = self._take(start, start + size)
+        if self._ready and not is_command:
+            return body
+        if self._ready and body.startswith(_PING) and len(body) >= len(_PING) + 2:
+            return Ping(body[len(_PING) + 2 :])  # behind the time to live, which is the sender's business
+        if self._ready or not is_command or not body.startswith(_READY):
+            raise _bad(f"{body[:8]!r} where {'a message or PING' if self._ready else 'READY'} is due")
+        self._ready = True
+        return Ready(_identity(body))
+
+    def _greet(self, greeting: bytes) -> None:
+        # The minor version and the eight bytes after the first one are free.
+        if any(greeting[part] != GREETING[part] for part in (slice(1), slice(9, 11), slice(12, 32))):
+            raise _bad(f"no greeting of ZMTP 3.x without security: {greeting[:32].hex()}")
+        self._greeted = True
+
+    def _take(self, start: int, end: int) -> bytes:
+        with memoryview(self._bytes) as view:
+            content = bytes(view[start:end])
+        del self._bytes[:end]
+        return content
+
+
+def _identity(ready: bytes) -> bytes:
+    """The routing id among the properties of READY. Any bytes will do: session ids are random."""
+    identity, at = b"", len(_READY)
+    while at < len(ready):
+        name = at + 1 + ready[at]
+        end = name + 4 + int.from_bytes(ready[name : name + 4], "big")
+        if end > len(ready):
+            raise _bad("a property of READY exceeds READY")
+        if ready[at + 1 : name].lower() == b"identity":
+            identity = ready[name + 4 : end]
+        at = end
+    if not identity:
+        raise _bad("no routing id; a worker's is the session id that `Attached` gave it")
+    if len(identity) > MAX_IDENTITY_BYTES:
+        raise BadRequest(
+            ErrorCode.TOO_LARGE, f"a routing id of {len(identity)} bytes, the bound is {MAX_IDENTITY_BYTES}"
+        )
+    return identity
+
+
+def _bad(what: str) -> BadRequest:
+    return BadRequest(ErrorCode.BAD_MESSAGE, what)
