@@ -81,7 +81,7 @@ class HandshakeActor(Actor):
 
     @handles(NeedPeer)
     def need(self, message: NeedPeer) -> None:
-        """Makes a peer ready, or says at once that it is."""
+        """Makes a peer ready; says so at once if it is."""
         peer = self._peers.by_address.get(message.address)
         if peer is None:
             try:
@@ -92,7 +92,7 @@ class HandshakeActor(Actor):
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
             peer.heard = now  # no pull has waited since it was lost; this one may wait three heartbeats
-        peer.asked = now
+        peer.needed = now
         if peer.avoided(now):
             text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
             self._context.scheduler.tell(PeerDown(peer.address, text))
@@ -106,7 +106,7 @@ class HandshakeActor(Actor):
 
     @handles(ExpectPeers)
     def expect(self, message: ExpectPeers) -> None:
-        """Connects to daemons ahead of the first pull; logs those that cannot be, which a pull may try again."""
+        """Connects to daemons ahead of the first pull; logs those that it cannot connect to."""
         now = self.loop.time()
         for address in sorted(message.addresses - self._expected):
             try:
@@ -114,10 +114,10 @@ class HandshakeActor(Actor):
             except KvdError as error:
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
                 continue
-            peer.asked = now
+            peer.needed = now
         for address in self._expected - message.addresses:
             if address in self._peers.by_address:
-                self._peers.by_address[address].asked = now
+                self._peers.by_address[address].needed = now
         self._expected = message.addresses
 
     def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
@@ -127,14 +127,14 @@ class HandshakeActor(Actor):
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         if at_once:
-            self._take_turn(peer)
+            self._take_slot(peer)
         self.later(self._context.settings.heartbeat * (peer.link * _GOLDEN % 1.0), self._beat, peer.link)
         return peer
 
     # --- slots: how many handshakes run at once ---------------------------------------------------------------------
 
-    def _take_turn(self, peer: Peer) -> None:
-        """Goes on with a handshake, now or when a slot is free; peers that a pull waits for come first."""
+    def _take_slot(self, peer: Peer) -> None:
+        """Continues a handshake, now or when a slot is free; peers that a pull waits for come first."""
         if peer.state is State.GREETING and self.loop.time() < peer.greeted_from:
             return  # a later heartbeat greets it
         if self._slots.enter(peer.link, urgent=peer.wanted, owner=peer.worker):
@@ -151,7 +151,7 @@ class HandshakeActor(Actor):
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
             self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))
 
-    def _end_turn(self, peer: Peer) -> None:
+    def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""
         self._answers_due.unset(peer.link)
         self._slots.leave(peer.link)
@@ -164,7 +164,7 @@ class HandshakeActor(Actor):
         if peer is not None and peer.state is State.LOADING:
             self._lose(peer, Event.SILENT, f"the transport has not reached it within {_LOADING:g} s")
         elif peer is not None:
-            self._end_turn(peer)
+            self._free_slot(peer)
 
     # --- what peers answer ------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class HandshakeActor(Actor):
         """Whether the first link to this agent was told the same.
 
         Two links may lead to one daemon, by two spellings of its address. The first one speaks for its agent: what the
-        other is told is the same, or newer (then the first is asked again, after it the other), or another daemon's.
+        other is told is the same, or newer (then the first is refreshed, and after it the other), or another daemon's.
         """
         first = min(self._peers.using(welcome.agent), key=lambda user: user.link, default=peer)
         if first.link >= peer.link or first.welcome == welcome:
@@ -235,7 +235,7 @@ class HandshakeActor(Actor):
         links, first.early = first.early, set()
         for peer in map(self._peers.by_link.get, links):
             if peer is not None and peer.state in (State.GREETING, State.REFRESHING):
-                self._take_turn(peer)
+                self._take_slot(peer)
 
     @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:
@@ -257,7 +257,7 @@ class HandshakeActor(Actor):
         if peer is None:
             return
         settings, now = self._context.settings, self.loop.time()
-        if now - peer.asked > settings.peer_idle and peer.address not in self._expected:
+        if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
             self._context.scheduler.tell(PeerIdle(peer.address))
         if now < peer.greeted_from:
             peer.heard = now  # nothing was sent to it
@@ -267,7 +267,7 @@ class HandshakeActor(Actor):
             if not peer.met and peer.address not in self._expected:
                 self._context.scheduler.tell(PeerIdle(peer.address))  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
-            self._take_turn(peer)
+            self._take_slot(peer)
         else:
             self._port.ask(peer.link, codec.encode(peer.ping()))
         self.later(settings.heartbeat, self._beat, link)
@@ -294,14 +294,14 @@ class HandshakeActor(Actor):
         self._peers.entered(peer)
         if event not in (Event.WELCOME, Event.REFRESH):
             self._introductions.forget(peer.link)
-            self._end_turn(peer)
+            self._free_slot(peer)
         for effect in step.effects:
             self._carry_out(effect, peer, event)
 
     def _carry_out(self, effect: Effect, peer: Peer, event: Event) -> None:
         match effect:
             case Effect.GREET | Effect.LOAD:
-                self._take_turn(peer)
+                self._take_slot(peer)
             case Effect.ANNOUNCE:
                 self._announce(peer)
             case Effect.LOSE:

@@ -35,7 +35,7 @@ class PeerChannel:
         """Sends a request to the peer at `address`; it is lost if there is no link to that peer."""
         peer = self._peers.by_address.get(address)
         if peer is not None:
-            peer.asked = self._context.loop.time()
+            peer.needed = self._context.loop.time()
             self._port.ask(peer.link, codec.encode(request))
 
     def answer(self, sender: bytes, reply: Message) -> None:

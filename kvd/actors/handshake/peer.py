@@ -27,7 +27,7 @@ class Peer:
     link: int
     heard: float
     """When it last said something; times are seconds on the loop's clock."""
-    asked: float = 0.0
+    needed: float = 0.0
     """When it was last needed or sent a request about a lease."""
     wanted: bool = False
     """Whether a pull waits for it."""
