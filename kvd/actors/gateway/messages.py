@@ -4,7 +4,6 @@ from msgspec import Struct
 
 from kvd.actors.runtime.messages import Pool
 from kvd.errors import KvdError
-from kvd.protocol.types import Message
 
 
 class PoolLent(Struct, frozen=True, gc=False):
@@ -37,21 +36,6 @@ class AttachRefused(Struct, frozen=True):
     """The attach or detach on `connection` is refused, or its worker has lost its pool."""
 
     connection: int
-    error: KvdError
-
-
-class Answer(Struct, frozen=True, gc=False):
-    """An answer to a worker's request; dropped if the worker has no session."""
-
-    worker: str
-    message: Message
-
-
-class Refusal(Struct, frozen=True):
-    """The request `call` of a worker is refused and nothing has changed."""
-
-    worker: str
-    call: int
     error: KvdError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvd import limits
 from kvd.actors.completion.messages import SessionDown, SessionUp
 from kvd.actors.gateway.admission import Allowance
-from kvd.actors.gateway.messages import Answer, Backlog, PoolLent, PoolRenewed, Refusal
+from kvd.actors.gateway.messages import Backlog, PoolLent, PoolRenewed
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Pool
@@ -138,11 +138,3 @@ class Sessions(Component):
         session = self._by_id.get(sender)
         if session is not None and not sent:
             self._hang_up(session.connection)
-
-    @handles(Answer)
-    def _answer(self, message: Answer) -> None:
-        self.answer(message.worker, message.message)
-
-    @handles(Refusal)
-    def _refusal(self, message: Refusal) -> None:
-        self.refuse(message.worker, message.call, message.error)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.gateway.messages import Answer, Refusal, Reported
+from kvd.actors.gateway.messages import Reported
 from kvd.actors.leases.claims import Claims
 from kvd.actors.leases.messages import OfferBlocks
 from kvd.actors.leases.offers import Offers
@@ -63,9 +63,9 @@ class LeasesActor(Actor):
         try:
             lease = self._offers.put(offer, message.pool)
         except KvdError as error:
-            self._context.gateway.tell(Refusal(worker, offer.call, error))
+            self._context.replies.refuse(worker, offer.call, error)
             return
-        self._context.gateway.tell(Answer(worker, Offered(offer.call, self._ticket(offer, lease))))
+        self._context.replies.answer(worker, Offered(offer.call, self._ticket(offer, lease)))
         self._claims.offered(lease)
 
     def _ticket(self, offer: Offer, lease: Lease) -> str:
@@ -90,7 +90,7 @@ class LeasesActor(Actor):
         lease = self._offers.find(message.worker, cancel.request)
         if lease is None:
             error = BadRequest(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
-            self._context.gateway.tell(Refusal(message.worker, cancel.call, error))
+            self._context.replies.refuse(message.worker, cancel.call, error)
             return
         self._offers.step(lease, Event.REVOKE, "withdrawn")
 

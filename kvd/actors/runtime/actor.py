@@ -169,10 +169,6 @@ class Actor(Component):
         self.waiting += 1
         self._dispatcher.put(self, message)
 
-    def tell_later(self, delay: float, message: object) -> Timer:
-        """Tells itself `message` in `delay` seconds."""
-        return self.loop.call_later(delay, self.tell, message)
-
     def soon(self, method: Callable[..., None], *arguments: object) -> None:
         """Calls `method(*arguments)` as a message to itself: after those that wait, and supervised."""
         self.tell(Call(method, arguments))

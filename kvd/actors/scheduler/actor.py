@@ -6,7 +6,7 @@ of those follows `kvd.state.transfer`.
 
 from kvd import limits
 from kvd.actors.completion.messages import Notify
-from kvd.actors.gateway.messages import Refusal, Reported
+from kvd.actors.gateway.messages import Reported
 from kvd.actors.handshake.messages import ForgetPeer, NeedPeer
 from kvd.actors.pools.messages import Quiesced
 from kvd.actors.runtime.actor import Actor, handles
@@ -75,7 +75,7 @@ class SchedulerActor(Actor):
             self._check(key)
             self._targets.take(pull)
         except KvdError as error:
-            self._context.gateway.tell(Refusal(pool.worker, request.call, error))
+            self._context.replies.refuse(pool.worker, request.call, error)
             return
         if self._context.spans is not None:
             pull.span = self._context.spans.pull(pool.worker, request)

@@ -157,8 +157,8 @@ def test_a_subclass_may_handle_a_kind_otherwise(loop, supervisor, dispatcher):
 
 def test_a_delayed_message_can_be_called_off(loop, supervisor, dispatcher):
     actor = Counter(dispatcher)
-    actor.tell_later(1.0, 1)
-    actor.tell_later(1.0, 2).cancel()
+    actor.later(1.0, actor.seen.append, 1)
+    actor.later(1.0, actor.seen.append, 2).cancel()
     loop.run_until(2)
     assert actor.seen == [1]
 
