@@ -30,7 +30,6 @@ from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
-from kvd.discovery.names import PeerNames
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.host import raise_open_files
 from kvd.memory.provider import provider_for
@@ -150,9 +149,7 @@ class Daemon:
         self._watchdog.start()
         loop.call_later(config.pool_linger, self._store.drop_unclaimed)
         self._directory.start()
-        # torch and NIXL leave 200,000 objects: to look through them again stopped the loop for 0.1 to 0.2 s.
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what was imported stays; to look through it again and again stopped the loop for 0.1 s
         self.health.set("starting", None)
         self._notifier.ready()
         self._log.info(
@@ -254,9 +251,14 @@ class Daemon:
 
     def _make_directory(self) -> Directory:
         config, own = self.config, self.config.advertise or self.config.listen
+        names = None
+        if config.peers_dns:
+            from kvd.discovery.names import PeerNames  # noqa: PLC0415 - a resolver that few need takes 40 ms to import
+
+            names = PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server)
         return Directory(
             PeersFile(config.peers, config.name, own, self._trust) if config.peers else None,
-            PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server) if config.peers_dns else None,
+            names,
             lambda addresses: self.context.handshake.tell(ExpectPeers(addresses)),
             self._log,
         )

@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.discovery.file import PeersFile
-from kvd.discovery.names import MIN_SECONDS, PeerNames
 from kvd.errors import KvdError
+
+if TYPE_CHECKING:
+    from kvd.discovery.names import PeerNames
 
 FILE_SECONDS: Final = 1.0
 """Between two looks at the file's date."""
+RETRY_SECONDS: Final = 5.0
+"""Between a look-up that failed and the next."""
 
 
 class Directory:
@@ -21,7 +25,7 @@ class Directory:
     """
 
     def __init__(
-        self, file: PeersFile | None, names: PeerNames | None, tell: Callable[[frozenset[str]], None], log: Any
+        self, file: PeersFile | None, names: "PeerNames | None", tell: Callable[[frozenset[str]], None], log: Any
     ) -> None:
         self._file, self._names, self._tell, self._log = file, names, tell, log
         self._in_file = file.read() if file else frozenset()
@@ -62,9 +66,9 @@ class Directory:
             if file.changed():
                 self._read(file)
 
-    async def _watch_names(self, names: PeerNames) -> None:
+    async def _watch_names(self, names: "PeerNames") -> None:
         while True:
-            seconds = MIN_SECONDS
+            seconds = RETRY_SECONDS
             try:
                 found = await names.look_up()
             except KvdError as error:
