@@ -31,7 +31,7 @@ ENVIRONMENT: Final = {
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
     "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
     "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
-    "UCX_MODULES": "^cuda",  # pools are host memory; this module maps the CUDA driver, and hundreds of megabytes with it
+    "UCX_MODULES": "^cuda",  # pools are host memory; it would map the CUDA driver, hundreds of megabytes
     "UCX_DEBUG_SIGNO": "0",  # it takes SIGHUP to turn its debug log on; here SIGHUP reads the allow-list again
 }
 """What NIXL and UCX read once, when they are loaded."""
