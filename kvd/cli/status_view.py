@@ -24,12 +24,12 @@ def size(count: float) -> str:
 
 
 def status_view(status: StatusReport) -> RenderableType:
-    """Everything that a status says, most important first."""
+    """The whole status, most important first."""
     return Group(headline(status), "", *tables(status))
 
 
 def headline(status: StatusReport) -> Text:
-    """Who it is, and whether it takes work."""
+    """Which daemon it is, and whether it takes work."""
     text = Text.assemble(
         (status.daemon, "bold"),
         f"  kvd {status.version}  pid {status.pid}  {status.device}  ",

@@ -32,7 +32,7 @@ class Prompt(Message, frozen=True):
 # --- to the decode engine -------------------------------------------------------------------------------------------
 
 
-class Handover(Message, frozen=True):
+class DecodeRequest(Message, frozen=True):
     """Pull the KV of `prompt_tokens` tokens with `ticket`; go on from `token` until there are `count` tokens."""
 
     request: str
@@ -101,5 +101,5 @@ class Decoded(Message, frozen=True):
 
 
 ToPrefill = Prompt | Stop
-ToDecode = Handover | Stop
+ToDecode = DecodeRequest | Stop
 FromEngine = Ready | Failed | Prefilled | Released | Pulled | Decoded

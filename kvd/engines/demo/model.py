@@ -117,14 +117,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores.masked_fill_(future, float("-inf"))
     attended = scores.softmax(dim=-1).view(kv_heads, group * tokens, context) @ v.permute(1, 0, 2)
     return attended.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
-
-
-def generate_by_recomputation(model: Model, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`, each by a pass over the whole sequence: no cache, nothing to go wrong."""
-    sequence = list(prompt)
-    for _ in range(count):
-        logits = model.forward(
-            torch.tensor(sequence), torch.arange(len(sequence)), lambda _layer, q, k, v: attention(q, k, v)
-        )
-        sequence.append(int(logits.argmax()))
-    return sequence[len(prompt) :]

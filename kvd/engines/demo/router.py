@@ -10,9 +10,9 @@ from typing import Final
 from kvd.engines.demo.channel import Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
+    DecodeRequest,
     Failed,
     FromEngine,
-    Handover,
     Prefilled,
     Prompt,
     Pulled,
@@ -131,7 +131,7 @@ class Router:
             case Failed():
                 raise RequestFailedError(f"{message.request}: {message.text}")
             case Prefilled():
-                self._hand_over(message)
+                self._send_to_decode(message)
             case Pulled():
                 request = self._open[message.request]
                 request.blocks = message.blocks
@@ -147,13 +147,13 @@ class Router:
                 request.released = message.reasons
                 self._close(request)
 
-    def _hand_over(self, message: Prefilled) -> None:
+    def _send_to_decode(self, message: Prefilled) -> None:
         request = self._open[message.request]
         request.ticket = message.ticket
         self._progress("prefilled")
         self._decode.write(
             line(
-                Handover(
+                DecodeRequest(
                     request=request.name,
                     prompt_tokens=len(request.prompt),
                     token=message.token,
