@@ -32,6 +32,7 @@ from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.host import raise_open_files
+from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
 from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
@@ -97,47 +98,8 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
-        identity = f"{config.name}#{self.incarnation}"
-        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
-        stripes = open_transports(agents, loop, devices=config.network_devices())
-        self._probe = Probe(stripes[0].library)
-        self._probe.start()
-        self._transport = StripedTransport(stripes, self._probe)
-        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
-        self._peer_sockets = PeerSockets(
-            config.listen,
-            identity.encode(),
-            config.advertise,
-            trust=self._trust,
-            on_rejected=Rejections(self.metrics, self._log),
-        )
-        self._traces = _traces(config)
-        self.context = ActorContext(
-            loop=loop,
-            settings=config.actor_settings(self.incarnation),
-            metrics=self.metrics,
-            supervisor=LoggingSupervisor(self.metrics, self.fail),
-            condition=self.health.set,
-            idle=self._is_idle,
-            spans=self._traces,
-        )
-        dependencies = Dependencies(
-            worker_port=self._worker_sockets,
-            peer_port=self._peer_sockets,
-            transport=self._transport,
-            provider=provider,
-            background=_Background(loop),
-            draw_session=lambda: os.urandom(16),
-            describe=self._describe,
-            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
-            transport_answered=self._transport_answered,
-            store=self._store,
-            policy=policy.Policy(os.geteuid(), rules),
-            stamps=HostStamps(),
-            rights=self._trust.pools_of if self._trust else everything,
-            speaks_for=self._trust.speaks_for if self._trust else anybody,
-        )
-        build_actors(self.context, dependencies)
+        self._open(loop)
+        self._build(loop, provider, policy.Policy(os.geteuid(), rules))
         self._watchdog = Watchdog(
             loop,
             _ROUND_SECONDS,
@@ -165,6 +127,54 @@ class Daemon:
         await self._stopping.wait()
         self._directory.stop()
         await self._shut_down()
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Opens the transport and the sockets."""
+        config = self.config
+        identity = f"{config.name}#{self.incarnation}"
+        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
+        stripes = open_transports(agents, loop, devices=config.network_devices())
+        self._probe = Probe(stripes[0].library)
+        self._probe.start()
+        self._transport = StripedTransport(stripes, self._probe)
+        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._peer_sockets = PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=self._trust,
+            on_rejected=Rejections(self.metrics, self._log),
+        )
+        self._traces = _traces(config)
+
+    def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
+        """Builds the actors, and lets workers and peers in."""
+        self.context = ActorContext(
+            loop=loop,
+            settings=self.config.actor_settings(self.incarnation),
+            metrics=self.metrics,
+            supervisor=LoggingSupervisor(self.metrics, self.fail),
+            condition=self.health.set,
+            idle=self._is_idle,
+            spans=self._traces,
+        )
+        dependencies = Dependencies(
+            worker_port=self._worker_sockets,
+            peer_port=self._peer_sockets,
+            transport=self._transport,
+            provider=provider,
+            background=_Background(loop),
+            draw_session=lambda: os.urandom(16),
+            describe=self._describe,
+            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+            transport_answered=lambda number: self._watchdog.transport_answered(number),  # noqa: PLW0108 - made later
+            store=self._store,
+            policy=rules,
+            stamps=HostStamps(),
+            rights=self._trust.pools_of if self._trust else everything,
+            speaks_for=self._trust.speaks_for if self._trust else anybody,
+        )
+        build_actors(self.context, dependencies)
 
     async def _shut_down(self) -> None:
         """Refuses new work, lets running work finish, tells workers and peers, then stops the parts.
@@ -211,9 +221,6 @@ class Daemon:
         deadline = time.monotonic() + _FLUSH_SECONDS
         while any(actor.waiting for actor in self.context.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0)
-
-    def _transport_answered(self, number: int) -> None:
-        self._watchdog.transport_answered(number)
 
     def _fed(self) -> None:
         """Every part answered the watchdog."""

@@ -14,12 +14,12 @@ from kvd.engines.demo.messages import Decoded, DecodeRequest, EngineConfig, Fail
 
 IDLE_SECONDS = 0.02
 PULLING_SECONDS = 0.0005
-"""How long to wait for the router with nothing to do, and for the daemon while pulls are under way."""
+"""How long to wait for the router if idle, and for the daemon while pulls run."""
 
 
 @dataclass
 class Sequence:
-    """A request that holds blocks: at first its KV is pulled, then its tokens are decoded."""
+    """A request with blocks: first its KV is pulled, then its tokens are decoded."""
 
     request: DecodeRequest
     table: list[int]
@@ -30,10 +30,10 @@ class Sequence:
 
 
 class DecodeEngine:
-    """Pulls what it is handed as soon as there are blocks for it; decodes what has arrived, a token a turn.
+    """Pulls for each request as soon as there are blocks; decodes what has arrived, a token per turn.
 
-    It does not decode while a pull is under way, only so that the times it reports are those of the pulls: on two
-    cores they would be those of a decoding step that a pull waits for.
+    It does not decode while a pull runs, so that the reported times are those of pulls: on two cores a pull would wait
+    for a decoding step.
     """
 
     def __init__(self, kv: AttachedEngine, channel: Channel[ToDecode]) -> None:
@@ -45,7 +45,7 @@ class DecodeEngine:
         self._stopping = False
 
     def run(self) -> None:
-        """Serves until told to stop, and then until nothing is left to decode."""
+        """Serves until stopped and nothing is left to decode."""
         while not (self._stopping and not self._waiting and not self._pulling and not self._running):
             self._receive(IDLE_SECONDS if not self._pulling and not self._running else 0.0)
             self._admit()
