@@ -7,10 +7,12 @@ TORCH  := 2.13.0
 LOCKS  := $(addprefix requirements/,build.lock.txt daemon.lock.txt dev.lock.txt)
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
+DAEMON_VENV ?= /opt/kvd
+
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-vllm demo demo-vllm test test-deploy test-vllm check lock clean
+.PHONY: setup setup-daemon setup-vllm demo demo-vllm test test-deploy test-vllm check lock clean
 
 setup: $(VENV)/installed
 
@@ -21,6 +23,13 @@ $(VENV)/installed: pyproject.toml $(LOCKS)
 	$(BIN)/$(PIP_INSTALL) --require-hashes --no-deps $(addprefix --requirement ,$(LOCKS))
 	$(BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
+
+# A host that only serves: no torch, 300 MB. nixl-cu12 asks for torch in its metadata alone; nixl_ep is for torch.
+setup-daemon:
+	$(PYTHON) -m venv $(DAEMON_VENV)
+	$(DAEMON_VENV)/bin/$(PIP_INSTALL) --require-hashes --no-deps $(addprefix --requirement requirements/,build.lock.txt daemon.lock.txt)
+	$(DAEMON_VENV)/bin/$(PIP_INSTALL) --no-deps --no-build-isolation .
+	rm -rf $(DAEMON_VENV)/lib/python3*/site-packages/nixl_ep*
 
 setup-vllm: $(VLLM_VENV)/installed
 

@@ -1,13 +1,11 @@
 """The errors of kvd, by whose fault they are.
 
-Three classes, so that a caller can decide without reading prose:
-
-- `BadRequest`: whoever sent this broke a rule. Sending it again will fail again.
+- `BadRequest`: the sender broke a rule. Sending it again will fail again.
 - `Unavailable`: nobody broke a rule; something is full, gone or late. Trying again later may work.
 - `InternalError`: kvd itself is at fault. Please report it.
 
-An error crosses the wire as its `ErrorCode` and its text; `error_from_code` makes the same class of it again.
-Codes are only ever appended: their names are part of the protocol.
+An error travels as its `ErrorCode` and text, from which `error_from_code` makes the same class again. Codes are part of
+the protocol: only append.
 """
 
 from enum import StrEnum
@@ -15,7 +13,7 @@ from typing import ClassVar
 
 
 class ErrorCode(StrEnum):
-    """What went wrong, in one word that is stable across versions."""
+    """What went wrong; stable across versions."""
 
     # BadRequest
     BAD_MESSAGE = "bad_message"
@@ -92,7 +90,7 @@ class InternalError(KvdError):
 
 
 def error_from_code(code: str, text: str) -> KvdError:
-    """The error that `code` and `text` on a wire stand for; a code from a newer version is a `BadRequest`."""
+    """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`."""
     if code not in ErrorCode.__members__.values():
         return BadRequest(ErrorCode.BAD_MESSAGE, f"{text} (code {code!r}, unknown to this version)")
     known = ErrorCode(code)
@@ -103,5 +101,5 @@ def error_from_code(code: str, text: str) -> KvdError:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as a log may show it: with its text where that is ours, which names no contents of messages."""
+    """An exception as logs may show it: with its text only if that is kvd's, which quotes no messages."""
     return f"{type(error).__name__}: {error.text}" if isinstance(error, KvdError) else type(error).__name__

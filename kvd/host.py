@@ -1,4 +1,4 @@
-"""What kvd reads of the host that it runs on, and the open files that it asks it for."""
+"""What kvd asks of its host."""
 
 import ipaddress
 import math
@@ -16,12 +16,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def boot_id() -> str:
-    """The same for all processes of one running kernel, whatever containers they are in."""
+    """Identifies the running kernel, across containers."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def raise_open_files(wanted: int) -> None:
-    """Lets this process have `wanted` files and sockets open, or as many as the host gives it."""
+    """Raises the limit of open files to `wanted`, or as far as the host allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -29,12 +29,12 @@ def raise_open_files(wanted: int) -> None:
 
 
 def rdma_devices() -> list[str]:
-    """Names of the RDMA devices that the kernel has."""
+    """Names of the kernel's RDMA devices."""
     return sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
 
 
 def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """How many cores this process may use: those of its affinity, or fewer where its cgroup (v2) has a quota."""
+    """How many cores this process may use: those of its affinity, or fewer if its cgroup (v2) has a quota."""
     found = len(os.sched_getaffinity(0))
     (path,) = [line[3:] for line in cgroup.read_text().splitlines() if line.startswith("0::")] or ["/"]
     own = cgroups / path.lstrip("/")
@@ -47,7 +47,7 @@ def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
 
 
 def rdma_ports() -> list[str]:
-    """Every port of those devices, `device:port`."""
+    """Every port of the RDMA devices, as `device:port`."""
     found = [(name, port) for name in rdma_devices() for port in (_RDMA_DEVICES / name / "ports").iterdir()]
     return sorted(f"{name}:{port.name}" for name, port in found)
 
@@ -62,9 +62,9 @@ _REQUEST_ALL: Final = 0x301
 
 
 def interface_of(host: str) -> str | None:
-    """The interface that has this IP address; None where none has, or it is no address.
+    """The interface with the IP address `host`; None if there is none, or `host` is no address.
 
-    Asked by netlink: the older calls leave out all but the first address of an interface.
+    Asks over netlink, as older calls report only the first address of an interface.
     """
     try:
         wanted = ipaddress.ip_address(host).packed
@@ -86,7 +86,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _address_in(attributes: bytes) -> bytes | None:
-    """The interface's own address in a message about one; between two points IFA_ADDRESS is that of the other end."""
+    """The interface's own address; on a point-to-point link IFA_ADDRESS is that of the other end."""
     found: dict[int, bytes] = {}
     while attributes:
         size, kind = _ATTRIBUTE.unpack_from(attributes)

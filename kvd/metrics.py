@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: base units, `kvd_` prefix, labels of bounded number and never a request's id."""
+"""Metrics for Prometheus: base units, prefix `kvd_`, labels of bounded number and never a request id."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.metrics import MetricWrapperBase
@@ -10,7 +10,7 @@ _TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Metrics:
-    """The instruments of one daemon, in a registry of their own."""
+    """The metrics of one daemon, in a registry of their own."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -31,14 +31,14 @@ class Metrics:
         self.read_bytes = counter("kvd_read_bytes_total", "Bytes read from peers that landed.")
         self.read_descriptors = counter("kvd_read_descriptors_total", "Descriptors of reads that landed.")
         self.reads_failed = counter("kvd_reads_failed_total", "Reads that the transport ended without all bytes.")
-        self.pulls_active = gauge("kvd_pulls_active", "Pulls without an outcome.")
+        self.pulls_active = gauge("kvd_pulls_active", "Open pulls.")
         self.quarantined = gauge("kvd_pulls_quarantined", "Ended pulls whose blocks may still be written to.")
         self.offers = counter(
             "kvd_offers_total", "Offers that ended, by reason (read, expired, withdrawn, shutdown).", "reason"
         )
-        self.leases_active = gauge("kvd_leases_active", "Offers whose blocks are promised.")
+        self.leases_active = gauge("kvd_leases_active", "Offers whose blocks are held for consumers.")
         self.claims = counter("kvd_claims_total", "Claims of peers, by answer (granted, refused).", "answer")
-        self.claims_active = gauge("kvd_claims_active", "Claims of peers that are held.")
+        self.claims_active = gauge("kvd_claims_active", "Claims of peers in force.")
         self.wrong_proofs = counter(
             "kvd_wrong_proofs_total", "Claims of peers that do not have the secret of the offer, or name other blocks."
         )
@@ -47,18 +47,16 @@ class Metrics:
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")
         self.peers_rejected = counter(
             "kvd_peers_rejected_total",
-            "Connections and messages of daemons that are not let in (unknown_key, wrong_name, no_handshake).",
+            "Connections and messages of refused daemons (unknown_key, wrong_name, no_handshake).",
             "reason",
         )
-        self.peer_paths = gauge(
-            "kvd_peer_paths", "Peers that this daemon reads from, by the best lane that leads there.", "kind"
-        )
+        self.peer_paths = gauge("kvd_peer_paths", "Peers that this daemon reads from, by the kind of path.", "kind")
         self.peers_slow = gauge("kvd_peers_slow", "Peers whose path is slower than the hardware allows.")
         self.slow_paths = counter(
             "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
         )
         self.workers = gauge("kvd_workers", "Workers that are attached.")
-        self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by what they are made of.", "backing")
+        self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by kind of page.", "backing")
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")
         self.unacknowledged = gauge("kvd_notifications_unacknowledged", "Notifications kept until acknowledged.")
         self.refused = counter(
@@ -71,15 +69,15 @@ class Metrics:
         self.watchdog_misses = counter(
             "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
         )
-        self.mailbox = gauge("kvd_mailbox_messages", "Messages that wait in an actor's mailbox.", "actor")
+        self.mailbox = gauge("kvd_mailbox_messages", "Messages waiting in an actor's mailbox.", "actor")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
-        bounds = gauge("kvd_limit", "What a gauge may reach at most, by the gauge's name.", "metric")
+        bounds = gauge("kvd_limit", "Upper bound of a gauge, by its name.", "metric")
         bounds.labels("kvd_mailbox_messages").set(limits.MAILBOX_MESSAGES)
         bounds.labels("kvd_notifications_unacknowledged").set(limits.MAX_UNACKNOWLEDGED)
         Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})
 
     def totals(self) -> dict[str, object]:
-        """What a status says of the counters: `kvd.protocol.status.Totals`, without the time."""
+        """The counters in a status: `kvd.protocol.status.Totals` without the time."""
         return {
             "read_bytes": sum(_values(self.read_bytes).values()),
             "read_descriptors": sum(_values(self.read_descriptors).values()),

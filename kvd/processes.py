@@ -1,4 +1,4 @@
-"""Processes that kvd starts: with a log each, ended on every path, and never outliving who started them."""
+"""Child processes, each with a log, that are ended on every path and never outlive their parent."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final
 
 STOP_SECONDS: Final = 5.0
-"""How long processes may take to end after SIGTERM, before they are killed."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 LOG_LINES: Final = 20
 
@@ -20,11 +20,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessEndedError(Exception):
-    """A process ended before it was told to; the text has the end of its log."""
+    """A process ended early; the text has the end of its log."""
 
 
 class Child:
-    """One process. `piped` gives it pipes to talk over; its standard error, and without pipes its output, is logged."""
+    """One process. `piped` gives it pipes for input and output; its log has its standard error and other output."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, *, piped: bool) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Child:
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or sink,
                 stderr=sink,
-                start_new_session=True,  # an interrupt from the terminal reaches the parent alone, which then ends this
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends this
                 preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
             )
         self.pid = self._process.pid
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def source(self) -> int:
-        """Descriptor of what the process writes."""
+        """Descriptor of the process's output."""
         assert self._process.stdout is not None  # noqa: S101
         return self._process.stdout.fileno()
 
@@ -64,7 +64,7 @@ class Child:
             raise self.ended() from None
 
     def ended(self) -> ProcessEndedError:
-        """The error that says how the process ended, which it has, and what it logged last."""
+        """The error for a process that has ended: how, and what it logged last."""
         status = self._process.wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
@@ -93,14 +93,14 @@ class Child:
 
 
 class Processes:
-    """Several processes, ended in the reverse order of their start when the `with` block is left."""
+    """Processes that end, last started first, when the `with` block is left."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._children: list[Child] = []
 
     def start(self, name: str, module: str, *arguments: str, piped: bool = False, within: Sequence[str] = ()) -> Child:
-        """Runs a module with this interpreter; `within` is a command that becomes the one after it, as `nice` does."""
+        """Runs a module with this interpreter; `within` is a prefix to the command, such as `nice`."""
         command = [*within, sys.executable, "-m", module, *arguments]
         child = Child(name, command, self._logs / f"{name}.log", piped=piped)
         self._children.append(child)
@@ -117,7 +117,7 @@ class Processes:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """What a new process runs first, so that it is killed when `parent` dies, however it dies."""
+    """What a new process runs first, so that it is killed when `parent` dies."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:

@@ -33,29 +33,31 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Adds the command and its flags."""
     parser = subparsers.add_parser(
         "demo",
-        help="prefill in one process, decode in another, kvd between them",
-        description="Starts two daemons and two engines with a small real transformer; shows what moved, and that "
-        "every token is the one that a single engine gives.",
+        description="Starts two daemons and two engines with a small real transformer, and shows what moved and that "
+        "every token equals a single engine's.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--requests", type=_at_least(1), default=16, help="how many prompts (default: 16)")
     parser.add_argument(
-        "--tokens", type=_at_least(2), default=16, help="tokens a prompt, the first by the prefill side"
+        "--tokens",
+        type=_at_least(2),
+        default=16,
+        help="tokens per prompt, the first by the prefill engine",
     )
     parser.add_argument("--producer-tp", type=_at_least(1), default=1, metavar="N", help="ranks of the prefill engine")
     parser.add_argument("--consumer-tp", type=_at_least(1), default=1, metavar="N", help="ranks of the decode engine")
     parser.add_argument("--layout", choices=LAYOUTS, default="flash-hnd", help="KV layout of both (default: flash-hnd)")
     parser.add_argument("--producer-layout", choices=LAYOUTS, help="KV layout of the prefill engine")
     parser.add_argument("--consumer-layout", choices=LAYOUTS, help="KV layout of the decode engine")
-    parser.add_argument("--block-size", type=_at_least(1), default=16, metavar="N", help="tokens a block (default: 16)")
+    parser.add_argument("--block-size", type=_at_least(1), default=16, metavar="N", help="tokens per block")
     parser.add_argument("--producer-block-size", type=_at_least(1), metavar="N", help="of the prefill engine")
     parser.add_argument("--consumer-block-size", type=_at_least(1), metavar="N", help="of the decode engine")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the prompts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the prompts")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo: 0 if every token is right, 1 if one differs, 2 if the demo could not run to its end."""
+    """Runs the demo: 0 if every token is right, 1 if one differs, 2 if the demo could not finish."""
     console = Console(stderr=True)
     try:
         with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="kvd-") as folder:
@@ -147,7 +149,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM raises here, so that what was started is ended."""
+    """SIGTERM raises, so that every process that was started is ended."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

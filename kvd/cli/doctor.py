@@ -27,12 +27,11 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this host for what kvd needs, each finding with its fix",
-        description="Run it as the user, and in the container, that the daemon runs in. Exits with 1 where something "
-        "is broken.",
+        description="Checks this host for what kvd needs. Run it as the daemon's user, in its container. Exits with 1 "
+        "if something is broken.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--no-transfer", action="store_true", help="leave the loop-back transfer out")
+    parser.add_argument("--no-transfer", action="store_true", help="skip the loop-back transfer")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 

@@ -21,18 +21,17 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command."""
     parser = subparsers.add_parser(
         "drain",
-        help="stop a daemon after its work is finished",
-        description="Sends SIGTERM to the daemon behind the socket and waits until it is gone: it turns unready, takes "
-        "no new offers and pulls, finishes what runs within its grace time (KVD_DRAIN_GRACE), and exits.",
+        description="Sends SIGTERM to the daemon behind the socket and waits until it is gone: it becomes unready, "
+        "refuses new offers and pulls, finishes running ones within its grace time (KVD_DRAIN_GRACE), and exits.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for its end (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print how it went as JSON")
+    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="time limit (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drains; 0 when the daemon is gone, 1 where it is still there after `--wait`."""
+    """Drains: 0 if the daemon is gone, 1 if it still runs after `--wait`."""
     started = time.monotonic()
     with Inquiry(socket_of(args)) as inquiry:
         process = _open(inquiry.identity, args)
@@ -68,7 +67,7 @@ def _terminate(process: int, identity: Credentials) -> None:
 
 
 def _wait(process: int, inquiry: Inquiry, args: argparse.Namespace) -> bool:
-    """Whether the process ended in time; tells on the way what it still waits for."""
+    """Whether the process ended in time; prints what it still waits for."""
     deadline = time.monotonic() + args.wait
     told = ""
     while time.monotonic() < deadline:

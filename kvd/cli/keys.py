@@ -1,4 +1,4 @@
-"""`kvd keys`: makes and shows the keys that daemons know each other by."""
+"""`kvd keys`: makes and shows the keys by which daemons know each other."""
 
 import argparse
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 from kvd.net import keys
 
 _GENERATE = """\
-Makes a pair of keys: FILE, of mode 0600, stays on this host (`kvd serve --curve-key FILE`); the line that is printed
-goes into the allow-list of every daemon that this one meets (`kvd serve --curve-peers LIST`, read again on SIGHUP)."""
+Makes a key pair. FILE, of mode 0600, stays on this host (`kvd serve --curve-key FILE`). Add the printed line to the
+allow-list of every daemon that this one meets (`kvd serve --curve-peers LIST`, read again on SIGHUP)."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the command."""
-    parser = subparsers.add_parser("keys", help="make and show the keys that daemons know each other by")
+    parser = subparsers.add_parser("keys", description="Makes and shows the keys by which daemons know each other.")
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
-    generate = actions.add_parser("generate", help="make a pair of keys", description=_GENERATE)
+    generate = actions.add_parser("generate", help="make a key pair", description=_GENERATE)
     show = actions.add_parser("show", help="print a key file's line for allow-lists")
     for action in (generate, show):
         action.add_argument("file", type=Path, metavar="FILE", help="the key file")

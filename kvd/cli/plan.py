@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvd.cli.status_view import size
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import CacheSpec, Shard
 from kvd.layout.models import MODELS, even_stages, model_spec
@@ -30,30 +31,33 @@ def add_parser(subparsers: Any) -> None:
     """Add `plan` to the subparsers of `kvd`."""
     parser = subparsers.add_parser(
         "plan",
-        help="explain a transfer: bytes and descriptors, by group",
-        description="What a consumer rank would read of a producer for a sequence of so many tokens.",
+        description="Shows what a consumer rank would read from a producer for a sequence of TOKENS tokens.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("producer", help="a layout or a file of the producer's specs")
     parser.add_argument("consumer", help="a layout or a file of the consumer's specs")
-    parser.add_argument("tokens", type=int, help="tokens of the sequence, all of them computed by the producer")
+    parser.add_argument("tokens", type=int, help="length of the sequence, all of it computed by the producer")
     parser.add_argument(
-        "--model", choices=MODELS, metavar="NAME", default="Llama-3-8B", help="the model that layouts are filled with"
+        "--model",
+        choices=MODELS,
+        metavar="NAME",
+        default="Llama-3-8B",
+        help="the model whose cache is laid out",
     )
     for side in ("producer", "consumer"):
         parser.add_argument(f"--{side}-tp", type=int, default=1, metavar="N", help=f"tensor-parallel size, {side}")
         parser.add_argument(f"--{side}-pp", type=int, default=1, metavar="N", help=f"pipeline-parallel size, {side}")
-        parser.add_argument(f"--{side}-block", type=int, default=16, metavar="N", help=f"tokens of a block, {side}")
+        parser.add_argument(f"--{side}-block", type=int, default=16, metavar="N", help=f"tokens per block, {side}")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the consumer rank to explain")
-    ids_help = "no two blocks are neighbours on both sides, or all are"
+    ids_help = "whether no two blocks are neighbours on both sides, or all are (default: scattered)"
     parser.add_argument("--ids", choices=("scattered", "adjacent"), default="scattered", help=ids_help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table or the JSON; 0, or 2 with the reason on standard error if the two cannot be mapped."""
+    """Prints the table or the JSON; 0, or 2 with the reason on standard error if no plan can be made."""
     try:
         producer, consumer = _specs(args, "producer"), _specs(args, "consumer")
         _bounded("--rank", args.rank, 0, len(consumer) - 1)
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _specs(args: argparse.Namespace, side: str) -> list[CacheSpec]:
-    """The specs of all ranks of one side: of a layout filled with the model, or out of a file."""
+    """The specs of all ranks of one side: from a layout and the model, or from a file."""
     name = getattr(args, side)
     if name not in LAYOUTS:
         return _read(Path(name))
@@ -121,19 +125,9 @@ def _print_table(figures: Figures, rank: int) -> None:
 
 def _sizes(figures: Figures | GroupFigures) -> tuple[str, ...]:
     return (
-        _size(figures.bytes),
-        _size(figures.bytes_as_full),
+        size(figures.bytes),
+        size(figures.bytes_as_full),
         f"{figures.descriptors:,}",
-        _size(figures.largest),
-        _size(figures.smallest),
+        size(figures.largest),
+        size(figures.smallest),
     )
-
-
-def _size(count: int) -> str:
-    """Bytes as people read them: three digits that count."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.3g} {unit}"

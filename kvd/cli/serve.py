@@ -18,20 +18,19 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command: a flag for every field of the configuration."""
     parser = subparsers.add_parser(
         "serve",
-        help="run the daemon",
-        description="Runs the daemon. Flags win over the environment (KVD_NAME, ...), that over the file of --config.",
+        description="Runs the daemon. Flags override the environment (KVD_NAME, ...), and that the file of --config.",
     )
     for name, field in Config.model_fields.items():
         text = field.description or ""
         if field.default not in (None, PydanticUndefined):
             text += f" (default: {field.default})"
-        alone = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text.replace("%", "%%"), **alone)
+        bare = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text.replace("%", "%%"), **bare)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves; does not return: NIXL's teardown must not decide the exit status (see `kvd.transport.nixl.transport`)."""
+    """Serves, and does not return: NIXL's teardown must not decide the exit status (`kvd.transport.nixl.transport`)."""
     flags = {name: value for name in Config.model_fields if (value := getattr(args, name)) is not None}
     config = load(flags)
     configure(config.log_level, config.log_format)

@@ -16,8 +16,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command."""
     parser = subparsers.add_parser(
         "status",
-        help="one look at a daemon: pools, peers, leases, transfers, paths",
-        description="Exits with 0 where the daemon is ready, 1 where it is not, 2 where there is none.",
+        description="Shows pools, peers, leases, transfers and paths. Exit status: 0 ready, 1 not ready, 2 no daemon.",
     )
     add_daemon_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the report as the daemon sent it")
@@ -25,13 +24,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_daemon_flags(parser: argparse.ArgumentParser) -> None:
-    """Which daemon, and how long to wait for it."""
-    parser.add_argument("--socket", metavar="PATH", help="its session socket (default: as for `kvd serve`)")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for an answer (default: 5)")
+    """Adds the flags that say which daemon, and how long to wait for it."""
+    parser.add_argument("--socket", metavar="PATH", help="the daemon's session socket (default: as for `kvd serve`)")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="time limit (default: 5)")
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """The socket that was named, or the one that a daemon of this environment would have."""
+    """The socket given, or the one of a daemon started in this environment."""
     return str(args.socket or load({}).socket)
 
 

@@ -11,25 +11,24 @@ from rich.text import Text
 from kvd.protocol.status import PeerStatus, StatusReport
 from kvd.transport.path import Kind, kind_of
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 def size(count: float) -> str:
-    """Bytes as a person reads them: `1.5 GiB`."""
-    for unit in _UNITS[:-1]:
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} {_UNITS[-1]}"
+    """Bytes with three significant digits: `1.5 GiB`."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if count < 1000:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.3g} {unit}"
 
 
 def status_view(status: StatusReport) -> RenderableType:
-    """Everything that a status says, most important first."""
+    """The whole status, most important first."""
     return Group(headline(status), "", *tables(status))
 
 
 def headline(status: StatusReport) -> Text:
-    """Who it is, and whether it takes work."""
+    """Which daemon it is, and whether it takes work."""
     text = Text.assemble(
         (status.daemon, "bold"),
         f"  kvd {status.version}  pid {status.pid}  {status.device}  ",

@@ -1,9 +1,10 @@
 """`kvd top`: a daemon, live in the terminal."""
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
-import sys
 import time
 from collections import deque
 from typing import Any
@@ -26,16 +27,16 @@ _HISTORY = 60
 
 def add_parser(subparsers: Any) -> None:
     """Adds the command."""
-    parser = subparsers.add_parser("top", help="a daemon, live in the terminal")
+    parser = subparsers.add_parser("top", description="Shows a daemon live.")
     add_daemon_flags(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after so many looks")
-    parser.add_argument("--json", action="store_true", help="print a line of rates for each look instead")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between updates (default: 1)")
+    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after N updates")
+    parser.add_argument("--json", action="store_true", help="print a line of rates for each update instead")
     parser.set_defaults(run=run)
 
 
 class Rates:
-    """What happened between the last two statuses, and a history of it."""
+    """Rates between the last two statuses, and their history."""
 
     def __init__(self) -> None:
         self._last: Totals | None = None
@@ -62,7 +63,7 @@ class Rates:
         self.history.append(self.bytes_per_second)
 
     def as_json(self, status: StatusReport) -> str:
-        """One line for programs; a quantile that nothing was measured for is null."""
+        """One line for programs; a quantile without samples is null."""
         return json.dumps(
             {
                 "daemon": status.daemon,
@@ -79,7 +80,7 @@ class Rates:
 
 
 def quantile(buckets: list[tuple[float, int]], share: float) -> float:
-    """The bound of the bucket that `share` of the counts lie below; `buckets` are (bound, cumulative count)."""
+    """The bucket bound below which `share` of the counts lie; `buckets` are (bound, cumulative count)."""
     buckets = sorted(buckets)
     if not buckets or not buckets[-1][1]:
         return 0.0
@@ -89,33 +90,19 @@ def quantile(buckets: list[tuple[float, int]], share: float) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks until ctrl-C, or so many times."""
+    """Updates until Ctrl-C, or `--count` times."""
     rates = Rates()
-    with Inquiry(socket_of(args)) as inquiry:
-        look = 0
-        try:
-            if args.json:
-                while not args.count or look < args.count:
-                    status = _look(inquiry, rates, args)
-                    sys.stdout.write(rates.as_json(status) + "\n")
-                    sys.stdout.flush()
-                    look += 1
-                    time.sleep(args.interval if look != args.count else 0)
-                return 0
-            with Live(console=Console(highlight=False), screen=not args.count, auto_refresh=False) as live:
-                while not args.count or look < args.count:
-                    live.update(view(_look(inquiry, rates, args), rates), refresh=True)
-                    look += 1
-                    time.sleep(args.interval if look != args.count else 0)
-        except KeyboardInterrupt:
-            return 0
+    live = None if args.json else Live(console=Console(highlight=False), screen=not args.count, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), Inquiry(socket_of(args)) as inquiry, live or contextlib.nullcontext():
+        for update in range(1, args.count + 1) if args.count else itertools.count(1):
+            status = decode(inquiry.status(args.timeout))
+            rates.add(status.totals)
+            if live:
+                live.update(view(status, rates), refresh=True)
+            else:
+                print(rates.as_json(status), flush=True)
+            time.sleep(args.interval if update != args.count else 0)
     return 0
-
-
-def _look(inquiry: Inquiry, rates: Rates, args: argparse.Namespace) -> StatusReport:
-    status = decode(inquiry.status(args.timeout))
-    rates.add(status.totals)
-    return status
 
 
 def view(status: StatusReport, rates: Rates) -> RenderableType:
@@ -126,7 +113,7 @@ def view(status: StatusReport, rates: Rates) -> RenderableType:
     now.add_row("[bold]pulls[/]", pulls)
     now.add_row("[bold]duration[/]", _durations(rates))
     graph = Text(sparkline(rates.history), style="cyan")
-    peak = f"peak {size(max(rates.history, default=0))}/s of the last {len(rates.history)} looks"
+    peak = f"peak {size(max(rates.history, default=0))}/s over the last {len(rates.history)} updates"
     panel = Panel(Group(now, "", graph, Text(peak, style="dim")), box=box.ROUNDED, title="now", title_align="left")
     return Group(headline(status), panel, *tables(status))
 
@@ -134,10 +121,10 @@ def view(status: StatusReport, rates: Rates) -> RenderableType:
 def _durations(rates: Rates) -> str:
     if not rates.p50:
         return "-"
-    return f"half within {rates.p50 * 1e3:g} ms, 99 of 100 within {rates.p99 * 1e3:g} ms"
+    return f"p50 within {rates.p50 * 1e3:g} ms, p99 within {rates.p99 * 1e3:g} ms"
 
 
 def sparkline(values: deque[float]) -> str:
-    """One character a value, eight heights, the highest for the largest."""
+    """One character for each value, of a height in proportion to the largest."""
     top = max(values, default=0)
     return "".join(_BARS[math.ceil(value / top * (len(_BARS) - 1))] if top else _BARS[0] for value in values)

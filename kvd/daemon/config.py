@@ -1,6 +1,7 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
 import socket as sockets
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,100 +16,107 @@ from kvd.memory.memfd import Backing
 from kvd.protocol.address import host_of, is_everywhere, is_local, is_unix
 
 _OPEN = (
-    "lets in whoever reaches it, on loopback every user of this host, to read every pool; set curve_key and "
-    "curve_peers (`kvd keys generate` makes a key), say --insecure, or leave listen out: then peers are this user's "
-    "daemons on this host"
+    "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
+    "(`kvd keys generate` makes a key), pass --insecure, or leave listen out: then peers are this user's daemons on "
+    "this host"
 )
-_ONLY_TCP = "insecure is about tcp://, and peers use a Unix socket where listen is not set; name `listen`, too"
+_ONLY_TCP = "insecure applies to tcp:// only, and without `listen` peers use a Unix socket; set `listen`, too"
 
 
 class Config(BaseSettings):
-    """Everything that an operator can turn; times are in seconds."""
+    """Everything that an operator can set; times are in seconds."""
 
     model_config = SettingsConfigDict(env_prefix="KVD_", extra="forbid")
 
-    config: Path | None = Field(None, description="A TOML file with any of these fields.")
+    config: Path | None = Field(None, description="TOML file with any of these fields.")
     name: str = Field(
         default_factory=lambda: f"kvd-{sockets.gethostname()}",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="The daemon's name: in tickets, logs and status. Must differ between daemons that meet.",
+        description="The daemon's name in tickets, logs and status. Daemons that meet need different names.",
     )
     socket: Path = Field(
         Path("/run/kvd/kvd.sock"),
-        description="Session socket for workers; the request socket lies beside it, with `.zmq` appended.",
+        description="Session socket for workers; the request socket has the same path with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
     worker_policy: Path | None = Field(
-        None, description="TOML file: which other users may attach under which names, with which quota of bytes."
+        None, description="TOML file: which other users may attach, under which names, with what quota of bytes."
     )
     listen: str = Field(
         "",
-        description="Where peers connect: tcp://host:port (0: a free one), or unset the Unix socket `<socket>.peers`, "
-        "for daemons of this host and user.",
+        description="Where peers connect: tcp://host:port (port 0: a free one). Unset: the Unix socket "
+        "`<socket>.peers`, for daemons of this host and user.",
     )
     advertise: str | None = Field(
         None,
         pattern=r"^tcp://",
-        description="Address that tickets name, where it is not the one listened on (a wildcard, a NAT).",
+        description="Address in tickets, if it is not the one listened on (a wildcard, NAT).",
     )
     peers: Path | None = Field(
-        None, description="Peer file: a line `<name> <address>` for each daemon to meet ahead; read when it changes."
+        None,
+        description="Peer file: a line `<name> <address>` for each daemon to connect to in advance; reread on change.",
     )
     peers_dns: str | None = Field(
         None,
-        description="DNS name of daemons to meet ahead: SRV as `_kvd._tcp.decode.example`, or `decode.example:7710`.",
+        description="DNS name of such daemons: SRV as `_kvd._tcp.decode.example`, or A as `decode.example:7710`.",
     )
     dns_server: str | None = Field(
-        None, pattern=r"^\S+:\d+$", description="host:port of the DNS server, where it is not /etc/resolv.conf's."
+        None, pattern=r"^\S+:\d+$", description="host:port of the DNS server, if it is not /etc/resolv.conf's."
     )
     curve_key: Path | None = Field(
         None,
-        description="Key file of this daemon (`kvd keys generate`): peers are let in by key, and encrypted.",
+        description="Key file of this daemon (`kvd keys generate`): peers need an allowed key; traffic is encrypted.",
     )
     curve_peers: Path | None = Field(
         None,
-        description="Allow-list: a line `<public key> <name> [pool ...]` for each daemon; read again on SIGHUP.",
+        description="Allow-list: a line `<public key> <name> [pool ...]` for each peer; read again on SIGHUP.",
     )
-    insecure: bool = Field(False, description="tcp:// without CURVE: whoever reaches the port may read every pool.")
+    insecure: bool = Field(
+        False, description="Allow tcp:// without CURVE: whoever can reach the port may read every pool."
+    )
     http: str = Field(
-        "127.0.0.1:0", pattern=r"^\S*:\d+$", description="host:port of /metrics, /livez, /readyz; 0 takes a free port."
+        "127.0.0.1:0",
+        pattern=r"^\S*:\d+$",
+        description="host:port of /metrics, /livez and /readyz; port 0: a free one.",
     )
-    device: str = Field("cpu", description="Where pools lie: `cpu` (host memory) or `cuda:N`.")
+    device: str = Field("cpu", description="Where pools are: `cpu` (host memory) or `cuda:N`.")
     memory: Backing = Field(
-        Backing.AUTO, description="What host pools are made of; `auto` takes the first of the others that can be had."
+        Backing.AUTO, description="Pages of host pools; `auto` takes the first of the others that is available."
     )
     transport_threads: int = Field(
         default_factory=lambda: min(2, cores()),
         ge=1,
         le=16,
-        description="NIXL agents, a thread each, that share a long read: two where the daemon may use two cores.",
+        description="NIXL agents, each with a thread, that share long reads; two if the daemon has two cores.",
     )
-    heartbeat: float = Field(1.0, gt=0, le=60, description="Between pings of a peer; it is lost after three in vain.")
-    retry: float = Field(0.5, gt=0, le=60, description="After which an ask without an answer is sent again.")
+    heartbeat: float = Field(
+        1.0, gt=0, le=60, description="Seconds between pings of a peer, which is lost after three without an answer."
+    )
+    retry: float = Field(0.5, gt=0, le=60, description="Seconds before an unanswered request is resent.")
     claim_ttl: float = Field(
-        5.0, gt=0, le=600, description="How long a silent consumer keeps its claims. Raise it if daemons are paused."
-    )
-    claim_wait: float = Field(
-        10.0,
+        5.0,
         gt=0,
         le=600,
-        description="How long a claim waits, from its first asking, for an offer to come.",
+        description="Seconds that a silent consumer keeps its claims. Raise it if daemons are paused.",
     )
+    claim_wait: float = Field(10.0, gt=0, le=600, description="Seconds that a claim waits for its offer to be made.")
     attach_wait: float = Field(
-        10.0, gt=0, le=600, description="How long a successor waits for its predecessor's transfers to end."
+        10.0, gt=0, le=600, description="Seconds that a restarted worker waits for its predecessor's transfers to end."
     )
     pool_linger: float = Field(
-        600.0, gt=0, description="How long the pool of a dead worker is kept. Lower it if memory is short."
+        600.0, gt=0, description="Seconds that the pool of a dead worker is kept. Lower it if memory is short."
     )
-    peer_idle: float = Field(600.0, gt=0, description="After which a peer that nothing is asked of is forgotten.")
-    max_quarantined: int = Field(64, ge=0, description="Pulls in quarantine above which the daemon is not ready.")
-    drain_grace: float = Field(30.0, ge=0, description="How long running transfers may take after SIGTERM.")
+    peer_idle: float = Field(600.0, gt=0, description="Seconds after which an unused peer is forgotten.")
+    max_quarantined: int = Field(
+        64, ge=0, description="The daemon is not ready while more pulls than this are in quarantine."
+    )
+    drain_grace: float = Field(30.0, ge=0, description="Seconds that running transfers may take after SIGTERM.")
     traces: bool = Field(
-        False, description="Export OpenTelemetry traces (extra `otel`); where to, the SDK's `OTEL_...` variables say."
+        False, description="Export OpenTelemetry traces (extra `otel`), as the SDK's `OTEL_...` variables say."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log level shown.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="`auto` is readable on a terminal, JSON elsewhere."
+        "auto", description="`auto`: readable on a terminal, JSON elsewhere."
     )
 
     @model_validator(mode="after")
@@ -125,9 +133,9 @@ class Config(BaseSettings):
     @model_validator(mode="after")
     def _check_security(self) -> Self:
         if (self.curve_key is None) != (self.curve_peers is None):
-            raise ValueError("curve_key and curve_peers come together: a key to show, and the keys to believe")
+            raise ValueError("curve_key and curve_peers need each other: the own key, and the keys of allowed peers")
         if self.curve_key is not None and self.insecure:
-            raise ValueError("curve_key and insecure contradict each other; leave one out")
+            raise ValueError("curve_key and insecure contradict each other; drop one")
         if self.curve_key is None and is_unix(self.listen) == self.insecure:
             raise ValueError(_ONLY_TCP if self.insecure else f"listen ({self.listen}) {_OPEN}")
         return self
@@ -137,11 +145,11 @@ class Config(BaseSettings):
         if self.advertise is None:
             return self
         if is_unix(self.listen):
-            raise ValueError(f"advertise ({self.advertise}) stands for a tcp:// address; set `listen` to that one, too")
+            raise ValueError(f"advertise ({self.advertise}) needs a tcp:// address to stand for; set `listen`")
         if is_everywhere(self.advertise) or (is_local(self.advertise) and not is_local(self.listen)):
             raise ValueError(
-                f"advertise ({self.advertise}) would travel in tickets, and on another host it means that host itself; "
-                f"name an address by which other hosts reach listen ({self.listen})"
+                f"advertise ({self.advertise}) goes into tickets, and on another host it means that host itself; "
+                f"set it to an address at which other hosts reach listen ({self.listen})"
             )
         return self
 
@@ -154,16 +162,16 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags arrive as init settings; the file they or the environment name comes last."""
+        """Flags arrive as init settings; the file that they or the environment name comes last."""
         path = init_settings().get("config") or env_settings().get("config")
         file = TomlConfigSettingsSource(settings_cls, Path(path)) if path else None
         return (init_settings, env_settings, *([file] if file else []))
 
     def network_devices(self) -> list[str] | None:
-        """By which the transport may be reached, as UCX calls them: none of peers on this host alone, None for any.
+        """UCX names of the devices that may reach the transport; empty if all peers are on this host, None for any.
 
-        Those of other hosts come by the interface of `listen`, or of `advertise` where `listen` stands for all, and by
-        every port of an RDMA device.
+        Peers on other hosts come by the interface of `listen` (of `advertise` if `listen` is a wildcard) and by every
+        port of an RDMA device.
         """
         if is_local(self.listen):
             return []
@@ -172,33 +180,28 @@ class Config(BaseSettings):
         return None if interface is None else [interface, *rdma_ports()]
 
     def actor_settings(self, incarnation: int) -> Settings:
-        """The part that the actors need."""
+        """The settings that the actors share with the configuration."""
         return Settings(
             daemon=self.name,
             incarnation=incarnation,
             host=boot_id(),
             rdma=bool(rdma_devices()),
-            heartbeat=self.heartbeat,
-            retry=self.retry,
-            claim_ttl=self.claim_ttl,
-            claim_wait=self.claim_wait,
-            attach_wait=self.attach_wait,
-            pool_linger=self.pool_linger,
-            peer_idle=self.peer_idle,
-            max_quarantined=self.max_quarantined,
+            **{
+                field.name: getattr(self, field.name) for field in fields(Settings) if field.name in Config.model_fields
+            },
         )
 
 
 def load(flags: dict[str, str]) -> Config:
-    """The configuration that `flags`, the environment and the file add up to.
+    """The configuration from `flags`, the environment and the file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, naming every field that is wrong, its value and what it may be.
+        BadRequest: `BAD_CONFIG`, naming every wrong field, its value and what it may be.
 
     """
     named = flags.get("config")
     if named is not None and not Path(named).is_file():
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: there is no file {named!r}")
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {named!r}")
     try:
         return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The HTTP port: /metrics for Prometheus, /livez and /readyz for whoever supervises the daemon.
+"""The HTTP port: /metrics for Prometheus, /livez and /readyz for supervisors.
 
-It runs on a thread and a loop of its own, so that it answers, truthfully, when the daemon's loop hangs. One request a
-connection, within a time; where too many are open, the oldest of the address that has most of them gives way.
+It has a thread and a loop of its own, so that it still answers when the daemon's loop hangs. A connection is for one
+request and limited in time; if too many are open, the oldest of the address with the most is closed.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class HttpServer:
         self._registry = registry
         self._health = health
         self._open: dict[asyncio.StreamWriter, str] = {}
-        """Connections from oldest to newest, and the address that each is from."""
+        """Remote address by connection, oldest first."""
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         try:
@@ -52,14 +52,14 @@ class HttpServer:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"http: cannot listen on {address!r}: {error}") from error
         bound, number = self._socket.getsockname()[:2]
         self.address = f"[{bound}]:{number}" if family == socket.AF_INET6 else f"{bound}:{number}"
-        """host:port that is listened on."""
+        """The host:port of the listening socket."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-http", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and hangs up on everybody."""
+        """Stops listening and closes all connections."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -76,7 +76,7 @@ class HttpServer:
         if len(self._open) >= limits.MAX_HTTP_CONNECTIONS:
             self._make_room()
         self._open[writer] = str(writer.get_extra_info("peername", ("",))[0])
-        # An end by time-out, or of the connection, is nobody's event.
+        # A time-out or a lost connection concerns nobody.
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(limits.HTTP_SECONDS):
                 await self._converse(reader, writer)
@@ -84,14 +84,14 @@ class HttpServer:
         writer.transport.abort()
 
     def _make_room(self) -> None:
-        """Hangs up on the oldest connection of the address that has most."""
-        ((crowd, _),) = Counter(self._open.values()).most_common(1)
-        oldest = next(writer for writer, address in self._open.items() if address == crowd)
+        """Closes the oldest connection of the address with the most."""
+        ((busiest, _),) = Counter(self._open.values()).most_common(1)
+        oldest = next(writer for writer, address in self._open.items() if address == busiest)
         del self._open[oldest]
         oldest.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer, and the other side hangs up."""
+        """Answers one request; then the client closes."""
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.MAX_HTTP_REQUEST_BYTES)
         try:
             while (event := connection.next_event()) is h11.NEED_DATA:
@@ -108,7 +108,7 @@ class HttpServer:
             writer.write(connection.send(part) or b"")
         writer.write_eof()
         await writer.drain()
-        while await reader.read(limits.MAX_HTTP_REQUEST_BYTES):  # to hang up first would cut the answer short
+        while await reader.read(limits.MAX_HTTP_REQUEST_BYTES):  # closing first would cut the answer short
             pass
 
     def _answer(self, request: h11.Request) -> _Answer:

@@ -1,7 +1,7 @@
-"""Structured logs: one event a line, as JSON, or readable where a person looks at a terminal.
+"""Structured logs, an event per line: JSON, or readable text on a terminal.
 
-Of an exception its type and the lines that it passed are logged, and the text of kvd's own errors. The text of others,
-and the values of variables, may be a ticket, block ids or keys of users.
+Exceptions are logged with their type and the lines they passed, and kvd's own with their text. The text of others and
+the values of variables may hold tickets, block ids or users' keys.
 """
 
 import logging
@@ -17,7 +17,7 @@ _MAX_FRAMES = 20
 
 
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
-    """Sets the log up for this process; it goes to standard error."""
+    """Sets up this process's log, on standard error."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -35,7 +35,7 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
 
 
 def _redacted_traceback(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Puts what may be said of `exc_info`, an exception, in its place."""
+    """Replaces `exc_info`, an exception, by what may be logged of it."""
     error = event.pop("exc_info", None)
     if not isinstance(error, BaseException):
         return event

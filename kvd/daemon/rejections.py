@@ -1,4 +1,4 @@
-"""What is done about daemons that are not let in: each attempt is counted, each culprit is logged once."""
+"""Counts every daemon that is refused, and logs each offender once."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from kvd.net.trust import Rejection
 
 
 class Rejections:
-    """Takes the rejections of one daemon. `log` is a structlog logger."""
+    """Handles one daemon's rejections. `log` is a structlog logger."""
 
     def __init__(self, metrics: Metrics, log: Any) -> None:
         self._metrics = metrics
         self._once = WarnOnce(log, "kvd_peers_rejected_total")
 
     def __call__(self, rejection: Rejection) -> None:
-        """Counts it; logs it if its culprit is new."""
+        """Counts the rejection, and logs it if the offender is new."""
         self._metrics.peers_rejected.labels(rejection.reason).inc()
         self._once.warn(
             "peer rejected",

@@ -30,9 +30,9 @@ from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
-from kvd.discovery.names import PeerNames
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.host import raise_open_files
+from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
 from kvd.memory.stamps import HostStamps
 from kvd.metrics import Metrics
@@ -52,18 +52,18 @@ T = TypeVar("T")
 _log = structlog.get_logger("kvd")
 
 _ROUND_SECONDS = 1.0
-"""Between two rounds of the watchdog."""
+"""Between rounds of the watchdog."""
 STOP_SECONDS = 15.0
-"""How long the parts may take to stop after the grace time."""
+"""For the parts to stop, after the grace time."""
 _FLUSH_SECONDS = 1.0
-"""How long the last messages may take to pass through the actors."""
+"""For the last messages to pass through the actors."""
 _ACKNOWLEDGE_SECONDS = 0.5
-"""How long workers may take to acknowledge the last notifications: an engine does so with its next step. By then they
-lie in the socket of one that does not, and its session's end cannot overtake them."""
+"""For workers to acknowledge the last notifications, as an engine does with its next step. By then they are in the
+socket of one that does not, and the end of its session cannot overtake them."""
 
 
 class Daemon:
-    """One daemon; `serve` runs it until a signal, and returns the process's exit status."""
+    """One daemon; `serve` runs it until a signal."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -81,7 +81,7 @@ class Daemon:
         self._idle = asyncio.Event()
 
     async def serve(self) -> int:
-        """Starts, waits for SIGTERM or SIGINT, drains, stops. 0 after a clean end, 1 where something failed."""
+        """Starts, waits for SIGTERM or SIGINT, drains, stops. Returns the exit status: 1 after a failure, else 0."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._escaped)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,47 +98,8 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
-        identity = f"{config.name}#{self.incarnation}"
-        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
-        stripes = open_transports(agents, loop, devices=config.network_devices())
-        self._probe = Probe(stripes[0].library)
-        self._probe.start()
-        self._transport = StripedTransport(stripes, self._probe)
-        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
-        self._peer_sockets = PeerSockets(
-            config.listen,
-            identity.encode(),
-            config.advertise,
-            trust=self._trust,
-            on_rejected=Rejections(self.metrics, self._log),
-        )
-        self._traces = _traces(config)
-        self.context = ActorContext(
-            loop=loop,
-            settings=config.actor_settings(self.incarnation),
-            metrics=self.metrics,
-            supervisor=LoggingSupervisor(self.metrics, self.fail),
-            condition=self.health.set,
-            idle=self._is_idle,
-            spans=self._traces,
-        )
-        dependencies = Dependencies(
-            worker_port=self._worker_sockets,
-            peer_port=self._peer_sockets,
-            transport=self._transport,
-            provider=provider,
-            background=_Background(loop),
-            draw_session=lambda: os.urandom(16),
-            describe=self._describe,
-            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
-            transport_answered=self._transport_answered,
-            store=self._store,
-            policy=policy.Policy(os.geteuid(), rules),
-            stamps=HostStamps(),
-            rights=self._trust.pools_of if self._trust else everything,
-            speaks_for=self._trust.speaks_for if self._trust else anybody,
-        )
-        build_actors(self.context, dependencies)
+        self._open(loop)
+        self._build(loop, provider, policy.Policy(os.geteuid(), rules))
         self._watchdog = Watchdog(
             loop,
             _ROUND_SECONDS,
@@ -150,9 +111,7 @@ class Daemon:
         self._watchdog.start()
         loop.call_later(config.pool_linger, self._store.drop_unclaimed)
         self._directory.start()
-        # torch and NIXL leave 200,000 objects: to look through them again stopped the loop for 0.1 to 0.2 s.
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what was imported stays; to look through it again and again stopped the loop for 0.1 s
         self.health.set("starting", None)
         self._notifier.ready()
         self._log.info(
@@ -169,11 +128,59 @@ class Daemon:
         self._directory.stop()
         await self._shut_down()
 
-    async def _shut_down(self) -> None:
-        """No new work; what runs may finish; workers and peers are told; then the parts.
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Opens the transport and the sockets."""
+        config = self.config
+        identity = f"{config.name}#{self.incarnation}"
+        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
+        stripes = open_transports(agents, loop, devices=config.network_devices())
+        self._probe = Probe(stripes[0].library)
+        self._probe.start()
+        self._transport = StripedTransport(stripes, self._probe)
+        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._peer_sockets = PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=self._trust,
+            on_rejected=Rejections(self.metrics, self._log),
+        )
+        self._traces = _traces(config)
 
-        Workers keep their sessions, and the path its lock, until the transport has ended: from then on nothing of this
-        process writes to their pools.
+    def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
+        """Builds the actors, and lets workers and peers in."""
+        self.context = ActorContext(
+            loop=loop,
+            settings=self.config.actor_settings(self.incarnation),
+            metrics=self.metrics,
+            supervisor=LoggingSupervisor(self.metrics, self.fail),
+            condition=self.health.set,
+            idle=self._is_idle,
+            spans=self._traces,
+        )
+        dependencies = Dependencies(
+            worker_port=self._worker_sockets,
+            peer_port=self._peer_sockets,
+            transport=self._transport,
+            provider=provider,
+            background=_Background(loop),
+            draw_session=lambda: os.urandom(16),
+            describe=self._describe,
+            transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
+            transport_answered=lambda number: self._watchdog.transport_answered(number),  # noqa: PLW0108 - made later
+            store=self._store,
+            policy=rules,
+            stamps=HostStamps(),
+            rights=self._trust.pools_of if self._trust else everything,
+            speaks_for=self._trust.speaks_for if self._trust else anybody,
+        )
+        build_actors(self.context, dependencies)
+
+    async def _shut_down(self) -> None:
+        """Refuses new work, lets running work finish, tells workers and peers, then stops the parts.
+
+        Workers keep their sessions, and the socket its lock, until the transport has ended: only then does this process
+        no longer write to their pools.
         """
         context = self.context
         self.health.set("stopping", self._failure or "the daemon is stopping")
@@ -199,7 +206,7 @@ class Daemon:
         self._log.info("stopped", failure=self._failure or None)
 
     async def _drain(self, *actors: Actor, seconds: float) -> None:
-        """Waits until nothing of these actors is left, for so long at most, or until a second signal."""
+        """Waits until these actors have no work left, `seconds` have passed, or a second signal comes."""
         self._busy = {actor.name for actor in actors}
         self._idle.clear()
         for actor in actors:
@@ -210,13 +217,10 @@ class Daemon:
             future.cancel()
 
     async def _flush(self) -> None:
-        """Lets the actors handle what they have been told."""
+        """Lets the actors handle the messages in their mailboxes."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while any(actor.waiting for actor in self.context.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0)
-
-    def _transport_answered(self, number: int) -> None:
-        self._watchdog.transport_answered(number)
 
     def _fed(self) -> None:
         """Every part answered the watchdog."""
@@ -238,7 +242,7 @@ class Daemon:
         return Trust(keys.load(config.curve_key), config.name, keys.load_allowed(config.curve_peers))
 
     def _reload(self) -> None:
-        """SIGHUP: the allow-list is read again; a list that cannot be read changes nothing."""
+        """SIGHUP: reads the allow-list again; a bad list changes nothing."""
         if self._trust is None or self.config.curve_peers is None:
             self._log.info("nothing to read again", signal="SIGHUP")
             return
@@ -254,9 +258,14 @@ class Daemon:
 
     def _make_directory(self) -> Directory:
         config, own = self.config, self.config.advertise or self.config.listen
+        names = None
+        if config.peers_dns:
+            from kvd.discovery.names import PeerNames  # noqa: PLC0415 - a resolver that few need takes 40 ms to import
+
+            names = PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server)
         return Directory(
             PeersFile(config.peers, config.name, own, self._trust) if config.peers else None,
-            PeerNames(config.peers_dns, config.name, own, self._trust, config.dns_server) if config.peers_dns else None,
+            names,
             lambda addresses: self.context.handshake.tell(ExpectPeers(addresses)),
             self._log,
         )
@@ -267,13 +276,13 @@ class Daemon:
             self._idle.set()
 
     def fail(self, reason: str) -> None:
-        """Ends the daemon with status 1: its state may be wrong, and its death costs only its requests in flight."""
+        """Ends the daemon with status 1, as its state may be wrong. That costs only its requests in flight."""
         self._log.error("stopping after a failure", reason=reason)
         self._failure = self._failure or reason
         self._stopping.set()
 
     def _escaped(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised: a bug. Logged without its arguments, which asyncio would show: some are messages."""
+        """A callback raised, which is a bug. Logs it without the arguments that asyncio shows: some are messages."""
         self._log.error("a callback of the loop failed", what=context["message"], exc_info=context.get("exception"))
 
     def _describe(self) -> dict[str, object]:
@@ -298,13 +307,13 @@ def _traces(config: Config) -> "Traces | None":
     try:
         from kvd.daemon.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
     except ImportError as error:
-        text = f"traces are asked for, and OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
         raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
     return exporting(config.name)
 
 
 class _Background:
-    """Runs what takes long on a thread: faulting in gigabytes takes seconds, reading a spec milliseconds."""
+    """Runs slow work on a thread: faulting in gigabytes takes seconds, decoding a spec milliseconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -315,9 +324,9 @@ class _Background:
                 return work()
             except KvdError as error:
                 return error
-            except Exception as error:  # noqa: BLE001 - whoever waits for the result hears of it
+            except Exception as error:  # noqa: BLE001 - reported to the caller
                 _log.error("background work failed", exc_info=error)
-                return InternalError(ErrorCode.INTERNAL, f"a {type(error).__name__} of kvd's own; see the daemon's log")
+                return InternalError(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
         future = self._loop.run_in_executor(None, attempt)
         future.add_done_callback(lambda finished: done(finished.result()))

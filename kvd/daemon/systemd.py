@@ -1,7 +1,8 @@
-"""What kvd says to systemd and gets from it: readiness, the watchdog, and the store that keeps descriptors.
+"""What kvd tells systemd and gets from it: readiness, the watchdog, and the store that keeps descriptors.
 
-The protocol is datagrams of `KEY=value` lines to the socket in $NOTIFY_SOCKET (sd_notify(3)); descriptors travel beside
-them. Where there is no such socket nothing is sent and nothing is kept, and the daemon serves as well.
+The protocol is datagrams of `KEY=value` lines to the socket in $NOTIFY_SOCKET (sd_notify(3)), with descriptors beside
+them. Without such a socket nothing is sent or kept, and the daemon serves just as well. It is written here because
+`sdnotify` sends no descriptors, blocks and forgets what was refused, and `systemd-python` needs systemd's headers.
 """
 
 import hashlib
@@ -16,48 +17,40 @@ import structlog
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
 _MAX_OWED: Final = 1024
-"""Notifications kept for a socket that refuses them: far more than a daemon's start and its pools have."""
+"""Notifications kept for a socket that refuses them: far more than a daemon's start and pools send."""
 
 _log = structlog.get_logger("kvd.daemon.systemd")
 
 
 class Notifier:
-    """The notification socket that `environ` names, if it names one."""
+    """The notification socket that `environ` names, if any."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._path = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
-        watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_seconds: float | None = int(environ.get("WATCHDOG_USEC", "0")) / 1e6 if watched else None
-        """After how long without `feed` systemd restarts us; None or 0 where it does not."""
         self._status = ""
         self._owed: deque[tuple[str, int]] = deque()
-        """What the socket refused and must still get, in order; each with a descriptor of ours, or -1."""
-
-    @property
-    def present(self) -> bool:
-        """Whether somebody listens."""
-        return bool(self._path)
+        """What the socket refused and must still get, in order, each with a descriptor or -1."""
 
     def ready(self) -> None:
         """The start is complete."""
         self._owe("READY=1")
 
     def stopping(self, seconds: float) -> None:
-        """The end has begun and may take `seconds`."""
+        """The daemon is stopping, which may take `seconds`."""
         self._owe(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`; say it again and again, it is sent when it changes."""
+        """Sends the line for `systemctl status` if it changed."""
         if text != self._status and self._send(f"STATUS={text}", -1):
             self._status = text
 
     def feed(self) -> None:
-        """Everything answers. What the socket refused earlier is sent again first."""
+        """Feeds the watchdog, after sending again what the socket refused earlier."""
         self._pay()
         self._send("WATCHDOG=1", -1)
 
     def store(self, name: str, descriptor: int) -> None:
-        """Hands a duplicate of `descriptor` to systemd, which gives it to the next daemon of this unit."""
+        """Gives systemd a duplicate of `descriptor` for the next daemon of this unit."""
         self._owe(f"FDSTORE=1\nFDNAME={name}", descriptor)
 
     def unstore(self, name: str) -> None:
@@ -65,11 +58,11 @@ class Notifier:
         self._owe(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def _owe(self, text: str, descriptor: int = -1) -> None:
-        """Sends what must arrive: a start that systemd never hears of is killed as one that hangs."""
+        """Sends what must arrive: systemd kills a start that it never hears of."""
         if not self._path:
             return
         if len(self._owed) >= _MAX_OWED:
-            _log.error("systemd has taken no notification for long; this one is lost", text=text)
+            _log.error("systemd has not taken notifications for long; this one is lost", text=text)
             return
         self._owed.append((text, -1 if descriptor < 0 else os.dup(descriptor)))
         self._pay()
@@ -81,7 +74,7 @@ class Notifier:
                 os.close(descriptor)
 
     def _send(self, text: str, descriptor: int) -> bool:
-        """Whether the socket took it; without a socket there is nobody to miss it."""
+        """Whether the socket took it; true without a socket."""
         if not self._path:
             return True
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
@@ -96,7 +89,7 @@ class Notifier:
 
 
 def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:
-    """Descriptors that systemd passed to this process, by name; takes the variables that speak of them away."""
+    """Descriptors that systemd passed to this process, by name; removes their variables from `environ`."""
     addressee = environ.pop("LISTEN_PID", "")
     count = int(environ.pop("LISTEN_FDS", "0"))
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -122,10 +115,10 @@ class DescriptorStore:
         self._names: dict[str, str] = {}
 
     def take(self, worker: str, uid: int, spec: bytes) -> int:
-        """The descriptor of the pool that `worker` had under the last daemon, for the caller to close; else -1."""
+        """The descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1."""
         wanted = _name(worker, uid, spec)
         for name in [name for name in self._received if name.startswith(_prefix(worker, uid)) and name != wanted]:
-            self._forget(name)  # the worker came back with another layout: the old bytes are of no use
+            self._forget(name)  # the worker came back with another layout: the old bytes are useless
         return self._received.pop(wanted, -1)
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
@@ -142,11 +135,11 @@ class DescriptorStore:
 
     @property
     def unclaimed(self) -> int:
-        """Pools of the last daemon that no worker has come for."""
+        """Pools of the last daemon that no worker has claimed."""
         return len(self._received)
 
     def drop_unclaimed(self) -> None:
-        """Nobody came for these pools in time: gives their memory back."""
+        """Frees the pools that nobody claimed in time."""
         for name in list(self._received):
             self._forget(name)
 
@@ -160,5 +153,5 @@ def _prefix(worker: str, uid: int) -> str:
 
 
 def _name(worker: str, uid: int, spec: bytes) -> str:
-    """A name of the characters that systemd allows: no colon, at most 255."""
+    """A name that systemd allows: no colon, at most 255 characters."""
     return _prefix(worker, uid) + hashlib.sha256(spec).hexdigest()[:24]

@@ -2,13 +2,13 @@
 
     kvd.pull                  consumer's daemon: a pull, from its arrival to its outcome
       kvd.transfer            a producer rank's share
-        kvd.claiming          waiting for the grant (left out where the ticket names the lease of a short read)
+        kvd.claiming          waiting for the grant (skipped if the ticket names the lease of a short read)
         kvd.reading           until the last byte
         kvd.fencing           until the lease is proven
         kvd.claim             producer's daemon: the hold on the lease, with the moment of the grant
 
-What is exported where, and how much is sampled, the SDK's own variables say (`OTEL_EXPORTER_OTLP_ENDPOINT`,
-`OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...). A pull that brings a `traceparent` continues that trace.
+The SDK's own variables say what is exported where and how much is sampled (`OTEL_EXPORTER_OTLP_ENDPOINT`,
+`OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...). A pull with a `traceparent` continues that trace.
 """
 
 import os
@@ -30,7 +30,7 @@ from kvd.protocol.worker import Pull
 from kvd.state import transfer as machine
 
 _CLOSE_SECONDS: Final = 2.0
-"""How long the last spans may take to leave: a collector that does not answer must not delay an exit."""
+"""How long sending the last spans may delay an exit."""
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -43,7 +43,7 @@ class Traces:
         self._tracer = provider.get_tracer("kvd", kvd.__version__)
 
     def pull(self, worker: str, pull: Pull) -> "_PullSpan":
-        """Begins a pull's span, under the worker's where it named one."""
+        """Begins a pull's span, under the worker's if it named one."""
         attributes = {"kvd.worker": worker, "kvd.request": pull.request}
         context = _context_of(pull.traceparent)
         span = self._tracer.start_span("kvd.pull", context, SpanKind.SERVER, attributes)
@@ -57,7 +57,7 @@ class Traces:
         return _ClaimSpan(span)
 
     def close(self) -> None:
-        """Sends what has not been sent, for at most two seconds."""
+        """Sends the remaining spans, for at most two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="kvd-traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -109,7 +109,7 @@ class _ClaimSpan:
 
 
 def exporting(daemon: str) -> Traces:
-    """Traces that go to an OpenTelemetry collector by OTLP over HTTP."""
+    """Traces exported to an OpenTelemetry collector by OTLP over HTTP."""
     attributes = {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "kvd"), SERVICE_INSTANCE_ID: daemon}
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

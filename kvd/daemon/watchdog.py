@@ -1,7 +1,7 @@
-"""The watchdog: asks every actor and the transport's thread whether they answer, and says so while all do.
+"""The watchdog: checks in rounds that the loop, every actor and the transport's thread respond.
 
-A round begins when the loop turns. An actor answers when the question has passed through its mailbox, the transport
-when its thread has run it. A round in which somebody was silent feeds nobody: systemd's watchdog and /livez run out.
+An actor responds when the probe has passed through its mailbox, the transport when its thread has run the ping. After a
+round in which one was silent, neither systemd's watchdog nor /livez is fed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _log = structlog.get_logger("kvd.daemon.watchdog")
 
 
 class Watchdog:
-    """Rounds `interval` seconds apart; `fed` is called at the end of each in which everybody answered."""
+    """Runs rounds `interval` seconds apart; calls `fed` in each when all have responded."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Which daemons to meet ahead of the first transfer: a file, DNS. Whom to trust, the allow-list alone says."""
+"""Daemons to connect to before the first transfer, from a file and DNS. The allow-list alone says whom to trust."""

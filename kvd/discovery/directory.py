@@ -1,27 +1,31 @@
-"""Keeps the list of daemons to meet: what the peer file and DNS say, together, looked at again and again."""
+"""The list of daemons to connect to: the peer file and DNS together, watched for changes."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.discovery.file import PeersFile
-from kvd.discovery.names import MIN_SECONDS, PeerNames
 from kvd.errors import KvdError
 
+if TYPE_CHECKING:
+    from kvd.discovery.names import PeerNames
+
 FILE_SECONDS: Final = 1.0
-"""Between two looks at the file's date."""
+"""Between checks of the file for changes."""
+RETRY_SECONDS: Final = 5.0
+"""Between a look-up that failed and the next."""
 
 
 class Directory:
-    """Tells `tell` all addresses whenever they change. `log` is a structlog logger.
+    """Calls `tell` with all addresses whenever they change. `log` is a structlog logger.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, the file is wrong already when the daemon starts.
+        BadRequest: `BAD_CONFIG`, the file is wrong when the daemon starts.
 
     """
 
     def __init__(
-        self, file: PeersFile | None, names: PeerNames | None, tell: Callable[[frozenset[str]], None], log: Any
+        self, file: PeersFile | None, names: "PeerNames | None", tell: Callable[[frozenset[str]], None], log: Any
     ) -> None:
         self._file, self._names, self._tell, self._log = file, names, tell, log
         self._in_file = file.read() if file else frozenset()
@@ -31,7 +35,7 @@ class Directory:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins to look, on the running loop."""
+        """Begins to watch, on the running loop."""
         if self._file is not None:
             self._say()
             self._tasks.append(asyncio.ensure_future(self._watch_file(self._file)))
@@ -39,12 +43,12 @@ class Directory:
             self._tasks.append(asyncio.ensure_future(self._watch_names(self._names)))
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops watching."""
         for task in self._tasks:
             task.cancel()
 
     def refresh(self) -> None:
-        """Reads the file again, changed or not: keys that it leaves out may be known by now."""
+        """Reads the file again even if unchanged: the allow-list may have new keys for it."""
         if self._file is not None:
             self._read(self._file)
 
@@ -62,9 +66,9 @@ class Directory:
             if file.changed():
                 self._read(file)
 
-    async def _watch_names(self, names: PeerNames) -> None:
+    async def _watch_names(self, names: "PeerNames") -> None:
         while True:
-            seconds = MIN_SECONDS
+            seconds = RETRY_SECONDS
             try:
                 found = await names.look_up()
             except KvdError as error:

@@ -1,8 +1,8 @@
-"""The peer file: daemons to meet ahead of the first transfer, so that it does not wait for a handshake.
+"""The peer file: daemons to connect to in advance, so that the first transfer does not wait for a handshake.
 
-A line for each, `<name> <address>`; empty lines and what follows a `#` after a space are skipped. With CURVE an
-address may leave its key out: it is the one that the allow-list has for the name. The file is looked at every second,
-and may be written by whoever knows the fleet: it decides whom we connect to, never whom we trust.
+It has a line `<name> <address>` for each; empty lines and what follows a `#` after a space are skipped. With CURVE an
+address may omit its key: it is the allow-list's for that name. The file is checked every second. It decides whom the
+daemon connects to, never whom it trusts.
 """
 
 import re
@@ -19,7 +19,7 @@ _COMMENT: Final = re.compile(r"(^|\s)#.*")
 
 
 class PeersFile:
-    """Reads `path`; `own` is where peers reach us."""
+    """Reads `path`; `own` is the address at which peers reach this daemon, called `name`."""
 
     def __init__(self, path: Path, name: str, own: str, trust: Trust | None) -> None:
         self._path = path
@@ -29,10 +29,10 @@ class PeersFile:
         self._seen = self._look()
 
     def read(self) -> frozenset[str]:
-        """The addresses in it, without our own.
+        """The addresses in the file, without this daemon's.
 
         Raises:
-            BadRequest: `BAD_CONFIG`, naming the line that is wrong, or that we cannot be reached by who is in it.
+            BadRequest: `BAD_CONFIG`, naming the wrong line, or the daemon that could not reach this one.
 
         """
         try:
@@ -49,7 +49,7 @@ class PeersFile:
         return addresses
 
     def changed(self) -> bool:
-        """Whether the file is another than at the last call; one that is missing counts as the one before."""
+        """Whether the file changed since the last call; a missing file counts as unchanged."""
         before, now = self._seen, self._look()
         self._seen = now or before
         return self._seen != before

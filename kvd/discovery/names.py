@@ -1,9 +1,8 @@
-"""Peers by DNS, as headless services of Kubernetes and other directories have them.
+"""Peers from DNS, such as headless services of Kubernetes.
 
-`_kvd._tcp.decode.example` is looked up as SRV records: each names a port and a host, and the first label of the host is
-the daemon's name, as it is for the pods of a StatefulSet. `decode.example:7710` is looked up as A and AAAA records: a
-daemon at each address, at that port. Those say no names, so that with CURVE, where a daemon is met by its key, SRV
-records are needed.
+`_kvd._tcp.decode.example` is looked up as SRV records: each has a port and a host, whose first label is the daemon's
+name, as for the pods of a StatefulSet. `decode.example:7710` is looked up as A and AAAA records: a daemon at each
+address, at that port. These have no names, so CURVE, which finds a daemon's key by its name, needs SRV records.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from kvd.net.trust import Trust
 
 MIN_SECONDS: Final = 5.0
 MAX_SECONDS: Final = 60.0
-"""Between two look-ups, whatever the records say of how long they hold."""
+"""Between look-ups, whatever the records' time to live."""
 _LOOKUP_SECONDS: Final = 5.0
 _AT_ONCE: Final = 32
 _SERVICE: Final = re.compile(r"_[A-Za-z0-9-]+\._tcp\.[A-Za-z0-9._-]+")
@@ -31,19 +30,19 @@ _FAMILIES: Final = (RdataType.A, RdataType.AAAA)
 
 
 class Found(NamedTuple):
-    """What a name stands for, and for how many seconds."""
+    """The addresses behind a name, and for how many seconds they hold."""
 
     addresses: frozenset[str]
     holds: float
     strangers: frozenset[str] = frozenset()
-    """Daemons that are named and left out: their keys are not on the allow-list."""
+    """Daemons that are left out, as the allow-list has no key for them."""
 
 
 class PeerNames:
-    """Looks one name up; `own` is where peers reach this daemon, called `daemon`.
+    """Looks up one name; `own` is the address at which peers reach this daemon, called `daemon`.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, the name is of neither form, or of the form without names where they are needed.
+        BadRequest: `BAD_CONFIG`, the name has neither form, or CURVE needs the other form.
 
     """
 
@@ -53,7 +52,7 @@ class PeerNames:
             text = f"peers_dns: {name!r} is neither `_service._tcp.name` (SRV) nor `name:port` (A and AAAA)"
             raise BadRequest(ErrorCode.BAD_CONFIG, text)
         if host and trust is not None:
-            text = f"peers_dns: A records of {name!r} say no daemons' names, and so no keys; name SRV records"
+            text = f"peers_dns: A records of {name!r} have no daemon names to find keys by; use SRV records"
             raise BadRequest(ErrorCode.BAD_CONFIG, text)
         self._service = "" if host else name
         self._host, self._port = (host["host"], int(host["port"])) if host else ("", 0)
@@ -66,11 +65,11 @@ class PeerNames:
         self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def look_up(self) -> Found:
-        """Who is there, without us. A name that has no records stands for nobody.
+        """The daemons behind the name, without this one; none if there are no records.
 
         Raises:
-            Unavailable: `DEADLINE`, no server gave an answer.
-            BadRequest: `BAD_CONFIG`, too many daemons, or one that cannot reach us.
+            Unavailable: `DEADLINE`, no server answered.
+            BadRequest: `BAD_CONFIG`, there are too many daemons, or one that could not reach this one.
 
         """
         try:
@@ -116,7 +115,7 @@ class PeerNames:
                 return None
 
     def _key_of(self, daemon: str) -> str | None:
-        """What an address of that daemon ends in: nothing without CURVE; None where its key is not known."""
+        """The suffix of that daemon's address: empty without CURVE, None if its key is unknown."""
         if self._trust is None:
             return ""
         key = self._trust.key_of(daemon)

@@ -1,4 +1,4 @@
-"""Checks that every source of peers makes."""
+"""The check that all sources of peers share."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ from kvd.protocol.address import is_local
 
 
 def check_mutual(own: str, addresses: Iterable[str]) -> None:
-    """Whether the daemons at `addresses` could find the one at `own`, too.
+    """Checks that the daemons at `addresses` could reach the one at `own`, too.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, one of them is on another host, and `own` means that host itself there.
+        BadRequest: `BAD_CONFIG`, one of them is on another host, where `own` means that host itself.
 
     """
     abroad = sorted(address for address in addresses if not is_local(address))

@@ -1,1 +1,1 @@
-"""What `kvd doctor` looks at, a file a subject; every finding that is not well names its fix."""
+"""The checks of `kvd doctor`, a file for each subject; every bad finding names its fix."""

@@ -1,4 +1,4 @@
-"""The daemon on this host: whether its socket is there, who may connect, and what it says of itself."""
+"""The daemon on this host: its socket, who may connect, and its status."""
 
 import grp
 import os
@@ -13,11 +13,11 @@ from kvd.protocol.status import decode
 
 
 def check_daemon(path: str, timeout: float) -> list[Finding]:
-    """The socket's mode, the answer, and paths that are slow."""
+    """Checks the socket's mode, the daemon's answer, and its paths to peers."""
     try:
         found = os.stat(path)
     except OSError as error:
-        fix = "start one (`systemctl start kvd@0`, `kvd serve`), or name its socket with --socket"
+        fix = "start one (`systemctl start kvd@0`, `kvd serve`), or pass its socket with --socket"
         return [Finding("daemon", Level.NOTE, f"no socket at {path}: {error.strerror}", fix)]
     findings = [_check_mode(path, found)]
     try:
@@ -25,10 +25,10 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
             identity = inquiry.identity
             status = decode(inquiry.status(timeout))
     except KvdError as error:
-        fix = "is it hanging? its log and /livez say more; systemd's watchdog restarts it"
+        fix = "if it hangs, its log and /livez say more, and systemd's watchdog restarts it"
         return [*findings, Finding("daemon", Level.BROKEN, error.text, fix)]
     if identity.pid == 0:
-        text = "it runs in a PID namespace that is not ours"
+        text = "it runs in another PID namespace"
         findings.append(Finding("daemon", Level.NOTE, text, "`kvd drain` and same-host copies need a shared one"))
     if status.ready:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
@@ -47,12 +47,12 @@ def _check_mode(path: str, found: os.stat_result) -> Finding:
     group = _name(lambda: grp.getgrgid(found.st_gid).gr_name, found.st_gid)
     text = f"{stat.filemode(found.st_mode)} {owner}:{group}"
     if not stat.S_ISSOCK(found.st_mode):
-        return Finding("socket", Level.BROKEN, f"{path} is no socket ({text})", "choose another path: KVD_SOCKET")
+        return Finding("socket", Level.BROKEN, f"{path} is not a socket ({text})", "set another path: KVD_SOCKET")
     if found.st_mode & stat.S_IWOTH:
-        fix = "KVD_SOCKET_MODE=0660, and make workers members of the group"
+        fix = "set KVD_SOCKET_MODE=0660 and add workers to the group"
         return Finding("socket", Level.NOTE, f"{text}: every user of this host may attach", fix)
     if not os.access(path, os.R_OK | os.W_OK):
-        return Finding("socket", Level.BROKEN, f"{text}: we may not connect", f"join the group {group}")
+        return Finding("socket", Level.BROKEN, f"{text}: this user may not connect", f"join the group {group}")
     return Finding("socket", Level.OK, text)
 
 

@@ -1,15 +1,15 @@
-"""What a check says."""
+"""The result of a check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How well it is."""
+    """How good or bad a finding is."""
 
     OK = "ok"
     NOTE = "note"
-    """nothing is wrong, but somebody may have expected otherwise"""
+    """nothing is wrong, but it may surprise"""
     SLOW = "slow"
     """it works, slower than it could"""
     BROKEN = "broken"
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` is what to do, empty where nothing needs doing."""
+    """One line of the report. `fix` says what to do; empty if nothing."""
 
     subject: str
     level: Level

@@ -1,4 +1,4 @@
-"""A transfer between this process and another, over NIXL, as between two daemons of this host."""
+"""A NIXL transfer between two processes, as between two daemons of this host."""
 
 import os
 import subprocess
@@ -21,20 +21,20 @@ _BLOCK: Final = limits.MIB
 _PATTERN: Final = 0x5A
 _ROUNDS: Final = 3
 _ONE_HOST: Final = ()
-"""Network devices: none, as for a daemon with the default `listen`."""
+"""No network devices, as for a daemon with the default `listen`."""
 _MORE: Final = "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info python -m kvd.doctor.loopback read says more"
 
 
 def check_transfer(timeout: float) -> list[Finding]:
-    """Reads 64 MiB from another process; says which lanes UCX took, and how fast.
+    """Reads 64 MiB from another process; says which transports UCX took, and how fast.
 
-    The reader is a process of its own too: a transfer may hang, and NIXL's teardown has crashed.
+    The reader is a process of its own too, as a transfer may hang and NIXL's teardown has crashed.
     """
     command = [sys.executable, "-m", "kvd.doctor.loopback", "read"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)  # noqa: S603 - ours
     except subprocess.TimeoutExpired:
-        return [Finding("transfer", Level.BROKEN, f"no end within {timeout:g} s", _MORE)]
+        return [Finding("transfer", Level.BROKEN, f"did not end within {timeout:g} s", _MORE)]
     if ran.returncode != 0:
         last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
         return [Finding("transfer", Level.BROKEN, last, _MORE)]
@@ -42,7 +42,7 @@ def check_transfer(timeout: float) -> list[Finding]:
 
 
 def read() -> list[Finding]:
-    """The reader: starts the other process, reads from it, and judges."""
+    """The reader: starts the other process, reads from it and judges the result."""
     command = [sys.executable, "-m", "kvd.doctor.loopback", "serve"]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
     target = np.zeros(BYTES, dtype=np.uint8)
@@ -70,16 +70,16 @@ def _read(agent: RawAgent, peer: str, address: int) -> float:
 def _transports(lanes: UcxEndpoints) -> Finding:
     names = lanes.components()
     if not names:
-        return Finding("UCX", Level.NOTE, "this UCX does not say which transports it has", "a newer nixl wheel does")
+        return Finding("UCX", Level.NOTE, "this UCX does not list its transports", "install a newer nixl wheel")
     return Finding("UCX", Level.OK, f"transports with a device here: {', '.join(names)}")
 
 
 def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
-    text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'lanes that UCX does not name'}"
+    text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'transports that UCX does not name'}"
     if not arrived:
         return Finding("transfer", Level.BROKEN, f"{text}: bytes differ", "please report this")
     if kind_of(path) in (Kind.SHM, Kind.TCP):
-        return Finding("transfer", Level.SLOW, text, "same-host copies are not in use: see the findings above, UCX_TLS")
+        return Finding("transfer", Level.SLOW, text, "same-host copies are not used: see the findings above, UCX_TLS")
     return Finding("transfer", Level.OK, text)
 
 

@@ -1,4 +1,4 @@
-"""Memory: what may be locked, and which pages pools can have."""
+"""Memory: how much may be locked, and which pages pools can have."""
 
 import re
 import resource
@@ -12,7 +12,7 @@ _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def check_memlock() -> Finding:
-    """NICs lock what is registered with them."""
+    """Whether enough memory may be locked: NICs lock what is registered with them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", Level.OK, "unlimited")
@@ -24,7 +24,7 @@ def check_memlock() -> Finding:
 
 
 def check_huge_pages(meminfo: str | None = None, shmem: str | None = None) -> Finding:
-    """Copies to and from huge pages are up to 1.6 times as fast as on pages of 4 KiB."""
+    """Whether pools can have huge pages, on which copies are up to 1.6 times as fast as on 4 KiB ones."""
     meminfo = (_PROC / "meminfo").read_text(encoding="ascii") if meminfo is None else meminfo
     free = int((re.search(r"^HugePages_Free:\s+(\d+)", meminfo, re.MULTILINE) or ["", "0"])[1])
     size = int((re.search(r"^Hugepagesize:\s+(\d+) kB", meminfo, re.MULTILINE) or ["", "2048"])[1]) * limits.KIB

@@ -1,4 +1,4 @@
-"""Same-host copies (CMA): one process reads another's memory, if the kernel lets it and can see it."""
+"""Same-host copies (CMA): whether one process may see another and read its memory."""
 
 import ctypes
 import os
@@ -34,19 +34,19 @@ def check_copy() -> Finding:
 
 
 def check_pid_namespace() -> Finding:
-    """Two daemons read each other's memory by process id, so they must be in one PID namespace."""
+    """Which PID namespace this is: daemons need the same one to read each other's memory by process id."""
     if os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE:
         return Finding("PID namespace", Level.OK, "the host's")
     return Finding(
         "PID namespace",
         Level.NOTE,
-        "one of its own: daemons outside of it are reached over TCP or RDMA where `listen` is tcp://, else not at all",
+        "not the host's: daemons outside are reached over TCP or RDMA if `listen` is tcp://, else not at all",
         "for copies between pods of one node: hostPID: true on both; within a pod: shareProcessNamespace: true",
     )
 
 
 def _read_from(owner: int, address: int) -> int:
-    """0 where the copy arrived, else an errno."""
+    """0 if the copy arrived, else an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(len(_SECRET))
     local = _IoVec(ctypes.addressof(buffer), len(_SECRET))

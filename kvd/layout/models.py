@@ -7,19 +7,19 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvd.layout.presets import LAYOUTS, Attention, Cache, Indexer, Latent, Place, Recurrent, Section
+from kvd.layout.presets import LAYOUTS, Attention, Cache, Indexer, Latent, Placement, Recurrent, Section
 from kvd.layout.shard import Shard
 from kvd.layout.spec import CacheSpec, Group
 from kvd.layout.view import View
 from kvd.layout.window import Chunked, Full, Sliding, State, Window
 
 LONGEST_SEQUENCE: Final = 1 << 20
-"""Tokens that one state block stands for where an engine keeps a single state a sequence."""
+"""Tokens of a state block in an engine that keeps a single state per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that look back equally far and keep the same: one KV-cache group, or several of equal size."""
+    """Layers with equal windows and caches: one KV-cache group, or several of equal size."""
 
     window: Window
     layers: tuple[int, ...]
@@ -28,7 +28,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as its cache sees it."""
+    """A model, as far as its cache is concerned."""
 
     name: str
     kinds: tuple[LayerKind, ...]
@@ -55,12 +55,12 @@ def model_spec(
     cut into groups of as many layers as the smallest kind has, and all pages have the size of the largest.
 
     Raises:
-        BadRequest: BAD_SPEC, for a layout that cannot overlay these pages: K outside blocks beside a state, say.
+        BadRequest: BAD_SPEC, for a layout that cannot overlay these pages, such as K outside blocks beside a state.
 
     """
     kinds = _cut_kinds(model) if overlay else model.kinds
     slots = max(len(kind.layers) for kind in kinds) if overlay else 0
-    frame = Place(
+    frame = Placement(
         order=LAYOUTS[layout], shard=shard, layers=(), num_blocks=num_blocks, block_tokens=block_tokens, slots=slots
     )
     if overlay:
@@ -74,7 +74,7 @@ def model_spec(
     return CacheSpec(dtype=model.dtype, pool_bytes=max(1, end), groups=tuple(groups), shard=shard)
 
 
-def _group(kind: LayerKind, place: Place, offset: int, arena: int) -> tuple[Group, int]:
+def _group(kind: LayerKind, place: Placement, offset: int, arena: int) -> tuple[Group, int]:
     """The group of a kind's layers at `place`, its caches one after the other from `offset`; and where it ends."""
     views: list[View] = []
     if place.layers:
@@ -95,20 +95,20 @@ def _cut_kinds(model: Model) -> list[LayerKind]:
     ]
 
 
-def _page_bytes(kind: LayerKind, place: Place) -> int:
+def _page_bytes(kind: LayerKind, place: Placement) -> int:
     """Bytes of a block in one layer of this kind."""
     one = replace(place, layers=kind.layers[:1], slots=1)
     return sum(view.block_bytes for cache in kind.caches for view in cache.views(one))
 
 
 def _every(step: int, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layers in two kinds: each last one of `step`, and the others."""
+    """Every `step`-th layer, and the others."""
     chosen = tuple(range(step - 1, layers, step))
     return chosen, tuple(layer for layer in range(layers) if layer not in chosen)
 
 
 def _mixed(layers: int, step: int, heads: int, head_bytes: int, window: Window) -> tuple[LayerKind, LayerKind]:
-    """Each last layer of `step` with full attention, the others with `window`, all with equal heads."""
+    """Every `step`-th layer with full attention, the others with `window`, all with equal heads."""
     full, local = _every(step, layers)
     caches = (Attention(heads, head_bytes),)
     return LayerKind(Full(), full, caches), LayerKind(window, local, caches)

@@ -1,7 +1,7 @@
-"""The layouts of the field, each an order of dimensions, and the components that fill them.
+"""Known layouts, each an order of dimensions, and the components that fill them.
 
-The names of vLLM's six layouts spell L(ayer) B(lock) H(ead) N(tokens) C(K and V packed), outermost first. Where K and V
-lie apart in a block of all layers, K stands for that dimension.
+The names of vLLM's six layouts spell L(ayer) B(lock) H(ead) N(tokens) C(K and V packed), outermost first. In
+layouts whose blocks of all layers keep K and V apart, K is that dimension.
 """
 
 import itertools
@@ -39,12 +39,12 @@ LAYOUTS: Final = {
     "cross-layer-packed-nhd": BLNHC,
     "cross-layer-heads-outside": BHLNC,
 }
-"""Every layout by the name that `kvd plan` and the demo know it by."""
+"""Every layout by its name in `kvd plan` and the demo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a cache goes: the `layers` of one group on one rank, from byte `offset` of the pool on.
+class Placement:
+    """Where a cache goes: the `layers` of one group on one rank, from byte `offset` of the pool.
 
     `order` is one of the layouts. A layer's share of a block is padded to `page` bytes. `slots` reserves room for more
     layers than there are, so that groups of different numbers of layers overlay one allocation.
@@ -80,9 +80,9 @@ class Place:
 
 
 class Cache(Protocol):
-    """What a layer keeps: turned into views for the place it goes to."""
+    """What a layer keeps."""
 
-    def views(self, place: Place) -> tuple[View, ...]:
+    def views(self, place: Placement) -> tuple[View, ...]:
         """The views of this cache at `place`."""
         ...
 
@@ -94,8 +94,8 @@ class Attention:
     heads: int
     head_bytes: int
 
-    def views(self, place: Place) -> tuple[View, ...]:
-        """One view, in the order of the place."""
+    def views(self, place: Placement) -> tuple[View, ...]:
+        """One view, in the order of `place`."""
         local = len(place.shard.heads(self.heads))
         sizes = {"kv": 2, "head": local, "token": place.block_tokens, "byte": self.head_bytes}
         return (place.ordered_view("kv", place.order, sizes, heads=self.heads),)
@@ -103,11 +103,11 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """MLA: one row of `token_bytes` a token, the same on every rank."""
+    """MLA: one row of `token_bytes` per token, the same on every rank."""
 
     token_bytes: int
 
-    def views(self, place: Place) -> tuple[View, ...]:
+    def views(self, place: Placement) -> tuple[View, ...]:
         """One view without heads."""
         return (place.view("latent", "token byte", {"token": place.block_tokens, "byte": self.token_bytes}),)
 
@@ -119,7 +119,7 @@ class Indexer:
     key_bytes: int
     scale_bytes: int
 
-    def views(self, place: Place) -> tuple[View, ...]:
+    def views(self, place: Placement) -> tuple[View, ...]:
         """Two views that share pages: keys, and scales behind them."""
         tokens = place.block_tokens
         page = max(place.page, tokens * (self.key_bytes + self.scale_bytes))
@@ -133,7 +133,7 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Channels of a convolution that ranks cut together: `parts` of `width` channels each, over all ranks."""
+    """Channels of a convolution: `parts` of `width` channels over all ranks, which split them by parts."""
 
     name: str
     parts: int
@@ -158,7 +158,7 @@ class Recurrent:
     conv_order: str = "tap head"
     ssm_dtype: str | None = None
 
-    def views(self, place: Place) -> tuple[View, ...]:
+    def views(self, place: Placement) -> tuple[View, ...]:
         """One view a section, and one of the SSM state, all in the same pages."""
         channels = [len(place.shard.heads(section.parts)) * section.width for section in self.sections]
         conv_bytes = self.taps * sum(channels) * self.channel_bytes
@@ -175,7 +175,7 @@ class Recurrent:
 
 
 def _cut(conv: View, section: Section, first: int, held: int) -> View:
-    """The `held` channels from `first` on of a convolution's window."""
+    """The `held` channels from `first` of a convolution's window."""
     axes: list[Axis] = []
     offset = conv.offset
     for axis in conv.axes:

@@ -11,7 +11,7 @@ import msgspec
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's place in its engine. `stages` gives the layers (first, stop) of every pipeline stage.
 
-    One rank's shard says where all others stand, so that each side can work out who will read from whom.
+    One rank's shard determines all others, so that each side can work out who reads from whom.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -21,7 +21,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """The number of this rank in its engine."""
+        """The rank's number in its engine."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property

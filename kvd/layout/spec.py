@@ -1,15 +1,42 @@
-"""The spec: everything a worker declares of its pool, in a form that travels in attach and hello."""
+"""The spec: everything a worker declares of its pool, in a form that travels in attach and hello.
 
-from typing import Any
+The planner trusts a spec with memory: whoever could make it address a byte outside the pool could read or overwrite a
+neighbour's. So a spec is checked when it is made, before any address is computed from it.
+"""
+
+from collections import Counter
+from typing import Any, NoReturn
 
 import msgspec
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.layout.check import check_spec
 from kvd.layout.shard import Shard
-from kvd.layout.view import View
-from kvd.layout.window import Window
-from kvd.limits import MAX_SPEC_BYTES
+from kvd.layout.view import Axis, Dim, View
+from kvd.layout.window import Chunked, Sliding, State, Window
+from kvd.limits import (
+    MAX_GROUPS,
+    MAX_NAME_BYTES,
+    MAX_RANKS,
+    MAX_SPEC_BYTES,
+    MAX_SPEC_COORDINATES,
+    MAX_SPEC_LAYERS,
+)
+
+_ADDRESS_LIMIT = 1 << 62  # addresses are planned as int64, and two of them are added
+_BLOCK_ID_LIMIT = 1 << 32  # ids are u32 on the wire
+_COUNT_LIMIT = 1 << 20  # coordinates that a plan enumerates: heads, tokens, taps, layers
+
+_OCCURRENCES: dict[Dim, range] = {
+    "layer": range(2),
+    "block": range(1, 2),
+    "kv": range(2),
+    "head": range(2),
+    "token": range(3),
+    "tap": range(2),
+    "channel": range(2),
+    "byte": range(1, 2),
+}
+_ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +54,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     arena: int = 0
 
     def needed(self, tokens: int) -> range:
-        """Positions that must be present once `tokens` tokens are computed (see `kvd.layout.window`)."""
+        """Positions that must be present once `tokens` tokens are computed (`kvd.layout.window`)."""
         return self.window.needed(tokens, self.block_tokens)
 
     @property
@@ -49,7 +76,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard
 
     def __post_init__(self) -> None:
-        check_spec(self)
+        _check_spec(self)
 
     def encode(self) -> bytes:
         """The spec as msgpack."""
@@ -57,17 +84,17 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, raw: bytes) -> "CacheSpec":
-        """The spec that `raw` is the msgpack of.
+        """The spec encoded in `raw` (msgpack).
 
         Raises:
-            BadRequest: BAD_SPEC, naming the field and the value, for bytes that are not a sound spec.
+            BadRequest: BAD_SPEC, naming the field and its value, if `raw` is no sound spec.
 
         """
         return _decode(raw, _MSGPACK)
 
     @classmethod
     def decode_json(cls, raw: bytes) -> "CacheSpec":
-        """As `decode`, from JSON: what people write into files."""
+        """Like `decode`, from JSON, which people write into files."""
         return _decode(raw, _JSON)
 
 
@@ -83,3 +110,155 @@ def _decode(raw: bytes, decoder: Any) -> CacheSpec:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(ErrorCode.BAD_SPEC, f"spec: {error}") from error
     return spec
+
+
+def _check_spec(spec: CacheSpec) -> None:
+    """Checks what `CacheSpec` promises, field by field."""
+    _bounded("pool_bytes", spec.pool_bytes, 1, _ADDRESS_LIMIT)
+    _check_name("dtype", spec.dtype)
+    _bounded("groups", len(spec.groups), 1, MAX_GROUPS + 1)
+    _check_shard(spec.shard)
+    views = [view for group in spec.groups for view in group.views]
+    _bounded("layers over all views", sum(len(view.layers) for view in views), 0, MAX_SPEC_LAYERS + 1)
+    for index, group in enumerate(spec.groups):
+        _check_group(f"groups[{index}]", group, spec)
+    coordinates = sum(view.size(dim) for view in views for dim in _ENUMERATED)
+    _bounded("heads, tokens, taps and channels over all views", coordinates, 0, MAX_SPEC_COORDINATES + 1)
+    _check_arenas(spec)
+
+
+def _refuse(field: str, value: object, rule: str) -> NoReturn:
+    raise BadRequest(ErrorCode.BAD_SPEC, f"{field} = {value!r}: {rule}")
+
+
+def _bounded(field: str, value: int, low: int, stop: int) -> None:
+    if not low <= value < stop:
+        _refuse(field, value, f"must be from {low} to {stop - 1}")
+
+
+def _check_name(field: str, name: str) -> None:
+    if not name or len(name.encode()) > MAX_NAME_BYTES:
+        _refuse(field, name[:MAX_NAME_BYTES], f"must be 1 to {MAX_NAME_BYTES} bytes")
+
+
+def _check_shard(shard: Shard) -> None:
+    _bounded("shard.stages", len(shard.stages), 1, MAX_RANKS + 1)
+    _bounded("shard.tp_size", shard.tp_size, 1, MAX_RANKS + 1)
+    _bounded("shard.tp_rank", shard.tp_rank, 0, shard.tp_size)
+    _bounded("shard.pp_rank", shard.pp_rank, 0, len(shard.stages))
+    if shard.ranks > MAX_RANKS:
+        _refuse("shard", shard.ranks, f"tp_size times stages must be at most {MAX_RANKS}")
+    stop = 0
+    for stage in shard.stages:
+        if stage[0] != stop or stage[1] <= stage[0]:
+            _refuse("shard.stages", shard.stages, "stages must be (first, stop), each beginning where the last stops")
+        stop = stage[1]
+    _bounded("shard.stages", stop, 1, _COUNT_LIMIT)
+
+
+def _check_group(field: str, group: Group, spec: CacheSpec) -> None:
+    _bounded(f"{field}.num_blocks", group.num_blocks, 1, _BLOCK_ID_LIMIT)
+    _bounded(f"{field}.block_tokens", group.block_tokens, 1, _BLOCK_ID_LIMIT)
+    if isinstance(group.window, Sliding):
+        _bounded(f"{field}.window.window", group.window.window, 1, _ADDRESS_LIMIT)
+    if isinstance(group.window, Chunked):
+        _bounded(f"{field}.window.chunk", group.window.chunk, 1, _ADDRESS_LIMIT)
+    held = Counter((view.component, layer) for view in group.views for layer in view.layers)
+    for (component, layer), count in held.items():
+        if count > 1:
+            _refuse(f"{field}.views", component, f"layer {layer} of this component is declared {count} times")
+    for index, view in enumerate(group.views):
+        _check_view(f"{field}.views[{index}]", view, group, spec)
+
+
+def _check_view(field: str, view: View, group: Group, spec: CacheSpec) -> None:
+    _check_name(f"{field}.component", view.component)
+    if view.dtype is not None:
+        _check_name(f"{field}.dtype", view.dtype)
+    _bounded(f"{field}.heads", view.heads, 1, _COUNT_LIMIT)
+    _check_axes(field, view)
+    for layer in view.layers:
+        if layer not in spec.shard.layers:
+            _refuse(f"{field}.layers", layer, f"this rank's stage holds layers {spec.shard.layers}")
+    tp_size = spec.shard.tp_size
+    if view.heads % tp_size and tp_size % view.heads:
+        _refuse(f"{field}.heads", view.heads, f"neither divides nor is divided by shard.tp_size = {tp_size}")
+    sizes: dict[Dim, int] = {
+        "layer": len(view.layers),
+        "block": group.num_blocks,
+        "head": len(spec.shard.heads(view.heads)),
+        "token": 1 if isinstance(group.window, State) else group.block_tokens,
+    }
+    for dim, size in sizes.items():
+        if view.size(dim) != size:
+            _refuse(f"{field}.axes.{dim}", view.size(dim), f"the group and the shard make it {size}")
+    _bounded(f"{field}.offset", view.offset, 0, spec.pool_bytes)
+    if view.end > spec.pool_bytes:
+        _refuse(f"{field}.end", view.end, f"the view reaches beyond pool_bytes = {spec.pool_bytes}")
+
+
+def _check_axes(field: str, view: View) -> None:
+    counts = Counter(axis.dim for axis in view.axes)
+    for dim in (*_OCCURRENCES, *counts):
+        allowed = _OCCURRENCES.get(dim, range(0))
+        if counts[dim] not in allowed:
+            _refuse(f"{field}.axes", dim, f"occurs {counts[dim]} times, allowed are {list(allowed)}")
+    if view.axes[-1].dim != "byte" or view.axes[-1].stride != 1:
+        _refuse(f"{field}.axes", view.axes[-1].dim, "the last axis must be byte with stride 1")
+    for axis in view.axes:
+        stop = _ADDRESS_LIMIT if axis.dim in {"block", "byte"} else _COUNT_LIMIT
+        _bounded(f"{field}.axes.{axis.dim}.size", axis.size, 1, stop)
+        _bounded(f"{field}.axes.{axis.dim}.stride", axis.stride, 0, _ADDRESS_LIMIT)
+    _check_apart(field, view.axes)
+
+
+def _check_apart(field: str, axes: tuple[Axis, ...]) -> None:
+    """No two coordinates share a byte: each stride steps over everything that the smaller strides reach."""
+    reach = 1
+    for axis in sorted(axes, key=lambda axis: axis.stride):
+        if axis.size > 1 and axis.stride < reach:
+            _refuse(f"{field}.axes.{axis.dim}.stride", axis.stride, f"overlaps the {reach} bytes inside it")
+        reach += (axis.size - 1) * axis.stride
+
+
+def _check_arenas(spec: CacheSpec) -> None:
+    """Arenas lie apart, and the groups of one arena agree on which bytes a block id means."""
+    extents = sorted(
+        (view.offset, view.end, group.arena, f"groups[{index}]")
+        for index, group in enumerate(spec.groups)
+        for view in group.views
+    )
+    reach, owner, name = 0, 0, ""
+    for offset, end, arena, field in extents:
+        if arena != owner and offset < reach:
+            _refuse(f"{field}.arena", arena, f"its bytes from {offset} overlap {name} of arena {owner}, up to {reach}")
+        if end > reach:
+            reach, owner, name = end, arena, field
+    arenas: dict[int, list[tuple[str, Group]]] = {}
+    for index, group in enumerate(spec.groups):
+        if group.views:
+            arenas.setdefault(group.arena, []).append((f"groups[{index}]", group))
+    for shared in arenas.values():
+        if len(shared) > 1:
+            _check_pages(shared)
+
+
+def _check_pages(shared: list[tuple[str, Group]]) -> None:
+    """Block b of every group of an arena lies inside the pages numbered b, so ids of two groups never alias."""
+    views = [view for _, group in shared for view in group.views]
+    base = min(view.offset for view in views)
+    page, blocks = views[0].block_stride, shared[0][1].num_blocks
+    for field, group in shared:
+        if group.num_blocks != blocks:
+            _refuse(f"{field}.num_blocks", group.num_blocks, f"other groups of arena {group.arena} have {blocks}")
+        for view in group.views:
+            if view.block_stride != page:
+                rule = f"other groups of arena {group.arena} have pages of {page} bytes"
+                _refuse(f"{field}.views.{view.component}.block_stride", view.block_stride, rule)
+            inside = 1 + sum((axis.size - 1) * axis.stride for axis in view.axes if axis.stride < page)
+            outer = [axis.stride for axis in view.axes if axis.size > 1 and axis.stride >= page and axis.dim != "block"]
+            frame = page * blocks
+            start = (view.offset - base) % frame
+            if start + inside > page or any(stride % frame for stride in outer):
+                rule = f"its blocks straddle the pages of {page} bytes of arena {group.arena}"
+                _refuse(f"{field}.views.{view.component}.offset", view.offset, rule)

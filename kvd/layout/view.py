@@ -4,8 +4,7 @@ A view is a strided array over the pool. Its element at coordinates (layer, bloc
 
     offset + sum(coordinate * stride)
 
-so every layout of the field is data: the order of the dimensions, and their sizes. Nothing else in kvd knows one
-layout from another.
+so every layout is data: the order of the dimensions and their sizes. Nothing else in kvd distinguishes layouts.
 """
 
 import math
@@ -20,10 +19,10 @@ Dim = Literal["layer", "block", "kv", "head", "token", "tap", "channel", "byte"]
 - `layer`: the view's layers, in the order of `View.layers`.
 - `block`: block ids; the unit that engines allocate.
 - `kv`: 0 is K and 1 is V.
-- `head`: what tensor parallelism cuts: KV heads; heads, groups or channels of a state-space layer.
-- `token`: tokens in a block. May occur twice (outer first) where an engine's block is several kernel blocks.
+- `head`: what tensor parallelism splits: KV heads; heads, groups or channels of a state-space layer.
+- `token`: tokens in a block. Occurs twice (outer first) if an engine's block is several kernel blocks.
 - `tap`: the taps of a convolution's window.
-- `channel`: the channels of a convolution that are cut together.
+- `channel`: the channels of a convolution that stay together.
 - `byte`: bytes that are always contiguous, such as one head of one token. Stride 1.
 """
 
@@ -52,7 +51,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
 
     def size(self, dim: Dim) -> int:
-        """How many coordinates `dim` has; 1 when the view lacks it."""
+        """How many coordinates `dim` has; 1 if the view lacks it."""
         product = 1
         for axis in self.axes:
             if axis.dim == dim:
@@ -60,7 +59,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return product
 
     def offsets(self, dim: Dim) -> list[int]:
-        """Byte offset of each coordinate of `dim`, the others being 0; `[0]` when the view lacks it."""
+        """Byte offset of each coordinate of `dim`, with the others 0; `[0]` if the view lacks it."""
         offsets = [0]
         for axis in self.axes:
             if axis.dim == dim:
@@ -74,7 +73,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """One past the last byte that the view addresses, from the pool's base."""
+        """Offset of the byte after the view's last one, from the pool's base."""
         return self.offset + sum((axis.size - 1) * axis.stride for axis in self.axes) + 1
 
     @property

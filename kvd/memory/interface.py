@@ -1,4 +1,4 @@
-"""What the daemon asks of memory: pools that it owns and can lend to another process."""
+"""What the daemon needs of memory: pools that it owns and lends to other processes."""
 
 from typing import Protocol
 
@@ -16,17 +16,17 @@ class Memory(Protocol):
 
     @property
     def backing(self) -> str:
-        """What it is made of: `hugetlb`, `thp` or `plain`."""
+        """Its pages: `hugetlb`, `thp` or `plain`."""
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor that a worker maps; stays this object's."""
+        """The file descriptor that a worker maps; this object owns it."""
 
     def move(self) -> None:
-        """Maps the pool, whose bytes stay, at another address of this process; where it was, zeros are read.
+        """Maps the pool, with its bytes, at another address of this process; the old address reads as zeros.
 
         Raises:
-            Unavailable: `OVERLOADED`, it cannot be mapped a second time; it stays where it is.
+            Unavailable: `OVERLOADED`, it cannot be mapped a second time and stays where it is.
 
         """
 
@@ -34,10 +34,7 @@ class Memory(Protocol):
         """Unmaps and closes. The bytes live on while another process has them mapped."""
 
     def free(self) -> None:
-        """Like `close`, and gives the memory back to the system whoever still has it mapped.
-
-        Whoever has finds zeros there, and pays for what it writes. Takes long: it is done beside the loop.
-        """
+        """Like `close`, and frees the memory even if others map it: they find zeros there. Slow; not for the loop."""
 
 
 class MemoryProvider(Protocol):
@@ -50,38 +47,37 @@ class MemoryProvider(Protocol):
         """A new pool of `size` bytes, zeroed and faulted in.
 
         Raises:
-            Unavailable: `OVERLOADED`, there is not that much memory.
+            Unavailable: `OVERLOADED`, there is too little memory.
 
         """
 
     def adopt(self, descriptor: int, size: int) -> Memory:
-        """The pool behind `descriptor`, which a worker kept from a daemon before this one; takes the descriptor over.
+        """The pool behind `descriptor`, which a worker kept from an earlier daemon; owns the descriptor from then on.
 
         Raises:
-            BadRequest: `BAD_POOL`, it is no sealed memfd of that size (a worker could truncate it under us), or the
-                memory of its pool has been given back.
+            BadRequest: `BAD_POOL`, it is no sealed memfd of that size, or its memory was freed.
 
         """
 
     def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that a worker sent along and nobody needs."""
+        """Closes a descriptor that a worker sent and that is not needed."""
 
 
 class PoolStore(Protocol):
-    """Keeps pools while no daemon runs, so that a worker that is gone too loses no bytes."""
+    """Keeps pools while no daemon runs, for workers that are not running either."""
 
     def take(self, worker: str, uid: int, spec: bytes) -> int:
-        """The descriptor of the pool that `worker` had under the last daemon, for the caller to close; else -1."""
+        """The descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1."""
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
         """Keeps a duplicate of a pool's descriptor; a second time changes nothing."""
 
     def drop(self, worker: str) -> None:
-        """The worker's pool has ended: its bytes need not be kept."""
+        """Keeps the worker's pool no longer."""
 
 
 class NoStore:
-    """Where nothing outlives the daemon: workers bring their pools back, or get new ones."""
+    """Keeps nothing: workers bring their pools back or get new ones."""
 
     def take(self, worker: str, uid: int, spec: bytes) -> int:  # noqa: ARG002
         """There is none."""

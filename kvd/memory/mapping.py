@@ -1,7 +1,7 @@
-"""Shared mappings that huge pages can back: aligned to 2 MiB, faulted in whole, and able to say what they lie on.
+"""Shared mappings that huge pages can back: aligned to 2 MiB, faulted in whole, and able to tell their pages.
 
-Python's `mmap` chooses the address itself, and a file's huge page can only be mapped as one where the address and the
-offset in the file agree modulo 2 MiB.
+Python's `mmap` chooses the address itself, but a file's huge page is mapped as one only if the address and the offset
+in the file agree modulo 2 MiB.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Final
 from kvd import limits
 
 HUGE_PAGE: Final = 2 * limits.MIB
-"""Bytes of a huge page; every pool is whole ones, so that all of it can lie on them."""
+"""Bytes of a huge page; the length of every pool is a multiple."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -46,7 +46,7 @@ class Mapping:
     """`length` bytes of the file behind `descriptor`, readable and writable at `base`, a multiple of 2 MiB.
 
     Raises:
-        OSError: the file cannot be mapped; `ENOMEM` also where hugetlb pages cannot be reserved.
+        OSError: the file cannot be mapped; `ENOMEM` also if hugetlb pages cannot be reserved.
 
     """
 
@@ -55,19 +55,18 @@ class Mapping:
         self.length = length
 
     def populate(self) -> None:
-        """Faults every page in, writable and with its bytes as they are; no later access can fail for want of memory.
+        """Faults every page in, writable and with its bytes, so that no later access can run out of memory.
 
         Raises:
-            OSError: there is not that much memory.
+            OSError: there is too little memory.
 
         """
         self._advise(0, self.length, _MADV_POPULATE_WRITE)
 
     def collapse(self) -> None:
-        """Asks for the file's pages to be huge ones, whether or not the system hands them out unasked.
+        """Turns the file's pages into huge ones, whatever the system's default is.
 
-        One small page of each huge one is faulted in before: the kernel makes a huge page of what is there, zeroes
-        the rest, and passes over what is empty.
+        One small page of each huge one is faulted in first, as the kernel skips what is empty.
 
         Raises:
             OSError: not every page could become part of a huge one.
@@ -93,13 +92,12 @@ class Mapping:
         return found[b"KernelPageSize:"], found[b"ShmemPmdMapped:"]
 
     def blank(self) -> None:
-        """Puts zeros, which take no memory, in the place of the file. They stay for good.
+        """Replaces the file by zeros, which take no memory and stay for good.
 
-        Somebody may still read there, through a transport that reads for whoever asks: where nothing is mapped that
-        would be a SIGSEGV of this process.
+        The transport may still read there for a peer, and without a mapping that would be a SIGSEGV of this process.
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        length, self.length = self.length, 0  # where it fails the place may be another thread's: nothing to unmap
+        length, self.length = self.length, 0  # if it fails the range may be another thread's: nothing to unmap
         _map(self.base, length, mmap.PROT_READ, flags, -1)
 
     def close(self) -> None:
@@ -114,12 +112,10 @@ class Mapping:
 
 
 def give_back(descriptor: int, length: int) -> None:
-    """Gives the memory of a file's first `length` bytes back to the system: whoever has them mapped finds zeros there.
-
-    What such a process writes to them after that is memory of its own cgroup.
+    """Frees the memory of a file's first `length` bytes: those who map them find zeros, and pay for what they write.
 
     Raises:
-        OSError: the file is none of memory, or may not be written to.
+        OSError: the file is not in memory, or may not be written to.
 
     """
     if _libc.fallocate(descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, length) != 0:
@@ -127,11 +123,10 @@ def give_back(descriptor: int, length: int) -> None:
 
 
 def _map_aligned(descriptor: int, length: int) -> int:
-    """Finds room and maps the file there, where other threads have not been quicker.
+    """Finds room and maps the file there, unless another thread was quicker; then again.
 
-    Never over a reservation: a mapping of a file that fails, as that of hugetlb pages which the system does not have,
-    has ended what was there before, and whoever then gives the reservation back takes what another thread, a `malloc`
-    for one, has mapped there since.
+    Not over a reservation: a mapping that fails, for want of hugetlb pages, has already ended the reservation, and
+    giving that back would unmap what another thread (`malloc`) has mapped there since.
     """
     for _ in range(_ATTEMPTS):
         room = _map(0, length + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -141,7 +136,7 @@ def _map_aligned(descriptor: int, length: int) -> int:
             return _map(
                 base, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE, descriptor
             )
-    raise OSError(errno.EEXIST, f"mmap: other threads took every one of {_ATTEMPTS} places for {length} bytes")
+    raise OSError(errno.EEXIST, f"mmap: other threads took the room for {length} bytes {_ATTEMPTS} times")
 
 
 def _map(address: int, length: int, protection: int, flags: int, descriptor: int) -> int:

@@ -1,8 +1,8 @@
-"""Pools in host memory: sealed memfds on the largest pages that can be had.
+"""Pools in host memory: sealed memfds on the largest pages available.
 
-A pool is sealed against any change of its size, because the daemon maps what a worker holds the descriptor of: bytes
-cut off a file that is mapped are a SIGBUS for whoever touches them. The seals also tell a pool from any other
-descriptor when a worker gives one back to a daemon that was restarted.
+Workers hold descriptors of what the daemon maps, so a pool is sealed against changes of its size: touching a mapped
+page that was cut off the file is a SIGBUS. The seals also tell a pool from any other descriptor when a worker gives one
+back to a restarted daemon.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _THP_SHARE: Final = 0.9
-"""Share of a pool that must lie on transparent huge pages for it to be called `thp`."""
+"""The part of a pool that must be on transparent huge pages for it to be called `thp`."""
 
 
 class Backing(StrEnum):
-    """What pools shall be made of. `AUTO` takes the first of the others, in this order, that can be had."""
+    """The pages of pools. `AUTO` takes the first of the others, in this order, that is available."""
 
     AUTO = "auto"
     HUGETLB = "hugetlb"
@@ -32,40 +32,20 @@ class MemfdPool:
     """A mapped, sealed memfd (a `kvd.memory.interface.Memory`)."""
 
     def __init__(self, descriptor: int, mapping: Mapping, size: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        self.size = size
+        self.backing: str = _backing(mapping)
         self._mapping = mapping
-        self._size = size
-        self._backing = _backing(mapping)
 
     @property
     def base(self) -> int:
         """Address of the first byte in this process, a multiple of 2 MiB."""
         return self._mapping.base
 
-    @property
-    def size(self) -> int:
-        """Bytes that the worker asked for; the file is longer by less than 2 MiB."""
-        return self._size
-
-    @property
-    def backing(self) -> str:
-        """`hugetlb`, `thp` or `plain`: what the kernel said after the last byte was faulted in."""
-        return self._backing
-
-    @property
-    def descriptor(self) -> int:
-        """The memfd, sealed; stays this object's."""
-        return self._descriptor
-
     def move(self) -> None:
-        """Maps the pool, whose bytes stay, at another address of this process; where it was, zeros are read.
-
-        Raises:
-            Unavailable: `OVERLOADED`, it cannot be mapped a second time; it stays where it is.
-
-        """
+        """Maps the pool at another address, see `Memory`."""
         try:
-            mapping = Mapping(self._descriptor, self._mapping.length)
+            mapping = Mapping(self.descriptor, self._mapping.length)
             mapping.populate()
         except OSError as error:
             raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
@@ -74,18 +54,15 @@ class MemfdPool:
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. The bytes live on while another process holds the file."""
-        if self._descriptor >= 0:
+        if self.descriptor >= 0:
             self._mapping.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def free(self) -> None:
-        """Like `close`, and gives the memory back whoever still maps it.
-
-        Blocks for as long as the kernel needs to free it: measured 0.28 s per GiB on small pages, 4 ms on huge ones.
-        """
+        """Like `close`, and frees the memory even if others map it: 0.28 s per GiB on small pages, 4 ms on huge."""
         try:
-            give_back(self._descriptor, _file_length(self._size))
+            give_back(self.descriptor, _file_length(self.size))
         finally:
             self.close()
 
@@ -93,8 +70,8 @@ class MemfdPool:
 class MemfdProvider:
     """Makes pools of host memory (a `kvd.memory.interface.MemoryProvider`).
 
-    Faulting in blocks the caller for as long as the kernel needs to find and zero the memory: measured 0.06 s per GiB
-    on huge pages that lay ready, 2.5 s on small ones that the host had to find first.
+    Faulting in blocks the caller while the kernel finds and zeroes the memory: measured 0.06 s per GiB on reserved huge
+    pages, 2.5 s on small ones that the host had to find first.
     """
 
     def __init__(self, backing: Backing = Backing.AUTO) -> None:
@@ -105,7 +82,7 @@ class MemfdProvider:
         return _file_length(size)
 
     def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that a worker sent along and nobody needs."""
+        """Closes a descriptor that is not needed."""
         os.close(descriptor)
 
     def allocate(self, name: str, size: int) -> MemfdPool:
@@ -113,7 +90,7 @@ class MemfdProvider:
 
         Raises:
             BadRequest: `BAD_SPEC`, the size is not positive.
-            Unavailable: `OVERLOADED`, there is not that much memory, or not of the kind that the configuration demands.
+            Unavailable: `OVERLOADED`, there is too little memory of the configured kind.
 
         """
         if size <= 0:
@@ -139,11 +116,10 @@ class MemfdProvider:
         return pool
 
     def adopt(self, descriptor: int, size: int) -> MemfdPool:
-        """The pool of `size` bytes behind `descriptor`, bytes as they are. Closes `descriptor` where it refuses.
+        """The pool of `size` bytes behind `descriptor`, with its bytes. Closes `descriptor` if it refuses.
 
         Raises:
-            BadRequest: `BAD_POOL`, it is no memfd that is sealed like a pool, writable and of that size, or its pool
-                has ended: the bytes are gone.
+            BadRequest: `BAD_POOL`, it is no writable memfd of that size sealed like a pool, or its bytes were freed.
             Unavailable: `OVERLOADED`, it cannot be faulted in.
 
         """
@@ -184,7 +160,7 @@ def _create(name: str, size: int, *, hugetlb: bool = False, huge: bool = False) 
 
 def _fault_in(mapping: Mapping, *, huge: bool) -> None:
     if huge:
-        # Memory may be too fragmented for some of it: `_backing` tells afterwards what came of it.
+        # Memory may be too fragmented for some of it; `_backing` tells afterwards.
         with contextlib.suppress(OSError):
             mapping.collapse()
     mapping.populate()

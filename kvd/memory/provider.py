@@ -8,7 +8,7 @@ from kvd.memory.memfd import Backing, MemfdProvider
 
 
 def provider_for(device: str, backing: Backing = Backing.AUTO) -> MemoryProvider:
-    """The provider for `device`: `cpu`, or `cuda:N`. `backing` is what host memory shall be made of.
+    """The provider for `device`: `cpu` or `cuda:N`. `backing` chooses the pages of host memory.
 
     Raises:
         BadRequest: `BAD_CONFIG`, there is no such kind of device.

@@ -1,8 +1,8 @@
 """The stamps of this daemon's leases: words that peers read one-sidedly, after the blocks.
 
-A lease's stamp lies in its word for as long as the lease is alive, and is wiped before anybody is told that the lease
-has ended. Whoever finds it after the last byte of a read has the proof that the blocks were held until then
-(docs/fence.md). The words are the daemon's own memory, which no worker can write.
+A lease's stamp stays in its word while the lease lives, and is wiped before anybody is told that the lease ended. A
+reader that finds it after the last byte has the proof that the blocks were held until then (docs/fence.md). No worker
+can write to the words, which are the daemon's own memory.
 """
 
 import mmap
@@ -17,7 +17,7 @@ Words = NDArray[np.uint64]
 
 
 class StampMemory(Protocol):
-    """Where the words lie: `words`, uint64 [N], at the address `base` of this process."""
+    """`words`, uint64 [N], at the address `base` of this process."""
 
     @property
     def base(self) -> int:
@@ -29,7 +29,7 @@ class StampMemory(Protocol):
 
 
 class HostStamps:
-    """Words in this process's memory, which is mapped for as long as the process lives."""
+    """Words in this process's memory, mapped for the life of the process."""
 
     def __init__(self) -> None:
         mapped = mmap.mmap(-1, limits.MAX_STAMPS * limits.STAMP_BYTES)
@@ -38,14 +38,14 @@ class HostStamps:
 
 
 class Stamps:
-    """Which lease has which word. Words are numbered from 1; 0 stands for none."""
+    """Gives words to leases. Words are numbered from 1; 0 is none."""
 
     def __init__(self, memory: StampMemory) -> None:
         self._words = memory.words
         self._free = list(range(len(memory.words), 0, -1))
 
     def put(self, stamp: int) -> int:
-        """Writes a stamp into a free word and returns its number, 0 where no word is free."""
+        """Writes a stamp into a free word and returns its number; 0 if none is free."""
         if not self._free:
             return 0
         number = self._free.pop()
@@ -53,7 +53,7 @@ class Stamps:
         return number
 
     def wipe(self, number: int) -> None:
-        """Takes the stamp away: from the return of this call on nobody finds it."""
+        """Wipes the stamp: once this returns, no reader finds it."""
         if number:
             self._words[number - 1] = 0
             self._free.append(number)

@@ -1,4 +1,4 @@
-"""Descriptor arrays: what a plan is made of, and the joining of neighbours."""
+"""Descriptor arrays, and how neighbours are joined."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ Copy: TypeAlias = tuple[int, int, int]
 """From which offset or address, to which, and how many bytes."""
 Ints: TypeAlias = NDArray[np.int64]
 
-_SPARSEST = 16  # slots an address up to which counting beats comparing: 3 ms against 80 for a million addresses
-_FEW_BYTES = 256  # a quarter of the time up to here, where it comes once a pull
+_SPARSEST = 16  # slots per address up to which counting beats comparing: 3 ms against 80 for a million addresses
+_FEW_BYTES = 256  # up to here it takes a quarter of the time, once for each pull
 
 
 class Descriptors:
     """What to copy: `length[i]` bytes from `src[i]` to `dst[i]`, each an offset from its pool's base. uint64 [N].
 
-    `copies` are the same one by one. Either form is made of the other when it is first asked for.
+    `copies` are the same as tuples. Each form is computed from the other on first use.
     """
 
     def __init__(self, src: NDArray[np.uint64], dst: NDArray[np.uint64], length: NDArray[np.uint64]) -> None:
@@ -32,7 +32,7 @@ class Descriptors:
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> "Descriptors":
-        """Of few."""
+        """Descriptors of a few copies."""
         made = cls.__new__(cls)
         made.copies, made.count = copies, len(copies)
         made.bytes = sum([length for _, _, length in copies])
@@ -40,12 +40,12 @@ class Descriptors:
 
     @cached_property
     def src(self) -> NDArray[np.uint64]:
-        """Offsets on the side that is read."""
+        """Source offsets."""
         return np.array([src for src, _, _ in self.copies], dtype=np.uint64)
 
     @cached_property
     def dst(self) -> NDArray[np.uint64]:
-        """Offsets on the side that is written to."""
+        """Destination offsets."""
         return np.array([dst for _, dst, _ in self.copies], dtype=np.uint64)
 
     @cached_property
@@ -60,12 +60,12 @@ class Descriptors:
 
     @cached_property
     def bytes(self) -> int:
-        """How many bytes they move together."""
+        """How many bytes they move in all."""
         return int(self.length.sum())
 
 
 def join(src: Ints, dst: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
-    """The fewest descriptors that move the same bytes: those adjacent on both sides become one. Sorted by source."""
+    """Joins descriptors that are adjacent on both sides: the fewest that move the same bytes. Sorted by source."""
     order = np.argsort(src, kind="stable")  # quick on arrays that are sorted in pieces, as plans are
     src, dst, length = src[order], dst[order], length[order]
     gap = np.empty(len(src), dtype=np.bool_)
@@ -79,7 +79,7 @@ def join(src: Ints, dst: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def ascending(addresses: Ints, step: int) -> Ints:
-    """The indexes that sort `addresses`, which are all multiples of `step` apart; int64 [N]."""
+    """The indexes, int64 [N], that sort `addresses`, whose distances are multiples of `step`."""
     places = (addresses - addresses.min()) // step
     room = int(places.max()) + 1
     if room <= _SPARSEST * len(places):
@@ -92,7 +92,7 @@ def ascending(addresses: Ints, step: int) -> Ints:
 
 
 def check_ids(group: Group, ids: bytes) -> None:
-    """Refuse block ids (little-endian u32) that `group` does not have.
+    """Refuses block ids (little-endian u32) that `group` does not have.
 
     Raises:
         BadRequest: BAD_BLOCKS, naming the first such id.

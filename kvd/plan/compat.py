@@ -1,4 +1,4 @@
-"""Compatibility: whether blocks of one layout mean anything in another, decided once a peer from the two specs."""
+"""Compatibility: whether blocks can move between two layouts, decided once for each peer."""
 
 import math
 from typing import NoReturn
@@ -15,7 +15,7 @@ _EXTENTS: dict[Dim, str] = {
 
 
 def check_compatible(source: CacheSpec, destination: CacheSpec) -> None:
-    """Refuse a pair of specs between which no plan can be made.
+    """Refuses a pair of specs between which no plan can be made.
 
     The two may be any ranks of their engines: layers that only one of them holds are not compared.
 

@@ -1,4 +1,4 @@
-"""What a transfer would move: the figures behind `kvd plan`, from two engines' specs and a number of tokens."""
+"""What a transfer would move, from two engines' specs and a number of tokens: the figures of `kvd plan`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The planner: two specs once, then block ids to descriptors, request by request."""
+"""The planner: made once from two specs, then turns block ids into descriptors for each request."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from kvd.plan.template import Runs, Template, check_runs, make_templates
 from kvd.plan.units import Pairing, Span, Units
 
 FEW = 16
-"""Plans of so many descriptors at most are made one by one: arrays take longer (80 us where their code is cold)."""
+"""Plans of up to so many descriptors are made without arrays, which take longer (80 us if their code is cold)."""
 
 
 class Planner:
     """Plans copies from one source rank's pool to one destination rank's.
 
-    Made once a peer; `source` and `destination` must be compatible (`check_compatible`), `share` is the destination's
-    (`route`). The descriptors are the fewest that move each byte once: no two are adjacent on both sides.
+    Made once for each peer. `source` and `destination` must be compatible (`check_compatible`); `share` is the
+    destination's (`route`). The descriptors are the fewest that move each byte once: no two are adjacent on both sides.
 
     Raises:
         BadRequest: INCOMPATIBLE, if the orders differ so much that a block takes more than MAX_BLOCK_DESCRIPTORS.
@@ -50,8 +50,8 @@ class Planner:
     def plan(self, spans: Sequence[Span], tokens: int | None = None) -> Descriptors:
         """The descriptors that fill every destination block named, one span a group in the groups' order.
 
-        With `tokens`, the length of the sequence, it is also checked that all that is needed of the blocks asked for
-        is offered. A state group whose block sizes differ needs it.
+        With `tokens`, the length of the sequence, this also checks that everything needed of the wanted blocks is
+        offered. A state group whose block sizes differ needs it.
 
         Raises:
             BadRequest: BAD_BLOCKS if a position is asked for and not offered, or the spans are not one a group;
@@ -82,7 +82,7 @@ class Planner:
 
 
 class _Plan:
-    """Descriptors in the making: arrays, and whether some of them may still be adjacent to each other."""
+    """Collects descriptors as arrays, and whether some may still be adjacent to each other."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[Ints, Ints, Ints]] = []
@@ -106,7 +106,7 @@ class _Plan:
             self._add_run(run, src, dst)
 
     def _add_run(self, run: Runs, src: Ints, dst: Ints) -> None:
-        """One run of every unit, of which neighbours on both sides become one."""
+        """Adds one run of every unit; neighbours on both sides become one."""
         length: Ints | int = run.length
         if len(src) > 1:
             apart = (src[1:] - src[:-1] != length) | (dst[1:] - dst[:-1] != length)
@@ -123,7 +123,7 @@ class _Plan:
         self._pieces.append((np.add.outer(run.src, src).ravel(), np.add.outer(run.dst, dst).ravel(), lengths.ravel()))
 
     def descriptors(self) -> Descriptors:
-        """All that was added, with the last neighbours joined."""
+        """Everything added, with the last neighbours joined."""
         if not self._pieces:
             nothing = np.empty(0, dtype=np.uint64)
             return Descriptors(nothing, nothing, nothing)
@@ -139,7 +139,7 @@ _FIRST = np.zeros(1, dtype=np.int64)
 
 
 def _joined(copies: list[Copy]) -> list[Copy]:
-    """As `kvd.plan.arrays.join`, one by one."""
+    """Like `kvd.plan.arrays.join`, for a few."""
     copies.sort()
     joined = copies[:1]
     for src, dst, length in copies[1:]:
@@ -178,6 +178,6 @@ def _has_distance(src: Ints, dst: Ints, distance: tuple[int, int]) -> bool:
 
 
 def _touch(extent: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
-    """Whether the two share or adjoin bytes on both sides: only then can runs of one be joined to runs of the other."""
+    """Whether the two share or adjoin bytes on both sides, without which none of their runs can be joined."""
     src = extent[0] <= other[1] and other[0] <= extent[1]
     return src and extent[2] <= other[3] and other[2] <= extent[3]

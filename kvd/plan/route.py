@@ -2,7 +2,7 @@
 
 A head that several producer ranks hold is read from one of them. Consumer ranks that want the same head are spread
 evenly over its replicas, which for a cache that every rank holds (MLA: one head) is the rule r * R // T of vLLM's
-in-process connector. Every rank of the consumer computes the same answer, so producers can know who will come.
+in-process connector. Every rank of the consumer computes the same answer, so producers know which readers to expect.
 """
 
 from bisect import bisect_right
@@ -34,11 +34,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a destination rank reads, and what every source rank may expect.
+    """Where a destination rank reads, and which readers each source rank expects.
 
     - `shares`: one for each source rank that this destination rank reads, in the order of the sources.
     - `readers`: for every source, how many ranks of the destination's engine read it.
-    - `releases`: the sources that nobody reads, and that this destination rank, of all of its engine, answers for.
+    - `releases`: the sources that nobody reads and that this destination rank releases for its engine.
     """
 
     shares: tuple[Share, ...]
@@ -49,11 +49,11 @@ class Route:
 def route(sources: Sequence[CacheSpec], destination: CacheSpec) -> Route:
     """How `destination` reads an engine whose ranks declare `sources` (all of them, in any order).
 
-    Compatibility of each pair is not looked at: see `check_compatible`.
+    Does not check that pairs are compatible: see `check_compatible`.
 
     Raises:
-        BadRequest: INCOMPATIBLE, if the sources are not each rank of one engine once, or the two engines have so many
-            ranks that it would take long (`MAX_ROUTE_STEPS`).
+        BadRequest: INCOMPATIBLE, if the sources are not every rank of one engine once, or the engines have too many
+            ranks (`MAX_ROUTE_STEPS`).
 
     """
     _check_complete([source.shard for source in sources])
@@ -75,7 +75,7 @@ def _check_complete(shards: Sequence[Shard]) -> None:
     ranks = sorted(shard.rank for shard in shards)
     expected = list(range(shards[0].ranks)) if shards else [0]
     if len(shards) > MAX_RANKS or ranks != expected:
-        raise BadRequest(ErrorCode.INCOMPATIBLE, f"source ranks: given are {ranks}, the engine has {expected}")
+        raise BadRequest(ErrorCode.INCOMPATIBLE, f"source ranks: got {ranks}, the engine has {expected}")
     for shard in shards[1:]:
         if (shard.tp_size, shard.stages) != (shards[0].tp_size, shards[0].stages):
             text = f"source ranks of one engine: {shards[0]} and {shard}"
@@ -87,11 +87,11 @@ def _check_work(sources: Sequence[CacheSpec], destination: CacheSpec) -> None:
     ranks = destination.shard.ranks
     if len(sources) * ranks * len(totals) > MAX_ROUTE_STEPS:
         text = f"{len(sources)} ranks of the source, {ranks} of the destination, {len(totals)} different head counts"
-        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}: their product may be {MAX_ROUTE_STEPS} at most")
+        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}: their product must be at most {MAX_ROUTE_STEPS}")
 
 
 def _parts(source: CacheSpec, reader: Shard) -> list[Part]:
-    """What `reader` reads of `source`: every component that it shares layers with, cut to the heads it reads there."""
+    """What `reader` reads of `source`: every component with common layers, cut to the heads read there."""
     layers = set(reader.layers)
     parts: dict[tuple[int, str], Part] = {}
     for index, group in enumerate(source.groups):

@@ -1,4 +1,4 @@
-"""Templates: how one block of one layout becomes one block of another, worked out once a peer.
+"""Templates: how one block of one layout becomes one block of another, computed once for each peer.
 
 The smaller of the two block sizes is the unit. A unit of a group is a set of runs, each contiguous on both sides;
 a run's addresses are those of the unit plus offsets that are the same for every unit. So a plan is one outer sum:
@@ -20,7 +20,7 @@ from kvd.plan.route import Part
 
 _OUTER: tuple[Dim, ...] = ("kv", "tap", "channel")
 _MOST_PAIRS = 1 << 20  # ends and starts that may meet: 20 ms to look through
-_MOST_WRAPS = 32  # each is looked for in every plan; sorting the plan is cheaper than looking for more
+_MOST_WRAPS = 32  # each plan looks for each; sorting the plan is cheaper than looking for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Side:
 
     @property
     def step(self) -> int:
-        """The largest number of bytes that all addresses of units are multiples of."""
+        """The greatest common divisor of all addresses of units."""
         return math.gcd(self.stride, *self.phases) or 1
 
     def address(self, block: int, phase: int) -> int:
@@ -75,7 +75,7 @@ class Template:
     wraps: tuple[tuple[int, int], ...] | None
 
     def extent(self, src: Ints, dst: Ints) -> tuple[int, int, int, int]:
-        """As `bounds`, of the runs of all units at `src` (ascending) and `dst`."""
+        """Like `bounds`, for all units at `src` (ascending) and `dst`."""
         low_src, high_src, low_dst, high_dst = self.bounds
         return int(src[0]) + low_src, int(src[-1]) + high_src, int(dst.min()) + low_dst, int(dst.max()) + high_dst
 
@@ -90,13 +90,13 @@ class Template:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for groups whose units are copied alike, so that they can be planned as one."""
+        """Equal for groups whose units are copied alike, which can be planned as one."""
         offsets = tuple((run.length, run.src.tobytes(), run.dst.tobytes()) for run in self.runs)
         return self.source, self.destination, offsets
 
 
 def check_runs(what: str, count: int) -> None:
-    """Refuse a pair of layouts between which one block of `what` takes `count` descriptors.
+    """Refuses a pair of layouts if one block of `what` takes too many descriptors, `count`.
 
     Raises:
         BadRequest: INCOMPATIBLE, beyond MAX_BLOCK_DESCRIPTORS.
@@ -147,7 +147,7 @@ def _side(group: Group, other: Group, view: View) -> Side:
 
 
 def _offsets(view: View, dim: Dim) -> Ints:
-    """As `View.offsets`, int64 [size]."""
+    """Like `View.offsets`, int64 [size]."""
     offsets = np.zeros(1, dtype=np.int64)
     for axis in view.axes:
         if axis.dim == dim:
@@ -205,7 +205,7 @@ class _Cut:
         return src, dst
 
     def _absorb(self, pairs: list[tuple[Ints, Ints]]) -> int:
-        """Take out of `pairs` the dimensions that are contiguous on both sides; the bytes of a run with them."""
+        """Removes dimensions that are contiguous on both sides from `pairs`; returns the bytes of a run with them."""
         length = self.source.size("byte")
         while True:
             for index, (src, dst) in enumerate(pairs):
@@ -228,7 +228,7 @@ def _template(sides: tuple[Side, Side], found: list[tuple[Ints, Ints, Ints]]) ->
 
 
 def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tuple[tuple[int, int], ...] | None:
-    """All distances of two units over which one run continues in another; None where they are too many to look for.
+    """All distances of two units at which one run continues in another; None if there are too many to look for.
 
     A run's end can be a start in another unit only where both leave the same remainders modulo what addresses of units
     are multiples of, and only within reach. Distinct units lie apart on both sides, so distances of 0 are none.
@@ -258,7 +258,7 @@ def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tupl
 
 
 def _labels(remainders: Sequence[Ints]) -> Ints:
-    """A number for each column of `remainders`, the same for equal columns."""
+    """A number for each column of `remainders`, equal for equal columns."""
     ours, theirs = (np.unique(row, return_inverse=True)[1] for row in remainders)
     labels: Ints = ours * (int(theirs.max()) + 1) + theirs
     return labels

@@ -1,7 +1,7 @@
-"""Units: which blocks of the source go to which blocks of the destination, by position in the sequence.
+"""Units: which source blocks go to which destination blocks, by position in the sequence.
 
-A unit is one block of the smaller block size. Whole units move: of a last, partly filled block the unfilled slots
-of its last unit move too, and they are never read.
+A unit is one block of the smaller block size. Whole units move, so unfilled slots of a sequence's
+last unit move too; nobody reads them.
 """
 
 from dataclasses import dataclass
@@ -57,14 +57,14 @@ class Pairing:
 
     @property
     def units_per_block(self) -> int:
-        """The most units that a block of the destination is."""
+        """The units of a destination block."""
         return self._destination_units
 
     def units(self, span: Span, tokens: int | None) -> Units:
-        """The units that `span` names on both sides.
+        """The units of `span` on both sides.
 
         Raises:
-            BadRequest: BAD_BLOCKS, if a position asked for is not offered.
+            BadRequest: BAD_BLOCKS, if a wanted position is not offered.
 
         """
         if not len(span.destination_ids):
@@ -83,7 +83,7 @@ class Pairing:
         )
 
     def pairs(self, span: Span, tokens: int | None) -> list[Pair]:
-        """As `units`, one by one."""
+        """Like `units`, as tuples."""
         if not len(span.destination_ids):
             return []
         span, low, high = self._range(span, tokens)
@@ -97,7 +97,7 @@ class Pairing:
         return found
 
     def _range(self, span: Span, tokens: int | None) -> tuple[Span, int, int]:
-        """The span that is meant, and which positions, counted in units, it moves: the first and the last + 1."""
+        """The span to move, and its first and last + 1 position, counted in units."""
         if self._is_state and self._source.block_tokens != self._destination.block_tokens:
             span = self._last_state(span, tokens)
         source_units, destination_units = self._source_units, self._destination_units
@@ -116,7 +116,7 @@ class Pairing:
         return span, low, high
 
     def _covers(self, span: Span, tokens: int) -> bool:
-        """Whether what is offered holds all needed tokens of what is asked for."""
+        """Whether the offered blocks hold all needed tokens of the wanted ones."""
         if self._is_state:
             return True
         size, offered = self._destination.block_tokens, self._source.block_tokens
@@ -128,7 +128,7 @@ class Pairing:
     def _last_state(self, span: Span, tokens: int | None) -> Span:
         """The one block on each side that holds the state after `tokens`, where block sizes differ."""
         if tokens is None:
-            text = f"{self._name}: states of different block_tokens are found by the number of tokens, which is missing"
+            text = f"{self._name}: states of different block_tokens need the number of tokens, which is missing"
             raise BadRequest(ErrorCode.BAD_BLOCKS, text)
         source_at = self._source.needed(tokens).start - span.source_first
         destination_at = self._destination.needed(tokens).start - span.destination_first

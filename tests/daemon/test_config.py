@@ -35,21 +35,21 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"colour": "red"}, r"colour: .*"),
         (
             {"listen": "tcp://0.0.0.0:7071"},
-            r"listen \(tcp://0.0.0.0:7071\) lets in whoever reaches it.* say --insecure",
+            r"listen \(tcp://0.0.0.0:7071\) lets whoever can reach it.* pass --insecure",
         ),
         ({"listen": "tcp://127.0.0.1:0"}, r"on loopback every user of this host.* or leave listen out"),
-        ({"insecure": "true"}, r"insecure is about tcp://.*; name `listen`, too"),
-        ({"advertise": "tcp://10.0.0.7:1"}, r"stands for a tcp:// address; set `listen` to that one, too"),
+        ({"insecure": "true"}, r"insecure applies to tcp:// only.*; set `listen`, too"),
+        ({"advertise": "tcp://10.0.0.7:1"}, r"needs a tcp:// address to stand for; set `listen`"),
         ({"listen": "tcp://gpu-7:7071"}, r"set curve_key and curve_peers"),
         (
             {"listen": "tcp://[::1]:1", "advertise": "tcp://0.0.0.0:7071", "insecure": "true"},
-            r"advertise \(tcp://0.0.0.0:7071\) would travel in tickets",
+            r"advertise \(tcp://0.0.0.0:7071\) goes into tickets",
         ),
         (
             {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
-            r"on another host it means that host itself; name an address",
+            r"on another host it means that host itself; set it to an address",
         ),
-        ({"curve_key": "/k"}, r"curve_key and curve_peers come together"),
+        ({"curve_key": "/k"}, r"curve_key and curve_peers need each other"),
         ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
     ],
 )

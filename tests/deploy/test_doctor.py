@@ -77,4 +77,4 @@ def test_a_path_that_is_no_socket_is_broken(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     mode, answer = check_daemon(str(tmp_path / "file"), 1.0)
     assert (mode.level, answer.level) == (Level.BROKEN, Level.BROKEN)
-    assert "no socket" in mode.text
+    assert "not a socket" in mode.text

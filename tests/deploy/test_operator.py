@@ -81,4 +81,4 @@ def test_the_doctor_moves_bytes_between_two_processes_and_names_the_lanes(tmp_pa
 def test_a_transfer_that_does_not_end_is_reported_in_time() -> None:
     (finding,) = check_transfer(0.01)
     assert finding.level is Level.BROKEN
-    assert "no end within 0.01 s" in finding.text
+    assert "did not end within 0.01 s" in finding.text

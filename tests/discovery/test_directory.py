@@ -32,7 +32,7 @@ class Names:
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setattr(directory, "FILE_SECONDS", 0.001)
-    monkeypatch.setattr(directory, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "RETRY_SECONDS", 0.0)
     started = []
 
     def begin(file, names, log=None):

@@ -92,7 +92,7 @@ async def test_more_daemons_than_can_be_met_are_refused(responder, monkeypatch):
     [
         ("decode.example", None, "neither `_service._tcp.name`"),
         ("_kvd._udp.decode", None, "neither"),
-        ("decode.example:7710", TRUST, "no keys; name SRV records"),
+        ("decode.example:7710", TRUST, "no daemon names to find keys by; use SRV records"),
     ],
 )
 def test_names_that_cannot_work_are_refused_at_start(name, trust, reason):

@@ -4,7 +4,7 @@ import pytest
 from kvd.errors import BadRequest
 from kvd.layout import Shard, View, strided
 from kvd.layout.models import MODELS, even_stages, model_spec
-from kvd.layout.presets import LAYOUTS, Attention, Indexer, Place, Recurrent, Section
+from kvd.layout.presets import LAYOUTS, Attention, Indexer, Placement, Recurrent, Section
 
 BLOCKS, HEADS, TOKENS, DIM, LAYERS = 7, 4, 16, 8, 3
 SHAPES = {
@@ -23,8 +23,8 @@ SHAPES = {
 }
 
 
-def place(order: str, **options) -> Place:
-    return Place(
+def place(order: str, **options) -> Placement:
+    return Placement(
         order=order,
         shard=Shard(stages=((0, LAYERS),)),
         layers=range(LAYERS),

@@ -76,7 +76,7 @@ def test_a_place_that_is_taken_in_the_last_moment_is_left_to_its_taker(monkeypat
 def test_places_that_are_taken_again_and_again_are_an_error_in_the_end(monkeypatch, descriptor):
     neighbour = Neighbour(times=1 << 30)
     monkeypatch.setattr(mapping, "_map", neighbour)
-    with pytest.raises(FileExistsError, match="every one of 100 places for 2097152 bytes"):
+    with pytest.raises(FileExistsError, match="took the room for 2097152 bytes 100 times"):
         Mapping(descriptor, HUGE_PAGE)
     neighbour.check_and_leave()
 

@@ -109,7 +109,7 @@ def test_pipeline_ranks_without_a_common_layer_have_nothing_to_disagree_on() -> 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 1], []])
 def test_a_route_needs_each_rank_of_the_producer_once(ranks: list[int]) -> None:
     engine_ranks = engine(model(LayerKind(Full(), (0, 1), (Attention(8, 16),))), "flash-hnd", tp=2)
-    with pytest.raises(BadRequest, match="source ranks: given are") as refused:
+    with pytest.raises(BadRequest, match="source ranks: got") as refused:
         route([engine_ranks[rank] for rank in ranks], engine_ranks[0])
     assert refused.value.code == ErrorCode.INCOMPATIBLE
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvd.client.blocks import Blocks
 from kvd.layout import CacheSpec, Full, Group, Shard, Sliding
-from kvd.layout.presets import LAYOUTS, Attention, Place
+from kvd.layout.presets import LAYOUTS, Attention, Placement
 from kvd.layout.view import View
 
 LAYERS = 2
@@ -84,7 +84,7 @@ def make_cache(layout: str, tp_rank: int, tp_size: int, *, num_blocks: int, bloc
     made: list[Group] = []
     offset = 0
     for index in range(groups):
-        place = Place(
+        place = Placement(
             order=LAYOUTS[layout],
             shard=shard,
             layers=range(LAYERS),

@@ -27,7 +27,7 @@ from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, Reader, blocks, pattern
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
-FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl"])
+FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl_cu12"])
 
 
 def allocate(size: int) -> Bytes:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance.contract import CHECKS
 
-pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
+pytest.importorskip("nixl_cu12", reason="nixl is not installed")
 
 pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all of its checks: 10 s on an idle machine
 

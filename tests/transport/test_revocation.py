@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("nixl_meta_utils", reason="nixl is not installed")
+pytest.importorskip("nixl_cu12", reason="nixl is not installed")
 
 BYTES, ZEROS = "DONE: [7]", "DONE: [0]"
 

@@ -1,4 +1,4 @@
-"""An engine whose ranks' caches lie in pools that kvd lends: one worker, and one pool, a rank."""
+"""An engine whose ranks' caches are in pools that kvd lends: a worker and a pool for each rank."""
 
 import sys
 
@@ -14,11 +14,11 @@ from kvd.protocol import ticket
 ATTACH_TIMEOUT = 30.0
 OFFER_TTL = 60.0
 PULL_TIMEOUT = 30.0
-"""Seconds. A prompt's KV waits a minute for its reader, who gives up half a minute after asking."""
+"""Seconds. A prompt's KV waits a minute for its reader, which gives up after half a minute."""
 
 
 class AttachedEngine:
-    """The engine, its blocks, and the workers of its ranks. What it asks of kvd it asks for every rank."""
+    """The engine, its blocks, and the workers of its ranks. Every request to kvd is made for every rank."""
 
     def __init__(self, config: EngineConfig) -> None:
         model = Model(ModelConfig(seed=config.seed))
@@ -33,7 +33,7 @@ class AttachedEngine:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are, and so how many outcomes to wait for."""
+        """The number of ranks, and so of outcomes to wait for."""
         return len(self._workers)
 
     def offer(self, request: str, tokens: int, table: list[int]) -> str:
@@ -44,23 +44,25 @@ class AttachedEngine:
         )
 
     def pull(self, request: str, text: str, tokens: int, table: list[int]) -> None:
-        """Asks for the KV of `tokens` tokens, each rank for its own heads; one outcome a rank follows."""
+        """Pulls the KV of `tokens` tokens, each rank its own heads; each rank then has an outcome."""
         for worker in self._workers:
             worker.pull(request, text, blocks=self._spans(tokens, table), timeout=PULL_TIMEOUT)
 
     def poll(self, timeout: float) -> list[Event]:
-        """What the daemon told any of the ranks; waits up to `timeout` seconds, shared among the ranks, for it."""
+        """Events of all ranks; waits up to `timeout` seconds, shared among the ranks, for the first."""
         events: list[Event] = []
         for rank, worker in enumerate(self._workers):
             for event in worker.wait(timeout / self.ranks) if timeout and not events else worker.poll():
                 if isinstance(event, Disconnected | Reattached | DaemonError):
-                    sys.stderr.write(f"rank {rank}: {event}\n")  # the log; what becomes of requests is told apart
+                    sys.stderr.write(
+                        f"rank {rank}: {event}\n"
+                    )  # the log; outcomes of requests come as events of their own
                 else:
                     events.append(event)
         return events
 
     def detach(self) -> None:
-        """Gives the pools of all ranks back."""
+        """Returns the pools of all ranks."""
         for worker in self._workers:
             worker.detach()
 

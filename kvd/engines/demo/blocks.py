@@ -1,10 +1,10 @@
-"""Which request holds which blocks of an engine. All its ranks share one table: equal ids on each of them."""
+"""Which request holds which blocks of an engine. All ranks share one table of block ids."""
 
 from collections import deque
 
 
 class BlockManager:
-    """Hands out blocks to requests, and takes them back."""
+    """Allocates blocks to requests."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
@@ -13,7 +13,7 @@ class BlockManager:
         self._tables: dict[str, list[int]] = {}
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks `tokens` tokens fill, the last one perhaps in part."""
+        """How many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
     def can_allocate(self, tokens: int) -> bool:
@@ -21,7 +21,7 @@ class BlockManager:
         return self.blocks_for(tokens) <= len(self._free)
 
     def allocate(self, request: str, tokens: int) -> list[int]:
-        """The block table of a new request, with room for `tokens` tokens; ask `can_allocate` first."""
+        """The block table of a new request, with room for `tokens` tokens; call `can_allocate` first."""
         if request in self._tables:
             raise ValueError(f"request {request!r} holds blocks already")
         if not self.can_allocate(tokens):
@@ -31,11 +31,11 @@ class BlockManager:
         return table
 
     def free(self, request: str) -> None:
-        """Takes the blocks of a request back."""
+        """Frees the blocks of a request."""
         self._free.extend(self._tables.pop(request))
 
     def check_integrity(self) -> None:
-        """Every block is free or belongs to one request."""
+        """Checks that every block is free or belongs to one request."""
         held = [block for table in self._tables.values() for block in table]
         if sorted([*self._free, *held]) != list(range(self.num_blocks)):
             raise AssertionError(f"blocks are lost or held twice: free {list(self._free)}, held {self._tables}")

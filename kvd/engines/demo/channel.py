@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Lines(Generic[T]):
-    """Cuts what was read from a pipe into messages."""
+    """Splits what is read from a pipe into messages."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder = msgspec.json.Decoder(kinds)
         self._rest = b""
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that are complete with `data`."""
+        """The messages that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines]
 
@@ -30,7 +30,7 @@ def line(message: Message) -> bytes:
 
 
 class Channel(Generic[T]):
-    """Reads without blocking longer than it is told to, so that an engine can do something else meanwhile."""
+    """Reads with a time-out, so that an engine can work meanwhile."""
 
     def __init__(self, kinds: Any, source: int = 0, sink: int = 1) -> None:
         self._lines: Lines[T] = Lines(kinds)
@@ -38,7 +38,7 @@ class Channel(Generic[T]):
         self._sink = sink
 
     def receive(self, timeout: float) -> list[T]:
-        """The messages that arrive within `timeout` seconds; returns as soon as there are any.
+        """Waits up to `timeout` seconds for messages; returns as soon as there are any.
 
         Raises:
             EOFError: The router is gone.

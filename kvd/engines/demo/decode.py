@@ -10,18 +10,18 @@ import msgspec
 from kvd import client
 from kvd.engines.demo.attached import AttachedEngine
 from kvd.engines.demo.channel import Channel
-from kvd.engines.demo.messages import Decoded, EngineConfig, Failed, Handover, Pulled, Ready, Stop, ToDecode
+from kvd.engines.demo.messages import Decoded, DecodeRequest, EngineConfig, Failed, Pulled, Ready, Stop, ToDecode
 
 IDLE_SECONDS = 0.02
 PULLING_SECONDS = 0.0005
-"""How long to wait for the router with nothing to do, and for the daemon while pulls are under way."""
+"""How long to wait for the router if idle, and for the daemon while pulls run."""
 
 
 @dataclass
 class Sequence:
-    """A request that holds blocks: at first its KV is pulled, then its tokens are decoded."""
+    """A request with blocks: first its KV is pulled, then its tokens are decoded."""
 
-    handover: Handover
+    request: DecodeRequest
     table: list[int]
     started: float
     missing: int
@@ -30,22 +30,22 @@ class Sequence:
 
 
 class DecodeEngine:
-    """Pulls what it is handed as soon as there are blocks for it; decodes what has arrived, a token a turn.
+    """Pulls for each request as soon as there are blocks; decodes what has arrived, a token per turn.
 
-    It does not decode while a pull is under way, only so that the times it reports are those of the pulls: on two
-    cores they would be those of a decoding step that a pull waits for.
+    It does not decode while a pull runs, so that the reported times are those of pulls: on two cores a pull would wait
+    for a decoding step.
     """
 
     def __init__(self, kv: AttachedEngine, channel: Channel[ToDecode]) -> None:
         self._kv = kv
         self._channel = channel
-        self._waiting: deque[Handover] = deque()
+        self._waiting: deque[DecodeRequest] = deque()
         self._pulling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._stopping = False
 
     def run(self) -> None:
-        """Serves until told to stop, and then until nothing is left to decode."""
+        """Serves until stopped and nothing is left to decode."""
         while not (self._stopping and not self._waiting and not self._pulling and not self._running):
             self._receive(IDLE_SECONDS if not self._pulling and not self._running else 0.0)
             self._admit()
@@ -57,7 +57,7 @@ class DecodeEngine:
 
     def _receive(self, timeout: float) -> None:
         for message in self._channel.receive(timeout):
-            if isinstance(message, Handover):
+            if isinstance(message, DecodeRequest):
                 self._waiting.append(message)
             elif isinstance(message, Stop):
                 self._stopping = True
@@ -65,12 +65,12 @@ class DecodeEngine:
     def _admit(self) -> None:
         blocks = self._kv.blocks
         while self._waiting and blocks.can_allocate(self._waiting[0].prompt_tokens + self._waiting[0].count):
-            handover = self._waiting.popleft()
-            table = blocks.allocate(handover.request, handover.prompt_tokens + handover.count)
-            self._pulling[handover.request] = Sequence(
-                handover, table, started=time.monotonic(), missing=self._kv.ranks, tokens=[handover.token]
+            request = self._waiting.popleft()
+            table = blocks.allocate(request.request, request.prompt_tokens + request.count)
+            self._pulling[request.request] = Sequence(
+                request, table, started=time.monotonic(), missing=self._kv.ranks, tokens=[request.token]
             )
-            self._kv.pull(handover.request, handover.ticket, handover.prompt_tokens, table)
+            self._kv.pull(request.request, request.ticket, request.prompt_tokens, table)
 
     def _collect(self) -> None:
         for event in self._kv.poll(PULLING_SECONDS):
@@ -85,18 +85,18 @@ class DecodeEngine:
         sequence.missing -= 1
         if not sequence.missing:
             self._running[request] = self._pulling.pop(request)
-            pulled = sequence.table[: self._kv.blocks.blocks_for(sequence.handover.prompt_tokens)]
+            pulled = sequence.table[: self._kv.blocks.blocks_for(sequence.request.prompt_tokens)]
             self._channel.send(Pulled(request=request, blocks=pulled, started=sequence.started, ended=time.monotonic()))
 
     def _decode(self, sequence: Sequence) -> None:
-        handover, tokens = sequence.handover, sequence.tokens
-        if len(tokens) < handover.count:
-            position = handover.prompt_tokens + len(tokens) - 1
+        request, tokens = sequence.request, sequence.tokens
+        if len(tokens) < request.count:
+            position = request.prompt_tokens + len(tokens) - 1
             tokens.append(self._kv.engine.decode(tokens[-1], position, sequence.table))
-        if len(tokens) == handover.count:
-            del self._running[handover.request]
-            self._kv.blocks.free(handover.request)
-            self._channel.send(Decoded(request=handover.request, tokens=tokens))
+        if len(tokens) == request.count:
+            del self._running[request.request]
+            self._kv.blocks.free(request.request)
+            self._channel.send(Decoded(request=request.request, tokens=tokens))
 
 
 def main() -> None:

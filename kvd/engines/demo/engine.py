@@ -1,7 +1,7 @@
 """One engine: a model, and the paged cache of each of its tensor-parallel ranks.
 
-The ranks of an engine run in one process here and share its weights. What is a rank's own is what kvd is about: its
-pool, its worker, and the KV heads in it, which nothing but that rank's attention reads.
+The ranks of an engine share a process and its weights here. Each has its own pool, worker and KV heads, which only that
+rank's attention reads.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Engine:
     """Prefills and decodes, one sequence at a time, with KV in blocks that the caller allocates."""
 
     def __init__(self, model: Model, ranks: Sequence[PagedCache]) -> None:
-        torch.set_num_threads(1)  # of the process: how a product is cut into threads rounds it, and tokens are compared
+        torch.set_num_threads(1)  # rounding depends on the threads of a product, and tokens are compared
         self._model = model
         self._ranks = ranks
         self._query_heads = model.config.query_heads // len(ranks)
@@ -27,7 +27,7 @@ class Engine:
         return self._step(prompt, 0, table)
 
     def decode(self, token: int, position: int, table: Sequence[int]) -> int:
-        """The greedy token after `token` at `position`, whose KV is written; that of all before it is read."""
+        """The greedy token after `token` at `position`; writes its KV and reads that of all before it."""
         return self._step([token], position, table)
 
     def _step(self, tokens: Sequence[int], first: int, table: Sequence[int]) -> int:

@@ -1,10 +1,10 @@
-"""What the router of the demo and its two engines tell each other: JSON, a line a message."""
+"""Messages between the demo's router and its two engines: JSON, one per line."""
 
 import msgspec
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's process is started with. Every rank's pool has `num_blocks` blocks of `block_tokens` tokens."""
+    """Arguments of an engine's process. Every rank's pool has `num_blocks` blocks of `block_tokens` tokens."""
 
     name: str
     socket: str
@@ -32,8 +32,8 @@ class Prompt(Message, frozen=True):
 # --- to the decode engine -------------------------------------------------------------------------------------------
 
 
-class Handover(Message, frozen=True):
-    """Pull the KV of `prompt_tokens` tokens with `ticket`; go on from `token` until there are `count` tokens."""
+class DecodeRequest(Message, frozen=True):
+    """Pull the KV of `prompt_tokens` tokens with `ticket`; continue from `token` until there are `count` tokens."""
 
     request: str
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Handover(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Give the pools back and end."""
+    """Return the pools and exit."""
 
 
 # --- from both ------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Prefilled(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """Every rank's offer was released and the blocks are free; `reasons` has one entry a rank."""
+    """Every rank's offer was released and the blocks are free; `reasons` has an entry for each rank."""
 
     request: str
     reasons: list[str]
@@ -94,12 +94,12 @@ class Pulled(Message, frozen=True):
 
 
 class Decoded(Message, frozen=True):
-    """All tokens of a request, the first one from the prefill engine."""
+    """All tokens of a request, the first from the prefill engine."""
 
     request: str
     tokens: list[int]
 
 
 ToPrefill = Prompt | Stop
-ToDecode = Handover | Stop
+ToDecode = DecodeRequest | Stop
 FromEngine = Ready | Failed | Prefilled | Released | Pulled | Decoded

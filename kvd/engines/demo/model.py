@@ -1,7 +1,7 @@
 """A small decoder-only transformer as Llama has it: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Weights are drawn from a seed, so that two processes hold the same model without a file between them. Everything is
-float32 and one sequence is computed at a time: equal inputs give equal tokens, whoever computes them.
+Weights are drawn from a seed, so that two processes have the same model without a file. Everything is float32 and one
+sequence is computed at a time, so equal inputs give equal tokens in every process.
 """
 
 import math
@@ -18,7 +18,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the model; the defaults make 32 KiB of KV a token."""
+    """Sizes of the model; the defaults make 32 KiB of KV per token."""
 
     layers: int = 8
     hidden: int = 256
@@ -43,7 +43,7 @@ class LayerWeights:
 
 
 class Model:
-    """The weights, and the forward pass around an attention that the caller brings."""
+    """The weights, and the forward pass around the caller's attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -56,7 +56,7 @@ class Model:
         self._embedding = torch.randn(config.vocab, config.hidden, generator=generator)
         self._layers = [
             LayerWeights(
-                # Sharp attention: a single wrong K or V then changes the tokens, which is what the demo is to show.
+                # Sharp attention, so that a single wrong K or V changes the tokens.
                 qkv=matrix(config.hidden, (heads + 2 * kv_heads) * dim, scale=2.0),
                 output=matrix(heads * dim, config.hidden),
                 gate_up=matrix(config.hidden, 2 * config.intermediate),
@@ -68,7 +68,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits [vocab] that follow the last of `tokens` [tokens], which stand at `positions` [tokens]."""
+        """Logits [vocab] after the last of `tokens` [tokens], which are at `positions` [tokens]."""
         config = self.config
         heads, kv_heads, dim = config.query_heads, config.kv_heads, config.head_dim
         cos, sin = rotary_angles(positions, dim, config.rope_theta)
@@ -117,14 +117,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores.masked_fill_(future, float("-inf"))
     attended = scores.softmax(dim=-1).view(kv_heads, group * tokens, context) @ v.permute(1, 0, 2)
     return attended.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
-
-
-def generate_by_recomputation(model: Model, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`, each by a pass over the whole sequence: no cache, nothing to go wrong."""
-    sequence = list(prompt)
-    for _ in range(count):
-        logits = model.forward(
-            torch.tensor(sequence), torch.arange(len(sequence)), lambda _layer, q, k, v: attention(q, k, v)
-        )
-        sequence.append(int(logits.argmax()))
-    return sequence[len(prompt) :]

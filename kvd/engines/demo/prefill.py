@@ -15,7 +15,7 @@ IDLE_SECONDS = 0.005
 
 
 class PrefillEngine:
-    """Computes prompts in the order they come, as soon as there are blocks for one."""
+    """Computes prompts in order, each as soon as there are blocks for it."""
 
     def __init__(self, kv: AttachedEngine, channel: Channel[ToPrefill]) -> None:
         self._kv = kv
@@ -25,7 +25,7 @@ class PrefillEngine:
         self._stopping = False
 
     def run(self) -> None:
-        """Serves until told to stop, and then until every offer was released."""
+        """Serves until stopped and every offer is released."""
         while not (self._stopping and not self._waiting and not self._released):
             busy = self._waiting and self._kv.blocks.can_allocate(len(self._waiting[0].tokens))
             for message in self._channel.receive(0.0 if busy else IDLE_SECONDS):
@@ -45,7 +45,7 @@ class PrefillEngine:
         self._channel.send(Prefilled(request=prompt.request, token=token, ticket=ticket))
 
     def _collect(self) -> None:
-        """Blocks are written again only after every rank's offer was released."""
+        """Frees blocks once every rank's offer is released."""
         for event in self._kv.poll(0.0):
             if not isinstance(event, client.Released):
                 continue

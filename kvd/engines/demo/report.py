@@ -1,4 +1,4 @@
-"""What a run of the demo showed, for people and for programs."""
+"""The results of a demo, for people and for programs."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from kvd.engines.demo.traffic import Amount
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, or all of them. `seconds` is the time in which KV was being pulled."""
+    """One request, or all of them. `seconds` is the time during which KV was pulled."""
 
     request: str
     prompt_tokens: int
@@ -26,14 +26,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A row a request, and `total`: there, time in which several requests were pulled counts once."""
+    """A row for each request, and `total`, which counts time shared by several pulls once."""
 
     requests: list[Row]
     total: Row
 
 
 def make_report(requests: Sequence[Request], amounts: Sequence[Amount], expected: Sequence[list[int]]) -> Report:
-    """The report on `requests`, each with what it moved and the tokens it should have got."""
+    """The report on `requests`, with the amounts they moved and the tokens they should have."""
     rows = [
         Row(
             request=request.name,
@@ -57,7 +57,7 @@ def make_report(requests: Sequence[Request], amounts: Sequence[Amount], expected
 
 
 def as_table(report: Report) -> Table:
-    """The report as people read it."""
+    """The report for people."""
     table = Table(title="KV pulled by the decode engine", title_justify="left")
     table.add_column("request")
     for column in ("prompt tokens", "MB", "descriptors", "pull ms", "GB/s"):
@@ -79,7 +79,7 @@ def as_table(report: Report) -> Table:
 
 
 def as_json(report: Report) -> str:
-    """The report as programs read it."""
+    """The report for programs."""
 
     def fields(row: Row) -> dict[str, object]:
         return {**msgspec.structs.asdict(row), "gigabytes_per_second": row.gigabytes_per_second}

@@ -1,4 +1,4 @@
-"""The router of the demo: takes requests to the prefill engine, and its tickets to the decode engine."""
+"""The demo's router: sends requests to the prefill engine, and its tickets to the decode engine."""
 
 import os
 import selectors
@@ -10,9 +10,9 @@ from typing import Final
 from kvd.engines.demo.channel import Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
+    DecodeRequest,
     Failed,
     FromEngine,
-    Handover,
     Prefilled,
     Prompt,
     Pulled,
@@ -23,13 +23,13 @@ from kvd.engines.demo.messages import (
 from kvd.processes import Child
 
 CONCURRENT: Final = 8
-"""Requests under way at a time: few enough that what is queued fits a pipe, so that no write to an engine blocks."""
+"""Requests at a time: few enough that a pipe holds what is queued, so that no write to an engine blocks."""
 
 SILENCE_SECONDS: Final = 60.0
-"""Nothing at all from anyone for so long is a failure: more than attaching, a prompt or a pull may take."""
+"""After so long without any message the run fails: more than attaching, a prompt or a pull may take."""
 
 STOP_SECONDS: Final = 10.0
-"""What engines may take to give their pools back."""
+"""How long engines may take to return their pools."""
 
 
 class RequestFailedError(Exception):
@@ -38,7 +38,7 @@ class RequestFailedError(Exception):
 
 @dataclass
 class Request:
-    """A request, and what became of it. Times are in seconds."""
+    """A request and its results. Times are in seconds."""
 
     name: str
     prompt: list[int]
@@ -54,7 +54,7 @@ class Request:
 
 
 class Router:
-    """Moves messages until every request is decoded and released, and watches that every process lives.
+    """Passes messages until every request is decoded and released, and watches that every process lives.
 
     `progress` is called with the name of a step each time a request has taken it: `prefilled`, `pulled`, `decoded`.
     """
@@ -106,7 +106,7 @@ class Router:
             engine.write(line(Stop()))
         for engine in (self._decode, self._prefill):
             if not engine.wait(STOP_SECONDS):
-                raise RequestFailedError(f"{engine.name} did not give its pools back in {STOP_SECONDS:.0f} s")
+                raise RequestFailedError(f"{engine.name} did not return its pools within {STOP_SECONDS:.0f} s")
 
     def close(self) -> None:
         """Stops watching."""
@@ -131,7 +131,7 @@ class Router:
             case Failed():
                 raise RequestFailedError(f"{message.request}: {message.text}")
             case Prefilled():
-                self._hand_over(message)
+                self._send_to_decode(message)
             case Pulled():
                 request = self._open[message.request]
                 request.blocks = message.blocks
@@ -147,13 +147,13 @@ class Router:
                 request.released = message.reasons
                 self._close(request)
 
-    def _hand_over(self, message: Prefilled) -> None:
+    def _send_to_decode(self, message: Prefilled) -> None:
         request = self._open[message.request]
         request.ticket = message.ticket
         self._progress("prefilled")
         self._decode.write(
             line(
-                Handover(
+                DecodeRequest(
                     request=request.name,
                     prompt_tokens=len(request.prompt),
                     token=message.token,

@@ -1,4 +1,4 @@
-"""What the demo's engine declares to kvd of the memory of each of its ranks."""
+"""The specs of the pools of the demo's engines."""
 
 from typing import Final
 
@@ -18,14 +18,15 @@ def cache_spec(
     """The pool of one rank: `num_blocks` blocks of `block_tokens` tokens in the layout of that name.
 
     Raises:
-        BadRequest: `BAD_SPEC`, for an unknown layout, or a TP size that the model's heads cannot be cut by.
+        BadRequest: `BAD_SPEC`, for an unknown layout, or a TP size that does not divide the model's heads.
 
     """
     if layout not in LAYOUTS:
-        raise BadRequest(ErrorCode.BAD_SPEC, f"layout = {layout!r}: there are {', '.join(LAYOUTS)}")
+        raise BadRequest(ErrorCode.BAD_SPEC, f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
     if tp_size < 1 or model.query_heads % tp_size:
         raise BadRequest(
-            ErrorCode.BAD_SPEC, f"tp_size = {tp_size}: the model's {model.query_heads} query heads cannot be cut by it"
+            ErrorCode.BAD_SPEC,
+            f"tp_size = {tp_size}: the model's {model.query_heads} query heads cannot be split by it",
         )
     shard = Shard(stages=((0, model.layers),), tp_rank=tp_rank, tp_size=tp_size)
     axes = strided(

@@ -1,4 +1,4 @@
-"""What a pull moves, by the plan that the daemons make of the same layouts and block ids."""
+"""What a pull moves, from the plan that the daemons make of the same layouts and block ids."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Traffic:
         ]
 
     def of(self, text: str, blocks: Sequence[int]) -> Amount:
-        """What the ticket `text` moves into the consumer's `blocks`, over all ranks (who share their block ids)."""
+        """What the ticket `text` moves into the consumer's `blocks`, over all ranks, which share block ids."""
         pulled = ticket.decode(text)
         offered = np.frombuffer(pulled.blocks[0][0].ids, dtype="<u4")
         spans = [Span(0, offered, 0, np.array(blocks, dtype=np.uint32))]

@@ -1,4 +1,4 @@
-"""The demo's prompts, and the single engine that says which tokens are right."""
+"""The demo's prompts, and the single engine that computes the right tokens."""
 
 import torch
 
@@ -15,7 +15,7 @@ LEAST_CAPACITY = 4096
 def make_prompts(count: int, block_tokens: int, vocab: int, seed: int) -> list[list[int]]:
     """`count` prompts of random tokens.
 
-    The first lengths are those that go wrong most easily: one token, less than a block of `block_tokens`, exactly
+    The first lengths are the error-prone ones: one token, less than a block of `block_tokens`, exactly
     one and exactly several blocks, and one token on either side of a boundary. The others are random.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -26,13 +26,13 @@ def make_prompts(count: int, block_tokens: int, vocab: int, seed: int) -> list[l
 
 
 def pool_tokens(longest_prompt: int, generated: int, *block_tokens: int) -> int:
-    """How many tokens a pool is made for: two of the longest sequences or more, in whole blocks of every size."""
+    """The capacity of a pool: at least two of the longest sequences, in whole blocks of every size."""
     step = max(block_tokens)
     return -(-max(LEAST_CAPACITY, 2 * (longest_prompt + generated + step)) // step) * step
 
 
 class SingleEngine:
-    """The same engine without kvd: it prefills and decodes in one process, in memory of its own."""
+    """The same engine without kvd: prefill and decode in one process, in its own memory."""
 
     BLOCK_TOKENS = 16
 

@@ -1,15 +1,15 @@
 """vLLM on kvd: `KvdConnector`, which vLLM loads by `"kv_connector_module_path": "kvd.engines.vllm"`.
 
-A connector is made twice: in the scheduler's process, where it decides what is offered and pulled (`scheduler`), and in
-every worker's, where it owns the session with the rank's daemon (`worker`). Only `connector`, `facts`, `messages` and
-`stats` import vllm.
+vLLM makes one connector in the scheduler's process, which decides what is offered and pulled (`scheduler`), and one in
+each worker's, which owns the session with the rank's daemon (`worker`). Only `cache_config`, `connector`, `memory`,
+`messages` and `stats` import vLLM or torch.
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """The connector, without importing vLLM for those who want another module of this package."""
+    """Imports vLLM only when the connector itself is asked for."""
     if name == "KvdConnector":
         from kvd.engines.vllm.connector import KvdConnector  # noqa: PLC0415 - vLLM is there only inside of vLLM
 

@@ -1,4 +1,4 @@
-"""What kvd needs to know of a vLLM worker's cache, read from the worker's own configuration."""
+"""Reads the layout of a vLLM worker's cache from the worker's configuration."""
 
 import re
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
-from kvd.engines.vllm.spec import CacheFacts, GroupFacts, Pages
+from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Chunked, Full, Shard, Sliding, Window
 
@@ -23,16 +23,16 @@ _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
 
 
 def rank_of(vllm_config: Any) -> int:
-    """The number of this worker in its engine replica: pipeline stage by stage, as kvd counts."""
+    """The worker's rank in its engine replica, counted pipeline stage by stage."""
     parallel = vllm_config.parallel_config
     return int(parallel.rank) % int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def check_supported(vllm_config: Any, cache_config: Any) -> None:
-    """Refuse, at start, what kvd does not move.
+    """Refuses, at the start, what kvd does not move.
 
     Raises:
-        BadRequest: `BAD_SPEC`, naming it.
+        BadRequest: `BAD_SPEC`, naming what kvd does not move.
 
     """
     parallel = vllm_config.parallel_config
@@ -41,20 +41,20 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
             raise _refusal(f"{field} = {getattr(parallel, field)}: context parallelism splits sequences, use 1")
     groups = cache_config.kv_cache_groups
     if len(cache_config.transfer_group_ids) != len(groups):
-        raise _refusal("groups of this cache are kept out of transfers; kvd moves all groups or none")
+        raise _refusal("vLLM keeps groups of this cache out of transfers; kvd moves all groups or none")
     for group in groups:
         window_of(group.kv_cache_spec)
 
 
 def windows(cache_config: Any) -> tuple[tuple[Window, int], ...]:
-    """Of each group: its window, and its tokens a block."""
+    """The window and the tokens per block of each group."""
     return tuple(
         (window_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size)) for group in cache_config.kv_cache_groups
     )
 
 
 def window_of(spec: Any) -> Window:
-    """Which positions of a sequence a group of this vLLM spec keeps."""
+    """Which positions of a sequence a group with this vLLM spec keeps."""
     kind = get_kv_cache_spec_kind(spec)
     first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
     if kind in _FULL:
@@ -66,11 +66,11 @@ def window_of(spec: Any) -> Window:
     raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
-def cache_facts(vllm_config: Any, cache_config: Any) -> CacheFacts:
-    """The facts of this worker's cache, which `check_supported` has let pass.
+def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
+    """The worker's cache, which must have passed `check_supported`.
 
     Raises:
-        BadRequest: `BAD_SPEC`, a layer is something that kvd does not move.
+        BadRequest: `BAD_SPEC`, kvd does not move one of the layers.
 
     """
     groups = cache_config.kv_cache_groups
@@ -81,11 +81,11 @@ def cache_facts(vllm_config: Any, cache_config: Any) -> CacheFacts:
         index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
         spec = _layer_spec(groups[index], tensor.layers[0])
         pages[index].append(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
-    return CacheFacts(
+    return WorkerCache(
         nbytes=cache_config.kv_cache_tensors[0].size if cache_config.kv_cache_tensors else 0,
         num_blocks=cache_config.num_blocks,
         groups=tuple(
-            GroupFacts(window=window, block_tokens=block_tokens, pages=tuple(held))
+            CacheGroup(window=window, block_tokens=block_tokens, pages=tuple(held))
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
@@ -116,7 +116,7 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         kernel_tokens,
         fixed_strides=(tensor.layer_stride, tensor.block_stride // kernel_blocks, None, None, None),
     )
-    components, numbers = zip(*(_place(name) for name in tensor.layers), strict=True)
+    components, numbers = zip(*(_component(name) for name in tensor.layers), strict=True)
     if len(set(components)) > 1:
         raise _refusal(f"one KV cache tensor holds layers of several kinds: {sorted(set(components))}")
     layer = vllm_config.compilation_config.static_forward_context[tensor.layers[0]]
@@ -138,8 +138,8 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
     )
 
 
-def _place(name: str) -> tuple[str, int]:
-    """What a layer's cache is, and its layer's number: ("model.layers.*.self_attn.attn", 7)."""
+def _component(name: str) -> tuple[str, int]:
+    """The kind and the number of a layer: ("model.layers.*.self_attn.attn", 7)."""
     numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
     if len(numbers) != 1:
         raise _refusal(f"the layer name {name!r} has {len(numbers)} numbers; kvd needs the one of its layer")
@@ -147,7 +147,7 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _total_heads(vllm_config: Any, spec: Any, name: str) -> int:
-    """KV heads of this layer over all ranks; 1 where every rank holds the same."""
+    """KV heads of this layer over all ranks; 1 if every rank holds the same."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:
         return int(spec.max_tp_shards)
@@ -158,7 +158,7 @@ def _total_heads(vllm_config: Any, spec: Any, name: str) -> int:
         return total
     if spec.num_heads > 1 or ranks == 1:
         return int(spec.num_heads) * ranks
-    raise _refusal(f"{name} has one KV head on each of {ranks} ranks; of how many over all, vLLM does not say")
+    raise _refusal(f"{name} has one KV head on each of {ranks} ranks; vLLM does not say of how many in all")
 
 
 def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:

@@ -1,7 +1,8 @@
-"""The connector that vLLM makes: hooks in, hooks out. The work is in `scheduler`, `worker`, `facts`, `memory`."""
+"""The hooks that vLLM calls. The work is in `scheduler`, `worker`, `cache_config` and `memory`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
-from kvd.engines.vllm.cache_config import cache_facts, check_supported, rank_of, windows
+from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
 from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.scheduler import SchedulerSide
@@ -27,10 +28,7 @@ from kvd.errors import ErrorCode, InternalError
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Prefill/decode disaggregation of vLLM through kvd daemons.
-
-    vLLM makes one in the scheduler and one in each worker; each has the half of its role.
-    """
+    """Prefill/decode disaggregation of vLLM through kvd daemons: the scheduler's half or a worker's, by role."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -52,8 +50,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _attach(self) -> None:
         settings = self._settings
-        self._facts = cache_facts(self._vllm_config, self._kv_cache_config)
-        spec = cache_spec(self._facts)
+        self._cache = worker_cache(self._vllm_config, self._kv_cache_config)
+        spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
         self._pool = as_tensor(client.pool, zero=client.kept)
         self._worker = WorkerSide(
@@ -64,60 +62,60 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout that suits transfers: heads, which ranks cut, outside of tokens; on GPUs all layers of a block."""
+        """The layout with the longest contiguous runs: heads, which ranks split, outside of tokens."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
-        """No (asked since 0.33): the daemon may be reading from the pool, which an engine asleep must not empty."""
+        """No (vLLM asks since 0.33): a sleeping engine would empty the pool while the daemon may be reading it."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats:
-        """The stats that `get_kv_connector_stats` sent, on the other side."""
+        """What `get_kv_connector_stats` sent, as received."""
         return KvdStats(data)
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KvdPromMetrics:
-        """The engine's Prometheus metrics of this connector."""
+        """The connector's Prometheus metrics."""
         return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- scheduler --------------------------------------------------------------------------------------------------
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """All groups: kvd moves the request's own blocks."""
+        """All groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvdHandshake]) -> None:
-        """The places of all ranks, once at start."""
-        self._scheduler.moved({handshake.rank: handshake.place for handshake in metadata.values()})
+        """The endpoints of all ranks, once at the start."""
+        self._scheduler.set_endpoints({handshake.rank: handshake.endpoint for handshake in metadata.values()})
 
     def on_new_request(self, request: Any) -> None:
-        """A request was added."""
+        """VLLM added a request."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens a pull will bring, and that it will do so between steps."""
+        """How many tokens a pull will bring, and whether it does so between steps."""
         tokens = self._scheduler.external(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has its blocks."""
+        """VLLM gave the request its blocks."""
         self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:  # noqa: ARG002
-        """What the workers do in this step."""
-        return KvdMetadata(self._scheduler.take_orders())
+        """What the workers are to do in this step."""
+        return KvdMetadata(self._scheduler.take_metadata())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did in this step."""
         self._scheduler.received(connector_output.finished_recving or ())
         if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.moved(connector_output.kv_connector_worker_meta.places)
+            self._scheduler.set_endpoints(connector_output.kv_connector_worker_meta.endpoints)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for a cache of one group."""
@@ -126,23 +124,23 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM has to keep the request's blocks, and what it returns to the router."""
+        """Whether vLLM must keep the request's blocks, and what it returns to the router."""
         params = self._scheduler.finished(request, block_ids)
         return params is not None, params
 
     # --- worker -----------------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any]:
-        """Inside of it the KV cache is allocated: in the pool."""
-        self._allocation = PoolAllocation(self._facts.nbytes, lambda: self._pool)
+        """The context in which vLLM allocates its KV cache: it gets the pool."""
+        self._allocation = PoolAllocation(self._cache.nbytes, lambda: self._pool)
         return self._allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache is there: make sure that it is in the pool, as declared."""
+        """Checks that the KV cache lies in the pool as declared."""
         if self._allocation is None or not self._allocation.answered:
-            text = f"vLLM allocated no buffer of {self._facts.nbytes} bytes inside the memory context"
+            text = f"vLLM allocated no buffer of {self._cache.nbytes} bytes inside the memory context"
             raise InternalError(ErrorCode.INTERNAL, text)
-        check_views(self._facts, self._pool, kv_caches, self._layer_names())
+        check_views(self._cache, self._pool, kv_caches, self._layer_names())
 
     def _layer_names(self) -> list[list[list[str]]]:
         groups: list[list[list[str]]] = [[] for _ in self._kv_cache_config.kv_cache_groups]
@@ -154,12 +152,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KvdHandshake:
         """Where consumers find this rank."""
-        return KvdHandshake(self._rank, self._worker.new_place() or self._worker.place)
+        return KvdHandshake(self._rank, self._worker.changed_endpoint() or self._worker.endpoint)
 
     def bind_connector_metadata(self, connector_metadata: KvdMetadata) -> None:
-        """A step begins. Pulls are sent here, before the forward pass; `start_load_kv` may come after it."""
+        """A step begins. Sends pulls now, before the forward pass; `start_load_kv` may come after it."""
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin(connector_metadata.orders)
+        self._worker.begin(connector_metadata.metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: see `bind_connector_metadata`."""
@@ -174,25 +172,25 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: the cache is in the pool."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """A step ends: requests whose pull or offer has ended."""
+        """A step ends: the requests whose pull or offer has ended."""
         results = self._worker.end()
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
     def build_connector_worker_meta(self) -> KvdWorkerMeta | None:
-        """Where consumers find this rank, if that has changed."""
-        place = self._worker.new_place()
-        return None if place is None else KvdWorkerMeta({self._rank: place})
+        """Where consumers find this rank, if that changed."""
+        endpoint = self._worker.changed_endpoint()
+        return None if endpoint is None else KvdWorkerMeta({self._rank: endpoint})
 
     def get_kv_connector_stats(self) -> KvdStats | None:
-        """What this worker counted since the last call."""
+        """What the worker counted since the last call."""
         if self._worker is None:
             return None
-        stats = KvdStats(self._worker.take_tally().as_dict())
+        stats = KvdStats(asdict(self._worker.take_counts()))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """Ends the session with the daemon, which keeps the pool: what is offered can still be read."""
+        """Ends the session with the daemon; what is offered can still be read."""
         if self._worker is not None:
             self._worker.close()

@@ -1,7 +1,7 @@
 """vLLM's KV cache in the daemon's pool.
 
-vLLM makes its cache by one `torch.zeros(size, dtype=torch.int8)` inside the context that a connector may give; every
-layer's cache is a view of that tensor. Here the context answers that one call with the pool.
+vLLM makes its cache by one `torch.zeros(size, dtype=torch.int8)` inside a context that the connector provides; every
+layer's cache is a view of that tensor. The context here answers this one call with the pool.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvd.engines.vllm.spec import CacheFacts, Pages
+from kvd.engines.vllm.spec import Pages, WorkerCache
 from kvd.errors import BadRequest, ErrorCode, InternalError
 
 
 class PoolAllocation(TorchFunctionMode):
-    """While entered, the allocation of exactly `nbytes` bytes of int8 zeros on the CPU is answered by `pool()`."""
+    """Answers the first allocation of exactly `nbytes` int8 zeros on the CPU with `pool()`."""
 
     def __init__(self, nbytes: int, pool: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -36,25 +36,25 @@ class PoolAllocation(TorchFunctionMode):
 
 
 def as_tensor(pool: memoryview, *, zero: bool) -> torch.Tensor:
-    """The pool as int8 [nbytes], sharing its bytes. `zero` clears what an earlier session left in them."""
+    """The pool as int8 [nbytes], sharing its memory. `zero` clears what an earlier session left."""
     tensor = torch.frombuffer(pool, dtype=torch.int8)
     return tensor.zero_() if zero else tensor
 
 
-def check_views(facts: CacheFacts, pool: torch.Tensor, caches: Mapping[str, torch.Tensor], names: Any) -> None:
-    """Hold vLLM's own views of its layers' caches against what the daemon was told.
+def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, torch.Tensor], names: Any) -> None:
+    """Compares vLLM's views of its layers' caches with what the daemon was told.
 
     `names[group][i]` are the layers' names of the i-th pages of the group. Caches of other names share one of these.
 
     Raises:
-        InternalError: a view lies elsewhere, or in another order: transfers would move other bytes than vLLM reads.
+        InternalError: A view differs: transfers would move other bytes than vLLM reads.
 
     """
-    for group, group_names in zip(facts.groups, names, strict=True):
+    for group, group_names in zip(cache.groups, names, strict=True):
         for pages, layers in zip(group.pages, group_names, strict=True):
             for number, name in enumerate(layers):
                 offset = pages.offset + number * pages.layer_stride
-                expected = _expected(pages, group.block_tokens, facts.num_blocks)
+                expected = _expected(pages, group.block_tokens, cache.num_blocks)
                 found = _found(caches[name], pool)
                 if found != (offset, *expected):
                     text = (

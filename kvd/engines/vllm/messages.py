@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other. vLLM carries these, pickled, between its own processes."""
+"""Messages between the halves of the connector. vLLM carries them, pickled, between its own processes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvd.engines.vllm.metadata import Orders, RankPlace
+from kvd.engines.vllm.metadata import RankEndpoint, StepMetadata
 
 
 @dataclass
 class KvdMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to every worker, once a step."""
 
-    orders: Orders
+    metadata: StepMetadata
 
 
 @dataclass
@@ -24,15 +24,15 @@ class KvdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """A worker to the scheduler, once at start."""
 
     rank: int
-    place: RankPlace
+    endpoint: RankEndpoint
 
 
 @dataclass
 class KvdWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler, in steps after which something has changed: the places of these ranks."""
+    """Workers to the scheduler, after steps in which an endpoint changed."""
 
-    places: dict[int, RankPlace] = field(default_factory=dict)
+    endpoints: dict[int, RankEndpoint] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> "KvdWorkerMeta":
-        """Those of both."""
-        return KvdWorkerMeta({**self.places, **other.places})
+        """Both workers' endpoints."""
+        return KvdWorkerMeta({**self.endpoints, **other.endpoints})

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers to do, and what it has to know of them. Plain data."""
+"""What the scheduler's half tells the workers to do, and what it knows of them. Plain data."""
 
 from dataclasses import dataclass, field
 
@@ -6,8 +6,8 @@ from kvd.client import Blocks
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where consumers find one rank's offers: what a ticket says of it. `incarnation` is 0 while nobody knows it."""
+class RankEndpoint:
+    """Where consumers find one rank's offers, as tickets name it. `incarnation` is 0 while unknown."""
 
     daemon: str
     address: str
@@ -17,30 +17,29 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class OfferOrder:
-    """Offer these blocks of a finished prefill, which vLLM keeps until the request is reported as sent."""
+    """Offer these blocks of a finished prefill; vLLM keeps them until the request is reported as sent."""
 
     request: str
     offer: str
     tokens: int
     blocks: tuple[Blocks, ...]
     secret: bytes = field(repr=False)
-    """Of the ticket, which is made before the daemons know of the offer."""
+    """The ticket's secret, drawn here because the ticket is made before the daemons know of the offer."""
     consumers: int = 1
-    """How many will pull it; 0 for any number."""
+    """How many consumers will pull it; 0 for any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Bring these blocks.
+    """Pull these blocks.
 
-    `waits` says whether the request waits for that; if not there are no blocks, and the point is that the producer
-    learns that it can free its own. `refused` says why the ticket cannot be used: the request then fails like any other
-    load.
+    If the request does not wait (`waits`), there are none, and the pull only lets the producer free its own. `refused`
+    says why the ticket cannot be used: the request then fails like any other load.
     """
 
     request: str
     pull: str
-    """Unique to this engine and request, the same for its ranks: what the producer counts as one consumer."""
+    """Unique to engine and request, and the same on all ranks: the producer counts it as one consumer."""
     ticket: str = field(repr=False)
     blocks: tuple[Blocks, ...]
     waits: bool
@@ -48,10 +47,10 @@ class PullOrder:
 
 
 @dataclass(slots=True)
-class Orders:
-    """Everything for one step."""
+class StepMetadata:
+    """All orders of one step."""
 
     pulls: list[PullOrder] = field(default_factory=list)
     offers: list[OfferOrder] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    """Pulls of requests that were aborted; vLLM keeps their blocks until the request is reported as received."""
+    """Pulls of aborted requests; vLLM keeps their blocks until the request is reported as received."""

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The settings in `kv_connector_extra_config`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -17,18 +17,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The connector's settings; times in seconds. `{rank}` and `{dp_rank}` are replaced in `socket` and `worker`."""
 
     socket: str
-    """Path of the session socket of the rank's daemon."""
+    """Session socket of the rank's daemon."""
     worker: str = "vllm-{dp_rank}-{rank}"
-    """Name of the pool at the daemon: the same after a restart of the engine, so that it finds its pool again."""
+    """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
     offer_ttl: _Ttl = 120.0
     """How long the producer holds blocks that nobody has claimed."""
     pull_timeout: _Timeout = 60.0
-    """How long a pull may take, from the moment that the decode engine has blocks for it."""
+    """How long a pull may take once the decode engine has blocks for it."""
     attach_timeout: _Timeout = 60.0
-    """How long the engine waits for its daemon when it starts."""
+    """How long a starting engine waits for its daemon."""
 
     def for_rank(self, rank: int, dp_rank: int) -> "Settings":
-        """These settings with the rank in place."""
+        """These settings with the numbers filled in."""
         return msgspec.structs.replace(
             self,
             socket=self.socket.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)),

@@ -1,6 +1,6 @@
-"""The cache of a vLLM worker as a `CacheSpec`. Pure: `kvd.engines.vllm.cache_config` reads the facts from vLLM.
+"""The cache of a vLLM worker as a `CacheSpec`. Pure; `kvd.engines.vllm.cache_config` reads it from vLLM.
 
-vLLM allocates one buffer a worker. Each of its "KV cache tensors" places layers of one shape in it: block b of the
+vLLM allocates one buffer for each worker. Each of its "KV cache tensors" puts layers of one shape in it: block b of the
 tensor's l-th layer begins at `offset + l * layer_stride + b * block_stride`, and inside it are heads, tokens and bytes
 in the order of the layout. Tensors of different groups lie on top of each other.
 """
@@ -36,7 +36,7 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
+class CacheGroup:
     """One KV cache group of vLLM: its blocks serve all of `pages`, whose layers attend within `window`."""
 
     window: Window
@@ -45,35 +45,35 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFacts:
+class WorkerCache:
     """The cache of one worker: a buffer of `nbytes` bytes, in which every group has block ids below `num_blocks`."""
 
     nbytes: int
     num_blocks: int
-    groups: tuple[GroupFacts, ...]
+    groups: tuple[CacheGroup, ...]
     shard: Shard
 
 
-def cache_spec(facts: CacheFacts) -> CacheSpec:
-    """The spec of the pool that takes the buffer's place.
+def cache_spec(cache: WorkerCache) -> CacheSpec:
+    """The spec of the pool that replaces the buffer.
 
     Raises:
-        BadRequest: `BAD_SPEC`, the facts describe something that kvd cannot address.
+        BadRequest: `BAD_SPEC`, kvd cannot address a cache like this.
 
     """
-    if not facts.nbytes:
+    if not cache.nbytes:
         raise BadRequest(ErrorCode.BAD_SPEC, "the model keeps no KV cache; there is nothing for kvd to move")
     groups = tuple(
         Group(
             window=group.window,
             block_tokens=group.block_tokens,
-            num_blocks=facts.num_blocks,
-            views=tuple(_view(pages, group.block_tokens, facts.num_blocks) for pages in group.pages),
+            num_blocks=cache.num_blocks,
+            views=tuple(_view(pages, group.block_tokens, cache.num_blocks) for pages in group.pages),
         )
-        for group in facts.groups
+        for group in cache.groups
     )
-    dtype = facts.groups[0].pages[0].dtype
-    return CacheSpec(dtype=dtype, pool_bytes=facts.nbytes, groups=groups, shard=facts.shard)
+    dtype = cache.groups[0].pages[0].dtype
+    return CacheSpec(dtype=dtype, pool_bytes=cache.nbytes, groups=groups, shard=cache.shard)
 
 
 def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:

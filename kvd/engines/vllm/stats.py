@@ -1,12 +1,13 @@
-"""The engine's own metrics of its transfers: in its log, and on its `/metrics` beside the daemon's."""
+"""The engine's own metrics of its transfers, in its log and on its `/metrics`; the daemon has others."""
 
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvd.engines.vllm.tally import Tally
+from kvd.engines.vllm.worker import TransferCounts
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0)
 _BYTES = tuple(2**power for power in range(12, 37, 2))
@@ -14,35 +15,33 @@ _BLOCKS = tuple(2**power for power in range(17))
 
 
 class KvdStats(KVConnectorStats):  # type: ignore[misc]
-    """A `Tally` as vLLM carries it from workers to loggers: `data` is a plain dict of its fields."""
+    """`TransferCounts` on their way from workers to loggers: `data` is a dict of their fields."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {})
-        if not self.data:
-            self.reset()
+        super().__init__(data=data or asdict(TransferCounts()))
 
     def reset(self) -> None:
         """Forgets everything counted."""
-        self.data = Tally().as_dict()
+        self.data = asdict(TransferCounts())
 
     def aggregate(self, other: KVConnectorStats) -> "KvdStats":
-        """Adds the counts of another worker, or of a later time."""
+        """Adds the counts of another worker or of a later time."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing has been counted."""
+        """Whether nothing was counted."""
         return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        """The few numbers of a line in the log."""
+        """The numbers in a line of the log."""
         seconds, nbytes = self.data["pull_seconds"], self.data["pull_bytes"]
         numbers: dict[str, int | float] = {"Pulls": len(seconds)}
         if seconds:
             numbers["Avg pull (ms)"] = round(fmean(seconds) * 1e3, 1)
             numbers["Max pull (ms)"] = round(max(seconds) * 1e3, 1)
-            numbers["Avg MB a pull"] = round(fmean(nbytes) / 1e6, 1)
+            numbers["Avg MB per pull"] = round(fmean(nbytes) / 1e6, 1)
         return numbers | {
             "Failed pulls": self.data["failed_pulls"],
             "Refused offers": self.data["refused_offers"],

@@ -1,7 +1,7 @@
-"""What travels from the prefill engine to the decode engine: `kv_transfer_params`, which routers pass on.
+"""`kv_transfer_params`: what routers carry from the prefill engine to the decode engine.
 
-The flags are those of vLLM's other P/D connectors, so routers need not know kvd: a router asks the prefill engine with
-`do_remote_decode`, and gives what that answers to the decode engine, unchanged.
+The flags are those of vLLM's other P/D connectors, so routers need not know kvd: a router sends `do_remote_decode` to
+the prefill engine and passes the parameters of the answer to the decode engine unchanged.
 """
 
 import array
@@ -16,8 +16,8 @@ from kvd.protocol import ticket as tickets
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
-    """What a decode engine was given: the `ticket` of the first `tokens` tokens, or why it is `refused`."""
+class TransferParams:
+    """What a decode engine received: the `ticket` for the first `tokens` tokens, or why it is `refused`."""
 
     ticket: str = field(repr=False)
     tokens: int
@@ -35,23 +35,23 @@ def is_consumer(params: Mapping[str, Any] | None) -> bool:
 
 
 def consumers(params: Mapping[str, Any]) -> int:
-    """How many decode requests will use the ticket: `kvd_consumers` of whoever asks for the prefill, 1 unless given.
+    """How many decode requests will use the ticket: `kvd_consumers`, 1 unless given.
 
-    A router that hands one prefill to several (sampling with n > 1) says how many, or 0 for any number.
+    A router that gives one prefill to several requests (sampling with n > 1) sets it, to 0 for any number.
 
     Raises:
-        BadRequest: `BAD_MESSAGE`, it is no such number.
+        BadRequest: `BAD_MESSAGE`, for any other value.
 
     """
     number = params.get("kvd_consumers", 1)
     if type(number) is not int or not 0 <= number <= MAX_CONSUMERS:
-        text = f"kvd_consumers is {number!r}; it may be 0 (any number) to {MAX_CONSUMERS}"
+        text = f"kvd_consumers is {number!r}; it must be from 0 (any number) to {MAX_CONSUMERS}"
         raise BadRequest(ErrorCode.BAD_MESSAGE, text)
     return number
 
 
 def write(ticket: str, tokens: int, prompt: Sequence[int] | None) -> dict[str, Any]:
-    """The answer of the prefill engine: `ticket` is for the cache of the first `tokens` tokens of `prompt`."""
+    """The prefill engine's answer: a `ticket` for the cache of the first `tokens` tokens of `prompt`."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -60,25 +60,27 @@ def write(ticket: str, tokens: int, prompt: Sequence[int] | None) -> dict[str, A
     }
 
 
-def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens: int) -> Handover:
-    """What the decode engine was given for a prompt of `prompt_tokens` tokens.
+def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens: int) -> TransferParams:
+    """What the decode engine received for a prompt of `prompt_tokens` tokens.
 
-    A ticket that is missing, unreadable or of another prompt is `refused`: the request then counts as one whose blocks
-    could not be loaded, because decoding without them would hide that the router is wrong.
+    A ticket that is missing, unreadable or of another prompt is `refused`. The request then fails like one whose blocks
+    could not be loaded: to compute them here instead would hide that the router is wrong.
     """
     text = params.get("kvd_ticket")
     if not isinstance(text, str):
-        return Handover("", prompt_tokens, "do_remote_prefill without a kvd_ticket: does the prefill engine run kvd?")
+        return TransferParams(
+            "", prompt_tokens, "do_remote_prefill without kvd_ticket: does the prefill engine run kvd?"
+        )
     try:
         ticket = tickets.decode(text)
     except BadRequest as error:
-        return Handover("", prompt_tokens, error.text)
+        return TransferParams("", prompt_tokens, error.text)
     theirs, ours = params.get("kvd_prompt"), _checksum(prompt, ticket.tokens)
     if ticket.tokens > prompt_tokens or theirs != ours:
         ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
         refused = f"{ticket_is}, this prompt has {prompt_tokens} and {ours}; does the router mix up requests?"
-        return Handover("", prompt_tokens, refused)
-    return Handover(text, ticket.tokens)
+        return TransferParams("", prompt_tokens, refused)
+    return TransferParams(text, ticket.tokens)
 
 
 def _checksum(prompt: Sequence[int] | None, tokens: int) -> int:

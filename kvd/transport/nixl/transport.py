@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.metadata import agent_of
 from kvd.transport.nixl.outbox import Outbox
 from kvd.transport.nixl.queue import Slices
-from kvd.transport.nixl.ucx import choose_settings, make_agent
+from kvd.transport.nixl.ucx import choose_settings, load_nixl, make_agent
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
 
     """
     choose_settings(os.environ, devices)
-    import nixl  # noqa: PLC0415 - workers and tests import this package without it
-
-    return make_agent(nixl, name)
+    return make_agent(load_nixl(), name)
 
 
 def open_transports(
@@ -84,7 +81,7 @@ class NixlTransport:
     ) -> None:
         """The transports `beside` it in this process rest while it asks UCX for lanes; None: another one asks."""
         handle = open_agent(agent, devices)
-        bindings = vars(sys.modules["nixl"]._bindings)
+        bindings = vars(load_nixl()._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
         self._library = type(handle).__module__

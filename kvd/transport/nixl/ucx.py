@@ -6,12 +6,16 @@ bytes have ended the process. So a daemon whose peers are all on its host runs U
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Collection, MutableMapping
 from typing import Any, Final
 
 ONE_HOST_TRANSPORTS: Final = "self,sm,cuda"
 """Without a socket: shared memory and CMA, and CUDA's own between GPUs of the host."""
+
+BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
 
 _LOCAL: Final = frozenset(
     "self loopback sm shm mm posix sysv cma xpmem knem cuda cuda_copy cuda_ipc gdr_copy".split()  # noqa: SIM905
@@ -27,6 +31,7 @@ ENVIRONMENT: Final = {
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
     "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
     "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
+    "UCX_MODULES": "^cuda",  # pools are host memory; it would map the CUDA driver, hundreds of megabytes
     "UCX_DEBUG_SIGNO": "0",  # it takes SIGHUP to turn its debug log on; here SIGHUP reads the allow-list again
 }
 """What NIXL and UCX read once, when they are loaded."""
@@ -48,6 +53,22 @@ def choose_settings(environment: MutableMapping[str, str], devices: Collection[s
         chosen |= {"UCX_TLS": ONE_HOST_TRANSPORTS, "UCX_NET_DEVICES": "lo"}
     for variable, value in chosen.items():
         environment.setdefault(variable, value)
+
+
+def load_nixl() -> Any:
+    """NIXL's Python module, without torch.
+
+    There is one for each CUDA release. The package `nixl` would import torch, which the daemon never uses, only to
+    choose between them. The one for CUDA 12 runs with the drivers of both.
+
+    Raises:
+        ImportError: NIXL is not installed.
+
+    """
+    for name in BACKENDS:
+        if importlib.util.find_spec(name):
+            return importlib.import_module(name)
+    raise ImportError(f"NIXL is not installed: none of {', '.join(BACKENDS)} is there; pip install --no-deps nixl-cu12")
 
 
 def make_agent(api: Any, name: str) -> Any:

@@ -3,7 +3,7 @@ import pytest
 from kvd.actors.runtime.blocks import BusyBlocks
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec, Full, Group, Shard
-from kvd.layout.presets import FLASH_HND, Attention, Place
+from kvd.layout.presets import FLASH_HND, Attention, Placement
 from kvd.protocol.types import Span
 from tests.actors.stage import ids
 from tests.simulator.cache import make_cache
@@ -15,7 +15,7 @@ def shared_spec():
     shard = Shard(stages=((0, 2),))
     groups = []
     for layer in (0, 1):
-        place = Place(order=FLASH_HND, shard=shard, layers=[layer], num_blocks=8, block_tokens=2)
+        place = Placement(order=FLASH_HND, shard=shard, layers=[layer], num_blocks=8, block_tokens=2)
         views = Attention(2, 2).views(place)
         groups.append(Group(window=Full(), block_tokens=2, num_blocks=8, views=views, arena=0))
     size = max(view.end for group in groups for view in group.views)

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from kvd.engines.demo.blocks import BlockManager
 from kvd.engines.demo.engine import Engine
-from kvd.engines.demo.model import Model
+from kvd.engines.demo.model import Model, attention
 from kvd.engines.demo.paged import PagedCache
 from kvd.engines.demo.spec import cache_spec
 
@@ -44,3 +46,14 @@ def copy_tokens(source: Side, source_table: list[int], target: Side, target_tabl
                         cache[target_table[here], head - rank.heads.start, here_slot] = origin[
                             source_table[there], head - owner.heads.start, there_slot
                         ]
+
+
+def generate_by_recomputation(model: Model, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after `prompt`, each by a pass over the whole sequence: no cache, nothing to go wrong."""
+    sequence = list(prompt)
+    for _ in range(count):
+        logits = model.forward(
+            torch.tensor(sequence), torch.arange(len(sequence)), lambda _layer, q, k, v: attention(q, k, v)
+        )
+        sequence.append(int(logits.argmax()))
+    return sequence[len(prompt) :]

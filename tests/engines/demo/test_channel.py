@@ -6,9 +6,9 @@ import pytest
 from kvd.engines.demo.channel import Channel, Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
+    DecodeRequest,
     Failed,
     FromEngine,
-    Handover,
     Prefilled,
     Prompt,
     Pulled,
@@ -49,10 +49,10 @@ def test_messages_are_read_whole_however_the_pipe_cuts_them(chunk):
 
 
 def test_an_engine_takes_only_the_messages_that_are_for_it():
-    handover = Handover(request="r", prompt_tokens=3, token=1, count=2, ticket="kvd1.x")
-    assert Lines(ToDecode).feed(line(handover) + line(Stop())) == [handover, Stop()]
+    decode_request = DecodeRequest(request="r", prompt_tokens=3, token=1, count=2, ticket="kvd1.x")
+    assert Lines(ToDecode).feed(line(decode_request) + line(Stop())) == [decode_request, Stop()]
     with pytest.raises(msgspec.ValidationError):
-        Lines(ToPrefill).feed(line(handover))
+        Lines(ToPrefill).feed(line(decode_request))
 
 
 def test_receiving_returns_when_there_is_a_message_and_when_there_is_none(pipe):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from kvd.engines.demo.model import Model, generate_by_recomputation
+from kvd.engines.demo.model import Model
 from kvd.layout.presets import LAYOUTS
-from tests.engines.demo.sides import Side, copy_tokens, make_side
+from tests.engines.demo.sides import Side, copy_tokens, generate_by_recomputation, make_side
 
 COUNT = 6
 

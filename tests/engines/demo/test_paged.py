@@ -76,7 +76,7 @@ def test_a_rank_holds_its_heads_and_replicas_hold_the_same_one(model):
 
 
 def test_an_unknown_layout_is_refused_with_the_names_there_are(model):
-    with pytest.raises(BadRequest, match="'flash': there are flash-hnd") as refused:
+    with pytest.raises(BadRequest, match="'flash': must be one of flash-hnd") as refused:
         cache_spec(model.config, "flash", tp_rank=0, tp_size=1, block_tokens=4, num_blocks=2)
     assert refused.value.code is ErrorCode.BAD_SPEC
 

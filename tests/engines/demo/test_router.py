@@ -6,8 +6,8 @@ from kvd.engines.demo import router as module
 from kvd.engines.demo.channel import Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
+    DecodeRequest,
     Failed,
-    Handover,
     Prefilled,
     Prompt,
     Pulled,
@@ -96,7 +96,9 @@ def test_a_request_goes_from_prefill_to_decode_and_comes_back_with_its_tokens(ho
     request = Request("r", [40, 41])
     router.run([request], 3)
     assert prefill_engine.received == [Prompt(request="r", tokens=[40, 41])]
-    assert decode_engine.received == [Handover(request="r", prompt_tokens=2, token=40, count=3, ticket="ticket of r")]
+    assert decode_engine.received == [
+        DecodeRequest(request="r", prompt_tokens=2, token=40, count=3, ticket="ticket of r")
+    ]
     assert request == Request("r", [40, 41], "ticket of r", [5], 1.0, 2.0, [40, 41, 42], ["read"])
     assert steps == ["prefilled", "pulled", "decoded"]
 

@@ -6,11 +6,10 @@ import pytest
 
 from kvd import client
 from kvd.engines.demo.decode import DecodeEngine
-from kvd.engines.demo.messages import Decoded, Failed, Handover, Prefilled, Prompt, Pulled, Released, Stop
-from kvd.engines.demo.model import generate_by_recomputation
+from kvd.engines.demo.messages import Decoded, DecodeRequest, Failed, Prefilled, Prompt, Pulled, Released, Stop
 from kvd.engines.demo.prefill import PrefillEngine
 from kvd.engines.demo.workload import make_prompts
-from tests.engines.demo.sides import copy_tokens, make_side
+from tests.engines.demo.sides import copy_tokens, generate_by_recomputation, make_side
 
 COUNT = 4
 
@@ -113,7 +112,7 @@ def test_the_decode_engine_decodes_what_was_pulled_into_its_blocks(model, prompt
         kv.told.append(client.Done(request="r"))
 
     script = Script(
-        lambda: [Handover(request="r", prompt_tokens=len(prompt), token=first, count=COUNT, ticket="t")],
+        lambda: [DecodeRequest(request="r", prompt_tokens=len(prompt), token=first, count=COUNT, ticket="t")],
         lambda: arrive(0),
         lambda: arrive(1),
     )
@@ -129,7 +128,7 @@ def test_the_decode_engine_decodes_what_was_pulled_into_its_blocks(model, prompt
 def test_a_handover_waits_until_there_are_blocks_for_its_prompt_and_its_tokens(model):
     kv = Kv(make_side(model, capacity=64))
     handovers = [
-        Handover(request=name, prompt_tokens=32, token=1, count=COUNT, ticket="t") for name in ("first", "second")
+        DecodeRequest(request=name, prompt_tokens=32, token=1, count=COUNT, ticket="t") for name in ("first", "second")
     ]
 
     def first_only():
@@ -161,6 +160,6 @@ def test_a_failed_pull_is_told_with_its_reason_and_its_blocks_stay_held(model):
         assert not kv.blocks.can_allocate(256)
         raise EOFError
 
-    script = Script(lambda: [Handover(request="r", prompt_tokens=8, token=1, count=COUNT, ticket="t")], fail, look)
+    script = Script(lambda: [DecodeRequest(request="r", prompt_tokens=8, token=1, count=COUNT, ticket="t")], fail, look)
     with pytest.raises(EOFError):
         DecodeEngine(kv, script).run()

@@ -1,7 +1,7 @@
 import pytest
 
-from kvd.engines.demo.model import generate_by_recomputation
 from kvd.engines.demo.workload import SingleEngine, make_prompts, pool_tokens
+from tests.engines.demo.sides import generate_by_recomputation
 
 
 def test_the_first_prompts_have_the_lengths_that_go_wrong_most_easily():

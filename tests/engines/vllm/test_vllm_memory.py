@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
-from kvd.engines.vllm.spec import CacheFacts, GroupFacts, Pages
+from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, InternalError
 from kvd.layout import Full, Shard
 
@@ -22,10 +22,10 @@ PAGES = Pages(
     cell_bytes=8,
     dtype="float16",
 )
-FACTS = CacheFacts(
+FACTS = WorkerCache(
     nbytes=512,
     num_blocks=4,
-    groups=(GroupFacts(window=Full(), block_tokens=4, pages=(PAGES,)),),
+    groups=(CacheGroup(window=Full(), block_tokens=4, pages=(PAGES,)),),
     shard=Shard(stages=((0, 2),)),
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks
-from kvd.engines.vllm.metadata import RankPlace
+from kvd.engines.vllm.metadata import RankEndpoint
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.errors import InternalError
 from kvd.layout import Chunked, Full, Sliding
@@ -57,7 +57,7 @@ def table(*ids: int, cached: int = 0) -> list[Block]:
 
 def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), 4),), ranks)
-    made.moved({r: RankPlace(f"d{r}", f"tcp://h:{r}", 7, f"vllm-{r}") for r in range(ranks)})
+    made.set_endpoints({r: RankEndpoint(f"d{r}", f"tcp://h:{r}", 7, f"vllm-{r}") for r in range(ranks)})
     return made
 
 
@@ -79,7 +79,7 @@ def decoded(consumer: SchedulerSide, params: dict[str, Any], tokens: int, comput
 def test_a_prefill_ends_in_an_offer_and_a_ticket_of_all_ranks() -> None:
     producer = side(ranks=2)
     params = prefilled(producer, 9, [3, 1, 2, 0])
-    (offer,) = producer.take_orders().offers
+    (offer,) = producer.take_metadata().offers
     assert (offer.request, offer.tokens, offer.blocks) == ("r", 9, (Blocks(0, 0, [3, 1, 2]),))
     ticket = decode(params["kvd_ticket"])
     assert [(rank.pool, rank.address, rank.incarnation, rank.offer) for rank in ticket.ranks] == [
@@ -96,7 +96,7 @@ def test_the_decode_side_brings_all_but_the_token_it_computes_itself() -> None:
     request, external = decoded(consumer, params, 9)
     assert external == 8
     consumer.allocated(request, [table(5, 6, 7)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert pull.waits
     assert pull.blocks == (Blocks(0, 0, [5, 6]),)
     assert pull.ticket == params["kvd_ticket"]
@@ -109,7 +109,7 @@ def test_short_prompts_and_block_boundaries_bring_what_the_last_token_attends_to
     consumer = side()
     request, external = decoded(consumer, prefilled(side(), tokens, [3, 1]), tokens)
     consumer.allocated(request, [table(5, 6)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert pull.blocks == (Blocks(0, 0, blocks),)
 
 
@@ -118,7 +118,7 @@ def test_blocks_of_the_own_prefix_cache_are_not_brought() -> None:
     request, external = decoded(consumer, prefilled(side(), 13, [3, 1, 2, 9]), 13, computed=8)
     assert external == 4
     consumer.allocated(request, [table(5, 6, 7, 8, cached=2)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert pull.blocks == (Blocks(0, 2, [7]),)
 
 
@@ -128,7 +128,7 @@ def test_a_request_that_misses_nothing_lets_the_producer_go(tokens: int, compute
     request, external = decoded(consumer, prefilled(side(), tokens, [3, 1, 2]), tokens, computed=computed)
     assert external == 0
     consumer.allocated(request, [table(5, 6, 7, cached=2)], 0)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert (pull.blocks, pull.waits, pull.refused) == ((), False, "")
 
 
@@ -137,7 +137,7 @@ def test_each_group_brings_the_positions_of_its_window() -> None:
     consumer = side(*groups)
     request, external = decoded(consumer, prefilled(side(*groups), 18, [1, 2, 3, 4, 5], [0, 0, 0, 9, 8]), 18)
     consumer.allocated(request, [table(11, 12, 13, 14, 15), table(0, 0, 0, 18, 19)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert pull.blocks == (Blocks(0, 0, [11, 12, 13, 14, 15]), Blocks(1, 3, [18, 19]))
 
 
@@ -147,14 +147,14 @@ def test_cached_blocks_between_missing_ones_are_not_overwritten() -> None:
     blocks = table(11, 12, 13, 14, 15)
     blocks[2].block_hash = b"hash"
     consumer.allocated(request, [blocks], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert "prefix cache" in pull.refused
 
 
 def test_blocks_before_a_gap_are_not_offered() -> None:
     producer = side((Full(), 4), (Sliding(6), 4))
     prefilled(producer, 18, [1, 2, 3, 4, 5], [9, 0, 0, 8, 7])
-    (offer,) = producer.take_orders().offers
+    (offer,) = producer.take_metadata().offers
     assert offer.blocks == (Blocks(0, 0, [1, 2, 3, 4, 5]), Blocks(1, 3, [8, 7]))
 
 
@@ -186,7 +186,7 @@ def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
     request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
     consumer.allocated(request, [table(5, 6, 7)], external)
     consumer.allocated(request, [table(5, 6, 7)], 0)
-    assert len(consumer.take_orders().pulls) == 1
+    assert len(consumer.take_metadata().pulls) == 1
     assert consumer.external(request, 0) == 0
 
 
@@ -194,9 +194,9 @@ def test_an_abort_during_the_pull_cancels_it() -> None:
     consumer = side()
     request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
     consumer.allocated(request, [table(5, 6, 7)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert consumer.finished(request, [[5, 6, 7]]) is None
-    assert consumer.take_orders().cancels == [pull.pull]
+    assert consumer.take_metadata().cancels == [pull.pull]
 
 
 def test_an_abort_after_the_pull_cancels_nothing() -> None:
@@ -205,14 +205,14 @@ def test_an_abort_after_the_pull_cancels_nothing() -> None:
     consumer.allocated(request, [table(5, 6, 7)], external)
     consumer.received(["r"])
     consumer.finished(request, [[5, 6, 7]])
-    assert consumer.take_orders().cancels == []
+    assert consumer.take_metadata().cancels == []
 
 
 def test_an_abort_before_the_pull_lets_the_producer_go() -> None:
     consumer = side()
     request, _ = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
     consumer.finished(request, [[]])
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert not pull.waits
 
 
@@ -220,7 +220,7 @@ def test_an_aborted_prefill_is_not_offered() -> None:
     producer = side()
     request = Request(list(range(9)), dict(PREFILL), status=Status.FINISHED_ABORTED)
     assert producer.finished(request, [[1, 2, 3]]) is None
-    assert producer.take_orders().offers == []
+    assert producer.take_metadata().offers == []
 
 
 def test_a_request_of_no_other_engine_is_left_alone() -> None:
@@ -229,8 +229,8 @@ def test_a_request_of_no_other_engine_is_left_alone() -> None:
     assert external == 0
     consumer.allocated(request, [table(5, 6, 7)], 0)
     assert consumer.finished(request, [[5, 6, 7]]) is None
-    orders = consumer.take_orders()
-    assert (orders.pulls, orders.offers, orders.cancels) == ([], [], [])
+    metadata = consumer.take_metadata()
+    assert (metadata.pulls, metadata.offers, metadata.cancels) == ([], [], [])
 
 
 @pytest.mark.parametrize("damage", ["none", "garbage", "other prompt", "longer"])
@@ -248,14 +248,14 @@ def test_a_ticket_that_cannot_be_this_prompts_fails_the_request(damage: str) -> 
     request, external = decoded(consumer, params, tokens)
     assert external == tokens - 1
     consumer.allocated(request, [table(5, 6, 7)], external)
-    (pull,) = consumer.take_orders().pulls
+    (pull,) = consumer.take_metadata().pulls
     assert pull.refused
 
 
 def test_tickets_of_the_step_name_a_daemon_that_was_started_during_it() -> None:
     producer = side()
     params = prefilled(producer, 9, [3, 1, 2])
-    producer.moved({0: RankPlace("d0", "tcp://h:9", 8, "vllm-0")})
+    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:9", 8, "vllm-0")})
     (rank,) = decode(params["kvd_ticket"]).ranks
     assert (rank.address, rank.incarnation) == ("tcp://h:9", 8)
 
@@ -265,7 +265,7 @@ def test_names_are_never_used_twice_and_fit_their_bound() -> None:
     for _ in range(3):
         request = Request(list(range(9)), dict(PREFILL), request_id="ä" * 400)
         producer.finished(request, [[3, 1, 2]])
-        (order,) = producer.take_orders().offers
+        (order,) = producer.take_metadata().offers
         assert len(order.offer.encode()) <= 256
         names.add(order.offer)
     assert len(names) == 3
@@ -273,7 +273,7 @@ def test_names_are_never_used_twice_and_fit_their_bound() -> None:
 
 def test_a_rank_without_a_known_daemon_is_an_error_that_says_so() -> None:
     producer = SchedulerSide(((Full(), 4),), 2)
-    producer.moved({1: RankPlace("d1", "tcp://h:1", 7, "vllm-1")})
+    producer.set_endpoints({1: RankEndpoint("d1", "tcp://h:1", 7, "vllm-1")})
     with pytest.raises(InternalError, match=r"ranks \[1\]"):
         prefilled(producer, 9, [3, 1, 2])
 
@@ -282,7 +282,7 @@ def test_the_ticket_has_the_secret_that_the_workers_offer_with_and_every_prefill
     producer, secrets = side(ranks=2), set()
     for _ in range(3):
         params = prefilled(producer, 9, [3, 1, 2])
-        (order,) = producer.take_orders().offers
+        (order,) = producer.take_metadata().offers
         assert {rank.secret for rank in decode(params["kvd_ticket"]).ranks} == {order.secret}
         assert len(order.secret) == 16
         secrets.add(order.secret)
@@ -293,7 +293,7 @@ def test_the_ticket_has_the_secret_that_the_workers_offer_with_and_every_prefill
 def test_an_offer_is_for_as_many_consumers_as_the_router_says(said: dict[str, int], consumers: int) -> None:
     producer = side()
     producer.finished(Request(list(range(9)), {**PREFILL, **said}), [[3, 1, 2]])
-    (order,) = producer.take_orders().offers
+    (order,) = producer.take_metadata().offers
     assert order.consumers == consumers
 
 
@@ -301,5 +301,5 @@ def test_an_offer_is_for_as_many_consumers_as_the_router_says(said: dict[str, in
 def test_a_number_of_consumers_that_is_none_is_not_offered_to(said: object, caplog: pytest.LogCaptureFixture) -> None:
     producer = side()
     assert producer.finished(Request(list(range(9)), {**PREFILL, "kvd_consumers": said}), [[3, 1, 2]]) is None
-    assert producer.take_orders().offers == []
+    assert producer.take_metadata().offers == []
     assert "kvd_consumers" in caplog.text

@@ -1,11 +1,11 @@
-"""Specs from the facts of real vLLM workers (0.32, on a CPU), as tests/vllm checks that it reports them."""
+"""Specs from the cache of real vLLM workers (0.32, on a CPU), as tests/vllm checks that it reports them."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvd.engines.vllm.spec import CacheFacts, GroupFacts, Pages, cache_spec
+from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache, cache_spec
 from kvd.errors import BadRequest
 from kvd.layout import Full, Shard, Sliding
 from kvd.plan import Planner, Span, route
@@ -33,17 +33,17 @@ def attention(layers: tuple[int, ...], *, heads: int = 4, total: int = 4, tokens
     )
 
 
-def facts(*groups: GroupFacts, layers: int, nbytes: int, tp_rank: int = 0, tp_size: int = 1) -> CacheFacts:
+def cache(*groups: CacheGroup, layers: int, nbytes: int, tp_rank: int = 0, tp_size: int = 1) -> WorkerCache:
     shard = Shard(stages=((0, layers),), tp_rank=tp_rank, tp_size=tp_size)
-    return CacheFacts(nbytes=nbytes, num_blocks=BLOCKS, groups=groups, shard=shard)
+    return WorkerCache(nbytes=nbytes, num_blocks=BLOCKS, groups=groups, shard=shard)
 
 
-def group(*pages: Pages, window=Full(), tokens: int = 32) -> GroupFacts:  # noqa: B008 - a value
-    return GroupFacts(window=window, block_tokens=tokens, pages=pages)
+def group(*pages: Pages, window=Full(), tokens: int = 32) -> CacheGroup:  # noqa: B008 - a value
+    return CacheGroup(window=window, block_tokens=tokens, pages=pages)
 
 
 def test_a_dense_model_is_one_view_of_heads_with_keys_before_values() -> None:
-    spec = cache_spec(facts(group(attention((0, 1))), layers=2, nbytes=2 * BLOCKS * 16384))
+    spec = cache_spec(cache(group(attention((0, 1))), layers=2, nbytes=2 * BLOCKS * 16384))
     (view,) = spec.groups[0].views
     sizes = [(axis.dim, axis.size, axis.stride) for axis in view.axes]
     assert sizes == [
@@ -59,7 +59,7 @@ def test_a_dense_model_is_one_view_of_heads_with_keys_before_values() -> None:
 
 def test_groups_of_a_hybrid_model_share_the_pages_of_one_arena() -> None:
     sliding, full = group(attention((0, 1)), window=Sliding(96)), group(attention((2, 3)))
-    spec = cache_spec(facts(sliding, full, layers=4, nbytes=2 * BLOCKS * 16384))
+    spec = cache_spec(cache(sliding, full, layers=4, nbytes=2 * BLOCKS * 16384))
     assert [g.window for g in spec.groups] == [Sliding(96), Full()]
     assert {g.arena for g in spec.groups} == {0}
 
@@ -79,22 +79,22 @@ def test_a_latent_is_the_same_on_every_rank() -> None:
         cell_bytes=192,
         dtype="bfloat16",
     )
-    spec = cache_spec(facts(group(latent), layers=3, nbytes=3 * BLOCKS * 32 * 192, tp_rank=1, tp_size=2))
+    spec = cache_spec(cache(group(latent), layers=3, nbytes=3 * BLOCKS * 32 * 192, tp_rank=1, tp_size=2))
     assert spec.groups[0].views[0].heads == 1
     assert spec.groups[0].block_bytes == 3 * 32 * 192
 
 
 def test_a_block_of_several_kernel_blocks_has_two_token_axes() -> None:
     pages = replace(attention((0,), tokens=32), block_stride=4 * 16384, layer_stride=BLOCKS * 4 * 16384)
-    spec = cache_spec(facts(group(pages, tokens=128), layers=1, nbytes=BLOCKS * 4 * 16384))
+    spec = cache_spec(cache(group(pages, tokens=128), layers=1, nbytes=BLOCKS * 4 * 16384))
     tokens = [(axis.size, axis.stride) for axis in spec.groups[0].views[0].axes if axis.dim == "token"]
     assert tokens == [(4, 16384), (32, 64)]
 
 
 def test_a_rank_of_two_reads_its_heads_of_a_block_as_one_run_a_layer() -> None:
-    producer = cache_spec(facts(group(attention((0, 1))), layers=2, nbytes=2 * BLOCKS * 16384))
+    producer = cache_spec(cache(group(attention((0, 1))), layers=2, nbytes=2 * BLOCKS * 16384))
     half = attention((0, 1), heads=2)
-    consumer = cache_spec(facts(group(half), layers=2, nbytes=2 * BLOCKS * 8192, tp_rank=1, tp_size=2))
+    consumer = cache_spec(cache(group(half), layers=2, nbytes=2 * BLOCKS * 8192, tp_rank=1, tp_size=2))
     (share,) = route([producer], consumer).shares
     ids = [np.array([block], np.uint32) for block in (3, 5)]
     descriptors = Planner(producer, consumer, share).plan([Span(0, ids[0], 0, ids[1])])
@@ -117,9 +117,9 @@ def test_a_rank_of_two_reads_its_heads_of_a_block_as_one_run_a_layer() -> None:
 )
 def test_what_cannot_be_addressed_is_refused(pages: Pages, text: str) -> None:
     with pytest.raises(BadRequest, match=text):
-        cache_spec(facts(group(pages), layers=1, nbytes=BLOCKS * 16384))
+        cache_spec(cache(group(pages), layers=1, nbytes=BLOCKS * 16384))
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
     with pytest.raises(BadRequest, match="no KV cache"):
-        cache_spec(facts(layers=1, nbytes=0))
+        cache_spec(cache(layers=1, nbytes=0))

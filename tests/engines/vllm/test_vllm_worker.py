@@ -6,7 +6,7 @@ import pytest
 
 from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, OfferRefused, Reattached, Released
 from kvd.engines.vllm import worker as worker_module
-from kvd.engines.vllm.metadata import OfferOrder, Orders, PullOrder
+from kvd.engines.vllm.metadata import OfferOrder, PullOrder, StepMetadata
 from kvd.engines.vllm.worker import Results, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
@@ -67,36 +67,36 @@ def side(client: Client) -> WorkerSide:
     return WorkerSide(client, "vllm-0", spec, offer_ttl=9.0, pull_timeout=8.0)
 
 
-def step(side: WorkerSide, client: Client, *events: Any, orders: Orders | None = None) -> Results:
-    side.begin(orders or Orders())
+def step(side: WorkerSide, client: Client, *events: Any, metadata: StepMetadata | None = None) -> Results:
+    side.begin(metadata or StepMetadata())
     client.events += events
     return side.end()
 
 
 def test_a_pull_is_sent_when_the_step_begins(side: WorkerSide, client: Client) -> None:
-    side.begin(Orders(pulls=[PULL]))
+    side.begin(StepMetadata(pulls=[PULL]))
     assert client.calls == [("pull", "r#1", "kvd1.x", BLOCKS, 8.0)]
 
 
 def test_done_reports_the_request_as_received_once_and_counts_it(side: WorkerSide, client: Client) -> None:
-    results = step(side, client, Done("r#1"), orders=Orders(pulls=[PULL]))
+    results = step(side, client, Done("r#1"), metadata=StepMetadata(pulls=[PULL]))
     assert (results.received, results.failed) == ({"r"}, set())
     assert step(side, client).received == set()
-    tally = side.take_tally()
-    assert (tally.pull_blocks, tally.pull_bytes, len(tally.pull_seconds)) == ([2], [128], 1)
-    assert side.take_tally().pull_blocks == []
+    counts = side.take_counts()
+    assert (counts.pull_blocks, counts.pull_bytes, len(counts.pull_seconds)) == ([2], [128], 1)
+    assert side.take_counts().pull_blocks == []
 
 
 def test_a_failed_pull_is_reported_as_failed_and_received(side: WorkerSide, client: Client) -> None:
     failed = Failed("r#1", "peer_lost", "gone", quarantined=False, blocks=BLOCKS)
-    results = step(side, client, failed, orders=Orders(pulls=[PULL]))
+    results = step(side, client, failed, metadata=StepMetadata(pulls=[PULL]))
     assert (results.received, results.failed) == ({"r"}, {"r"})
-    assert side.take_tally().failed_pulls == 1
+    assert side.take_counts().failed_pulls == 1
 
 
 def test_blocks_in_quarantine_are_not_given_back_before_they_are_freed(side: WorkerSide, client: Client) -> None:
     failed = Failed("r#1", "deadline", "stuck", quarantined=True, blocks=BLOCKS)
-    results = step(side, client, failed, orders=Orders(pulls=[PULL]))
+    results = step(side, client, failed, metadata=StepMetadata(pulls=[PULL]))
     assert (results.received, results.failed) == (set(), {"r"})
     results = step(side, client, Freed("r#1", BLOCKS))
     assert (results.received, results.failed) == ({"r"}, set())
@@ -106,9 +106,9 @@ def test_blocks_in_quarantine_are_not_given_back_before_they_are_freed(side: Wor
 def test_a_cancelled_pull_gives_its_blocks_back_when_nothing_writes_to_them(
     side: WorkerSide, client: Client, quarantined: bool
 ) -> None:
-    step(side, client, orders=Orders(pulls=[PULL]))
+    step(side, client, metadata=StepMetadata(pulls=[PULL]))
     cancelled = Cancelled("r#1", quarantined=quarantined, blocks=BLOCKS)
-    results = step(side, client, cancelled, orders=Orders(cancels=["r#1"]))
+    results = step(side, client, cancelled, metadata=StepMetadata(cancels=["r#1"]))
     assert client.calls[-1] == ("cancel", "r#1")
     assert (results.received, results.failed) == (set() if quarantined else {"r"}, set())
     if quarantined:
@@ -118,31 +118,33 @@ def test_a_cancelled_pull_gives_its_blocks_back_when_nothing_writes_to_them(
 def test_a_pull_that_only_lets_go_reports_nothing(side: WorkerSide, client: Client) -> None:
     order = PullOrder("r", "r#1", "kvd1.x", (), waits=False)
     failed = Failed("r#1", "peer_lost", "gone", quarantined=False, blocks=())
-    assert step(side, client, failed, orders=Orders(pulls=[order])) == Results()
+    assert step(side, client, failed, metadata=StepMetadata(pulls=[order])) == Results()
 
 
 def test_a_refused_ticket_fails_without_asking_the_daemon(side: WorkerSide, client: Client) -> None:
     order = PullOrder("r", "r#1", "", BLOCKS, waits=True, refused="no ticket")
-    results = step(side, client, orders=Orders(pulls=[order]))
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
     assert (results.received, results.failed, client.calls) == ({"r"}, {"r"}, [])
 
 
 def test_an_offer_ends_when_it_is_released(side: WorkerSide, client: Client) -> None:
-    assert step(side, client, orders=Orders(offers=[OFFER])).sent == set()
+    assert step(side, client, metadata=StepMetadata(offers=[OFFER])).sent == set()
     assert client.calls == [("offer", "r#1", 8, BLOCKS, 9.0, 1, SECRET)]
     assert step(side, client, Released("r#1", "expired")).sent == {"r"}
-    assert side.take_tally().expired_offers == 1
+    assert side.take_counts().expired_offers == 1
 
 
 def test_an_offer_that_is_refused_gives_its_blocks_back(side: WorkerSide, client: Client) -> None:
-    assert step(side, client, OfferRefused("r#1", "overloaded", "full"), orders=Orders(offers=[OFFER])).sent == {"r"}
-    assert side.take_tally().refused_offers == 1
+    assert step(
+        side, client, OfferRefused("r#1", "overloaded", "full"), metadata=StepMetadata(offers=[OFFER])
+    ).sent == {"r"}
+    assert side.take_counts().refused_offers == 1
 
 
 def test_orders_wait_for_a_daemon_that_comes_back(side: WorkerSide, client: Client) -> None:
     client.connected = False
     lost = Disconnected("daemon_lost", "end of session")
-    assert step(side, client, lost, orders=Orders(pulls=[PULL])) == Results()
+    assert step(side, client, lost, metadata=StepMetadata(pulls=[PULL])) == Results()
     client.connected = True
     step(side, client, Reattached(8, same=False))
     assert client.calls == [("pull", "r#1", "kvd1.x", BLOCKS, 8.0)]
@@ -150,7 +152,7 @@ def test_orders_wait_for_a_daemon_that_comes_back(side: WorkerSide, client: Clie
 
 def test_a_loss_during_idleness_is_noticed_before_orders_are_sent(side: WorkerSide, client: Client) -> None:
     client.poll = lambda: setattr(client, "connected", False) or []  # type: ignore[method-assign]
-    side.begin(Orders(pulls=[PULL], offers=[OFFER]))
+    side.begin(StepMetadata(pulls=[PULL], offers=[OFFER]))
     assert client.calls == []
     client.poll = lambda: setattr(client, "connected", True) or []  # type: ignore[method-assign]
     assert step(side, client) == Results()
@@ -163,14 +165,14 @@ def test_orders_fail_when_the_daemon_stays_away(
     monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
     client.connected = False
     offer = OfferOrder("s", "s#2", 8, BLOCKS, SECRET)
-    results = step(side, client, orders=Orders(pulls=[PULL], offers=[offer]))
+    results = step(side, client, metadata=StepMetadata(pulls=[PULL], offers=[offer]))
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
 
 
 def test_an_order_that_waits_can_be_cancelled(side: WorkerSide, client: Client) -> None:
     client.connected = False
-    side.begin(Orders(pulls=[PULL]))
-    results = step(side, client, orders=Orders(cancels=["r#1"]))
+    side.begin(StepMetadata(pulls=[PULL]))
+    results = step(side, client, metadata=StepMetadata(cancels=["r#1"]))
     assert (results.received, results.failed) == ({"r"}, set())
     client.connected = True
     step(side, client)
@@ -179,17 +181,17 @@ def test_an_order_that_waits_can_be_cancelled(side: WorkerSide, client: Client) 
 
 def test_what_the_client_refuses_fails_at_once(side: WorkerSide, client: Client) -> None:
     client.error = BadRequest(ErrorCode.BAD_BLOCKS, "id")
-    results = step(side, client, orders=Orders(pulls=[PULL]))
+    results = step(side, client, metadata=StepMetadata(pulls=[PULL]))
     assert (results.received, results.failed) == ({"r"}, {"r"})
 
 
 def test_the_place_is_told_when_it_changes(side: WorkerSide, client: Client) -> None:
-    assert side.new_place() is not None
-    assert side.new_place() is None
+    assert side.changed_endpoint() is not None
+    assert side.changed_endpoint() is None
     client.connected = False
-    assert side.place.incarnation == 0
-    assert side.new_place() is not None
+    assert side.endpoint.incarnation == 0
+    assert side.changed_endpoint() is not None
     client.connected, client.incarnation = True, 8
-    place = side.new_place()
-    assert place is not None
-    assert place.incarnation == 8
+    endpoint = side.changed_endpoint()
+    assert endpoint is not None
+    assert endpoint.incarnation == 8

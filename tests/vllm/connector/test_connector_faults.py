@@ -78,7 +78,7 @@ def test_a_dead_prefill_daemon_fails_the_load_and_the_next_one_serves(pair: Pair
     assert not pair.pulled("r1", params)
     pair.producer.run_until(lambda: "r1" in pair.producer.sent)
     pair.daemons.start("p")
-    pair.producer.run_until(lambda: pair.producer.workers[0]._worker.place.incarnation > 0)
+    pair.producer.run_until(lambda: pair.producer.workers[0]._worker.endpoint.incarnation > 0)
     assert pair.pulled("r2", pair.offered("r2"))
     assert pair.same_bytes()
 

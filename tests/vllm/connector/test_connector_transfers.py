@@ -57,7 +57,7 @@ def test_every_rank_gets_its_heads_from_every_rank_that_has_them(
 
 def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[..., Engine]) -> None:
     producer, consumer = start("p", "gemma"), start("d", "gemma")
-    windows = [group.window for group in producer.workers[0]._facts.groups]
+    windows = [group.window for group in producer.workers[0]._cache.groups]
     assert sorted(map(str, windows)) == sorted(map(str, [Full(), Sliding(80), Sliding(80)]))
     producer.fill(1)
     consumer.fill(2)
