@@ -1,4 +1,4 @@
-"""A transfer between this process and another, over NIXL, as between two daemons of this host."""
+"""A trial transfer over NIXL between two processes, like one between two daemons of this host."""
 
 import os
 import subprocess
@@ -21,20 +21,20 @@ _BLOCK: Final = limits.MIB
 _PATTERN: Final = 0x5A
 _ROUNDS: Final = 3
 _ONE_HOST: Final = ()
-"""Network devices: none, as for a daemon with the default `listen`."""
+"""No network devices, as for a daemon with the default `listen`."""
 _MORE: Final = "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info python -m kvd.doctor.loopback read says more"
 
 
 def check_transfer(timeout: float) -> list[Finding]:
-    """Reads 64 MiB from another process; says which lanes UCX took, and how fast.
+    """Reads 64 MiB between two processes; reports which transports UCX took, and how fast they were.
 
-    The reader is a process of its own too: a transfer may hang, and NIXL's teardown has crashed.
+    The reader is not this process either: a transfer may hang, and NIXL's teardown has crashed.
     """
     command = [sys.executable, "-m", "kvd.doctor.loopback", "read"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)  # noqa: S603 - ours
     except subprocess.TimeoutExpired:
-        return [Finding("transfer", Level.BROKEN, f"no end within {timeout:g} s", _MORE)]
+        return [Finding("transfer", Level.BROKEN, f"it did not end within {timeout:g} s", _MORE)]
     if ran.returncode != 0:
         last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
         return [Finding("transfer", Level.BROKEN, last, _MORE)]
@@ -42,21 +42,21 @@ def check_transfer(timeout: float) -> list[Finding]:
 
 
 def read() -> list[Finding]:
-    """The reader: starts the other process, reads from it, and judges."""
+    """The reader: starts the other process, reads from it, and reports."""
     command = [sys.executable, "-m", "kvd.doctor.loopback", "serve"]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ours
     target = np.zeros(BYTES, dtype=np.uint8)
     agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES, _ONE_HOST)
     assert other.stdout is not None  # noqa: S101 - piped
     metadata, address = other.stdout.readline().split()
-    lanes = UcxEndpoints("kvd-doctor")
-    before = lanes.endpoints()
+    endpoints = UcxEndpoints("kvd-doctor")
+    before = endpoints.endpoints()
     peer = agent.connect(bytes.fromhex(metadata))
-    path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
+    path = endpoints.path_since(before)
     seconds = min(_read(agent, peer, int(address)) for _ in range(_ROUNDS))
     arrived = bool((target == _PATTERN).all())
     other.communicate()
-    return [_transports(lanes), _judge(path, BYTES / seconds, arrived=arrived)]
+    return [_transports(endpoints), _judge(path, BYTES / seconds, arrived=arrived)]
 
 
 def _read(agent: RawAgent, peer: str, address: int) -> float:
@@ -67,24 +67,26 @@ def _read(agent: RawAgent, peer: str, address: int) -> float:
     return time.perf_counter() - started
 
 
-def _transports(lanes: UcxEndpoints) -> Finding:
-    names = lanes.components()
+def _transports(endpoints: UcxEndpoints) -> Finding:
+    names = endpoints.components()
     if not names:
-        return Finding("UCX", Level.NOTE, "this UCX does not say which transports it has", "a newer nixl wheel does")
+        return Finding("UCX", Level.NOTE, "this UCX does not list its transports", "a newer nixl wheel does")
     return Finding("UCX", Level.OK, f"transports with a device here: {', '.join(names)}")
 
 
 def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
-    text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'lanes that UCX does not name'}"
+    text = f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {path or 'transports that UCX does not name'}"
     if not arrived:
         return Finding("transfer", Level.BROKEN, f"{text}: bytes differ", "please report this")
     if kind_of(path) in (Kind.SHM, Kind.TCP):
-        return Finding("transfer", Level.SLOW, text, "same-host copies are not in use: see the findings above, UCX_TLS")
+        return Finding(
+            "transfer", Level.SLOW, text, "same-host copies (CMA) are not in use: see the findings above and UCX_TLS"
+        )
     return Finding("transfer", Level.OK, text)
 
 
 def serve() -> None:
-    """The other process: offers 64 MiB until its input ends."""
+    """The other process: serves 64 MiB until its input ends."""
     source = np.full(BYTES, _PATTERN, dtype=np.uint8)
     agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES, _ONE_HOST)
     agent.serve()

@@ -1,4 +1,4 @@
-"""What the contract's checks stand on: what an implementation lends them, and a reader that notes its events."""
+"""What the contract's checks need: what an implementation provides, and a reader that records its events."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvd.transport.interface import (
     Landed,
     PeerAdded,
     ReadFailed,
+    ReadRequest,
     Transport,
 )
 
@@ -30,7 +31,7 @@ PRODUCED: Final = 256 * limits.MIB
 
 @lru_cache(maxsize=4)
 def pattern(seed: int, size: int) -> Bytes:
-    """The bytes that a producer holds, uint8 `[size]`, read-only; their period is prime: no two blocks are alike."""
+    """A producer's bytes, uint8 `[size]`, read-only. Their period is prime, so no two blocks are alike."""
     period = np.frombuffer(np.random.default_rng(seed).bytes(1_000_003), dtype=np.uint8)
     memory = np.empty(size, np.uint8)
     for start in range(0, size, len(period)):
@@ -49,26 +50,26 @@ class Producer(Protocol):
     size: int
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
-        """Registers another pool with that pattern; its metadata now, and the new pool's base."""
+        """Registers another pool with that pattern; returns the new metadata and the new pool's base."""
 
     async def kill(self) -> None:
-        """Ends the agent without a word to anyone, as kill -9 does."""
+        """Ends the agent without a word to anyone, like kill -9."""
 
 
 class Site(Protocol):
-    """Where the checks are run: an implementation, its memory and its peers."""
+    """An implementation to check, with memory and peers for it."""
 
     def transport(self) -> Transport:
-        """A new one, not started, of a name not used before."""
+        """A new one, not started, under a new name."""
 
     def memory(self, size: int) -> tuple[int, Bytes]:
-        """Zeroed memory that a transport of this site can register: base and bytes."""
+        """Zeroed memory that a transport of this site can register: its base and its bytes."""
 
     async def shared(self) -> Producer:
         """A producer of `PRODUCED` bytes that lives as long as the site."""
 
     async def producer(self, size: int, seed: int) -> Producer:
-        """A producer of the caller's own, who kills it."""
+        """A new producer, for the caller to kill."""
 
 
 def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
@@ -78,7 +79,7 @@ def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
 
 
 def blocks(first: int, count: int, size: int, step: int = 1) -> Descriptors:
-    """Every `step`-th block of `size` bytes from the block `first` on, to the same offsets."""
+    """Every `step`-th block of `size` bytes from block `first` on, to the same offsets."""
     return table([((first + i * step) * size, (first + i * step) * size, size) for i in range(count)])
 
 
@@ -135,7 +136,7 @@ class Reader:
         """Starts a read; its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
-        self.transport.read(self._reads, producer.agent, self.base, base, descriptors, stamp=stamp)
+        self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp))
         return self._reads
 
     async def first_byte(self, contents: Bytes) -> None:

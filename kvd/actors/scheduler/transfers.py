@@ -21,7 +21,7 @@ from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code
 from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
 from kvd.state import transfer as machine
 from kvd.state.transfer import Effect, Event, State
-from kvd.transport.interface import Landed, ReadFailed, Transport
+from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 
 class Prepare(Struct, frozen=True, gc=False):
@@ -306,4 +306,5 @@ class Transfers:
         word = transfer.expect_stamp()
         if not transfer.claimed:
             self._requests.claim_if_it_lasts(transfer)
-        self._transport.read(transfer.number, source.agent, base, source.pool.base, transfer.descriptors, stamp=word)
+        request = ReadRequest(transfer.number, source.agent, base, source.pool.base, transfer.descriptors, word)
+        self._transport.read(request)
