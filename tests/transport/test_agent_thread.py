@@ -42,6 +42,7 @@ class Run:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
         self.nixl.script.append(lambda: self.tell("stop", seconds))
+        self.thread._poll.seconds = lambda now, in_flight: 0.0  # type: ignore[method-assign]
         self.thread.run()
         return self.events
 
