@@ -1,4 +1,4 @@
-"""What the daemon asks of a transport, and what it is told: commands in, events out, nothing shared.
+"""What the daemon asks of a transport, and what it reports: commands in, events out, nothing shared.
 
 An implementation may run on a thread (NIXL does) or in a process of its own. Commands never block, and never raise
 because of what a peer did. `tests.conformance` holds the tests that every implementation passes.

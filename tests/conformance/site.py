@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Event)
 
 PATIENCE: Final = 20.0
 PRODUCED: Final = 256 * limits.MIB
-"""Bytes of the shared producer's pool: more than may be in flight, so that something can happen in mid-read."""
+"""Bytes of the shared producer's pool: more than may be in flight, so that tests can interfere in mid-read."""
 
 
 @lru_cache(maxsize=4)
@@ -41,7 +41,7 @@ def pattern(seed: int, size: int) -> Bytes:
 
 
 class Producer(Protocol):
-    """Another agent, running, with one pool that holds `pattern(seed, size)`."""
+    """Another agent, running, with a pool that holds `pattern(seed, size)`."""
 
     agent: str
     metadata: bytes
@@ -84,7 +84,7 @@ def blocks(first: int, count: int, size: int, step: int = 1) -> Descriptors:
 
 
 class Reader:
-    """A transport that reads, its events, and its memory."""
+    """A transport that reads, with its events and its memory."""
 
     def __init__(self, transport: Transport, base: int, memory: Bytes) -> None:
         self.transport = transport
@@ -116,7 +116,7 @@ class Reader:
         return [event for event in self.events if isinstance(event, kind)]
 
     def ends(self, read: int) -> list[Landed | ReadFailed]:
-        """How a read ended so far: one entry, if all is well."""
+        """The ends of a read so far: at most one, if all is well."""
         return [event for event in self.events if isinstance(event, Landed | ReadFailed) and event.read == read]
 
     async def end(self, read: int) -> Landed | ReadFailed:
@@ -133,7 +133,7 @@ class Reader:
     def read(
         self, producer: Producer, descriptors: Descriptors, remote_base: int | None = None, *, stamp: int = 0
     ) -> int:
-        """Starts a read; its number."""
+        """Starts a read; returns its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
         self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp))

@@ -1,4 +1,4 @@
-"""A transport in memory that moves real bytes over time and fails as its fabric is told to."""
+"""A transport in memory that moves real bytes over time, with the faults that its fabric injects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults of the fake, on a virtual clock."""
+"""The fake's faults, on a virtual clock."""
 
 import heapq
 import itertools

@@ -65,7 +65,7 @@ class _Read(Struct, eq=False):
 
     @property
     def in_post(self) -> bool:
-        """Whether the kernel has copied all of it: the path says who copies, the posts that nothing was waited for."""
+        """Whether the kernel has copied all of it: the path says what copies, the posts that nothing was waited for."""
         return not self.waited and is_copied(self.peer.path)
 
 
