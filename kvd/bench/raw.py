@@ -1,4 +1,4 @@
-"""Raw NIXL, as the measure of what kvd adds: the same descriptors, over the same memory, between the same processes."""
+"""Raw NIXL, to measure what kvd adds: the same descriptors, over the same memory, between the same processes."""
 
 import contextlib
 import threading
@@ -29,16 +29,16 @@ class RawAgent:
         return metadata
 
     def serve(self, pause: float = RECENT) -> None:
-        """Keeps the network going on a thread, with so many seconds between two looks at it.
+        """Polls the network on a thread, every `pause` seconds.
 
-        Without it nobody can connect to this agent, nor read from it over TCP.
+        Without that nobody can connect to this agent, nor read from it over TCP.
         """
 
-        def tick() -> None:
+        def poll() -> None:
             while not self._stop.wait(pause):
                 self._agent.get_new_notifs()
 
-        self._thread = threading.Thread(target=tick, daemon=True)
+        self._thread = threading.Thread(target=poll, daemon=True)
         self._thread.start()
 
     def stop_serving(self) -> None:
@@ -55,7 +55,7 @@ class RawAgent:
 
     @contextlib.contextmanager
     def prepared(self, peer: str, remote_base: int, descriptors: Descriptors) -> Iterator[Any]:
-        """A transfer of `descriptors`, made as NIXL means it to be: of lists that are prepared."""
+        """A transfer of `descriptors` from prepared lists, as NIXL intends it."""
         agent = self._agent
         local = agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", _rows(self.base, descriptors.dst, descriptors), mem_type="DRAM"
@@ -69,13 +69,13 @@ class RawAgent:
         agent.release_dlist_handle(remote)
 
     def read(self, peer: str, remote_base: int, descriptors: Descriptors) -> None:
-        """Reads what `descriptors` say and waits for it: one transfer."""
+        """Reads `descriptors` in one transfer and waits for it."""
         with self.prepared(peer, remote_base, descriptors) as handle:
             state = self._agent.transfer(handle)
             while state == "PROC":
                 state = self._agent.check_xfer_state(handle)
             if state != "DONE":
-                raise RuntimeError(f"NIXL ended a read in the state {state}")
+                raise RuntimeError(f"NIXL ended a read in state {state}")
 
 
 def _rows(base: int, offsets: Any, descriptors: Descriptors) -> Any:

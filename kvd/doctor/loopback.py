@@ -49,14 +49,14 @@ def read() -> list[Finding]:
     agent = RawAgent("kvd-doctor", target.ctypes.data, BYTES, _ONE_HOST)
     assert other.stdout is not None  # noqa: S101 - piped
     metadata, address = other.stdout.readline().split()
-    lanes = UcxEndpoints("kvd-doctor")
-    before = lanes.endpoints()
+    endpoints = UcxEndpoints("kvd-doctor")
+    before = endpoints.endpoints()
     peer = agent.connect(bytes.fromhex(metadata))
-    path = " ".join(sorted({lane for made in lanes.endpoints() - before for lane in lanes.of(made)}))
+    path = endpoints.path_since(before)
     seconds = min(_read(agent, peer, int(address)) for _ in range(_ROUNDS))
     arrived = bool((target == _PATTERN).all())
     other.communicate()
-    return [_transports(lanes), _judge(path, BYTES / seconds, arrived=arrived)]
+    return [_transports(endpoints), _judge(path, BYTES / seconds, arrived=arrived)]
 
 
 def _read(agent: RawAgent, peer: str, address: int) -> float:
@@ -67,8 +67,8 @@ def _read(agent: RawAgent, peer: str, address: int) -> float:
     return time.perf_counter() - started
 
 
-def _transports(lanes: UcxEndpoints) -> Finding:
-    names = lanes.components()
+def _transports(endpoints: UcxEndpoints) -> Finding:
+    names = endpoints.components()
     if not names:
         return Finding("UCX", Level.NOTE, "this UCX does not list its transports", "install a newer nixl wheel")
     return Finding("UCX", Level.OK, f"transports with a device here: {', '.join(names)}")
@@ -84,7 +84,7 @@ def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
 
 
 def serve() -> None:
-    """The other process: offers 64 MiB until its input ends."""
+    """The other process: serves 64 MiB until its input ends."""
     source = np.full(BYTES, _PATTERN, dtype=np.uint8)
     agent = RawAgent(f"kvd-doctor-{os.getpid()}", source.ctypes.data, BYTES, _ONE_HOST)
     agent.serve()

@@ -1,19 +1,18 @@
-"""What the daemon asks of a transport, and what it is told: commands in, events out, nothing shared.
+"""What the daemon asks of a transport, and what it reports: commands in, events out, nothing shared.
 
-The interface is message-shaped so that an implementation may run on a thread of its own (NIXL does) or in a process of
-its own. Commands never block and never raise for what a peer did. `tests.conformance` holds the tests that every
-implementation passes.
+An implementation may run on a thread (NIXL does) or in a process of its own. Commands never block, and never raise
+because of what a peer did. `tests.conformance` holds the tests that every implementation passes.
 
 The rules:
 
-1. Every `read` ends in exactly one `Landed` or `ReadFailed`, and not before nothing can write to its destination any
-   more. There is no time limit here: a read that hangs stays open, and its blocks with it.
-2. `abort` makes a read end early where it can: parts not yet handed to the network are dropped. It still ends by rule
-   1, as `Landed` where nothing was left to drop.
-3. `add_peer` of a name that is known already takes the new metadata in; `remove_peer` waits for the open reads of that
-   peer, and an `add_peer` that arrives before then keeps the peer.
+1. Every `read` ends in exactly one `Landed` or `ReadFailed`, and only once nothing can write to its destination any
+   more. There is no time limit: a read that hangs stays open, and so do its blocks.
+2. `abort` ends a read early if it can: parts not yet handed to the network are dropped. The read still ends by rule 1,
+   as `Landed` if nothing was left to drop.
+3. `add_peer` of a known name takes in the new metadata. `remove_peer` waits for the peer's open reads; an `add_peer`
+   that arrives before then keeps the peer.
 4. Short reads overtake long ones, and no read starves.
-5. A stamp is read after the last byte of its read, so what it says was true when all bytes had been read.
+5. A stamp is read after the last byte of its read, so what it says was still true when they had all been read.
 """
 
 from __future__ import annotations
@@ -27,22 +26,37 @@ if TYPE_CHECKING:
     from kvd.plan import Descriptors
 
 
+class ReadRequest(Struct, frozen=True, gc=False):
+    """Read `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
+
+    `read` is the caller's number for it. Bases are addresses, the remote one in the process of `agent`. If `stamp` is
+    not 0, the 8 bytes at that address of `agent` (little-endian) are read after all others and returned in `Landed`.
+    """
+
+    read: int
+    agent: str
+    local_base: int
+    remote_base: int
+    descriptors: Descriptors
+    stamp: int = 0
+
+
 class Registered(Struct, frozen=True, gc=False):
-    """Memory is registered: `metadata` is what peers need to reach everything that this agent has registered now."""
+    """Memory is registered. `metadata` is what peers need to reach everything this agent has registered now."""
 
     pool: int
     metadata: bytes
 
 
 class Deregistered(Struct, frozen=True, gc=False):
-    """Memory is registered no more, and may be unmapped."""
+    """Memory is no longer registered and may be unmapped."""
 
     pool: int
     metadata: bytes
 
 
 class Described(Struct, frozen=True, gc=False):
-    """What peers need to reach these registrations and no others; those that have ended meanwhile are left out."""
+    """What peers need to reach these registrations and no others; registrations that have ended are left out."""
 
     pools: tuple[int, ...]
     metadata: bytes
@@ -56,14 +70,14 @@ class RegisterFailed(Struct, frozen=True, gc=False):
 
 
 class PeerAdded(Struct, frozen=True, gc=False):
-    """Reads from `agent` may start; `path` says how the bytes will travel where the transport knows (else empty)."""
+    """Reads from `agent` may start. `path` names the transports that carry the bytes (see `kvd.transport.path`)."""
 
     agent: str
     path: str = ""
 
 
 class PeerFailed(Struct, frozen=True, gc=False):
-    """The metadata of `agent` was of no use, or the connection to it broke: it is not known any more."""
+    """The metadata of `agent` was unusable, or the connection broke: the peer is forgotten."""
 
     agent: str
     reason: str
@@ -72,9 +86,9 @@ class PeerFailed(Struct, frozen=True, gc=False):
 class Landed(Struct, frozen=True, gc=False):
     """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
 
-    `in_post` says that the kernel copied all of it out of the living process while it was posted: the other side's
-    transport had no part in it, nor had a NIC. Where nobody knows by which path the bytes came, it is False.
-    `stamp` is what lay at the address of the read's stamp after that; 0 where there was none, or it was not read.
+    `in_post` is True if the kernel copied all of it out of the living process while it was being posted, so neither
+    the peer's transport nor a NIC took part; False if the path is unknown. `stamp` is what lay at the read's stamp
+    address after that; 0 if none was requested, or if it was not read.
     """
 
     read: int
@@ -92,13 +106,13 @@ class ReadFailed(Struct, frozen=True, gc=False):
 
 
 class Answered(Struct, frozen=True, gc=False):
-    """The transport ran `ping(number)`: whatever it runs on turns."""
+    """The transport ran `ping(number)`: its thread is alive."""
 
     number: int
 
 
 class TransportDied(Struct, frozen=True, gc=False):
-    """The transport cannot go on (its thread raised): the daemon must stop."""
+    """The transport's thread raised and cannot go on: the daemon must stop."""
 
     reason: str
 
@@ -126,10 +140,10 @@ class Transport(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to add this agent, as of the last `Registered`; untrusted input on the other side."""
+        """What a peer needs to add this agent, as of the last event; peers treat it as untrusted input."""
 
     def start(self, on_event: Callable[[Event], None]) -> None:
-        """Starts; `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
+        """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
     def register(self, pool: int, base: int, size: int) -> None:
         """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
@@ -138,7 +152,7 @@ class Transport(Protocol):
         """Ends a registration that no open read uses; answered by `Deregistered`."""
 
     def describe(self, pools: tuple[int, ...]) -> None:
-        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
@@ -146,26 +160,20 @@ class Transport(Protocol):
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
 
-    def read(
-        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
-    ) -> None:
-        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
-
-        Where `stamp` is not 0, the 8 bytes at that address of `agent` (little-endian) are read when all others are in
-        place, not before, and told in `Landed`.
-        """
+    def read(self, request: ReadRequest) -> None:
+        """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
 
     def expect_connection(self) -> None:
-        """A peer has been given this agent's metadata and will connect: it is answered promptly for a while."""
+        """A peer has this agent's metadata and will connect: for a while, answer it promptly."""
 
     def expect_readers(self, expected: bool) -> None:
-        """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+        """Whether peers are about to read from this agent: while they are, answer them promptly."""
 
     def ping(self, number: int) -> None:
-        """Asks whether the transport turns; answered by `Answered`."""
+        """Asks for a sign of life; answered by `Answered`."""
 
     def stop(self) -> None:
-        """Ends everything in order, waiting for it. Reads that are open get no event any more."""
+        """Shuts down in order and waits for it. Open reads get no more events."""

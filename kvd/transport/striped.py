@@ -1,13 +1,13 @@
-"""Several transports as one: a long read is cut into stripes, so that more than one core copies.
+"""Several transports as one: a long read is split between them, so that more than one core copies.
 
-A read on the same host is a copy by the kernel, made inside of the post on the thread that posts; one agent therefore
-moves what one core can copy, whatever the memory could give. Peers see the first agent only: the others read, and
-nobody reads from them. The first also finds out by which path a peer is reached: the others add the peer after it.
+The kernel copies a same-host read inside the post, on the thread that posts, so one agent moves only what one core can
+copy. Each transport here is a *stripe*. Peers see the first stripe's agent only; the other agents read, and nobody
+reads from them. The first stripe also finds out the path to each peer, so the others add a peer after it.
 
-Everything here runs on the daemon's loop. A command goes to every stripe, and is answered when all of them have; a
-read goes to as many stripes as it is worth and ends when its last part has, so the rules of `kvd.transport.interface`
-hold as they hold for each stripe. A stripe that copies while it posts takes the next slice of a read when it is free;
-over a network slices are posted ahead of their bytes, so there the read is cut into even stripes.
+Everything here runs on the daemon's loop. A command goes to every stripe and is answered once all have answered. A read
+goes to as many stripes as it is worth and ends with its last part, so the rules of `kvd.transport.interface` hold as
+they do for each stripe. If the kernel copies the bytes, each stripe takes the next slice of a read when it is free;
+over a network, slices are posted ahead of their bytes, so there the read is cut into even stripes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
@@ -33,59 +34,49 @@ from kvd.transport.interface import (
     PeerAdded,
     PeerFailed,
     ReadFailed,
+    ReadRequest,
     Registered,
     RegisterFailed,
     Transport,
     TransportDied,
 )
 from kvd.transport.nixl.queue import Slices
+from kvd.transport.path import is_copied
 
 _GRAIN = 4 * limits.KIB
-"""Stripes begin at multiples of this from the first byte: whole pages where the blocks are."""
+"""Stripes begin at multiples of this from the first byte: whole pages, if the blocks are."""
 
 
 class Stripe(Transport, Protocol):
     """A transport that can share a read with others."""
 
-    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
-        """As `read`, of what it gets of `slices`; where it gets none, `Landed` says 0.0 seconds."""
+    def read_share(self, slices: Slices) -> None:
+        """Reads as much as it gets of `slices`; if that is nothing, `Landed` says 0.0 seconds."""
 
-    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:
-        """As `add_peer`, of one that another stripe reaches by `path`."""
+    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
+        """As `Transport.add_peer`; `path` is the path to the peer if another stripe has found it out."""
 
 
 class _Read(Struct, eq=False):
-    """A read: `parts` are the bytes of those of its stripes that have not ended, `ends` what the others said."""
+    """A read: the bytes of each of its parts that has not ended, by stripe, and how the other parts ended."""
 
-    agent: str
     parts: dict[int, int]
     ends: list[Landed | ReadFailed] = []
 
 
 @dataclass(slots=True)
-class _Registration:
-    """A pool whose stripes have not all answered: the answers so far."""
-
-    done: list[int] = field(default_factory=list)
-    failure: RegisterFailed | None = None
-    failures: int = 0
-
-
-@dataclass(slots=True)
 class _Peer:
-    """A peer: its metadata, the stripes that have added it, and the path that the first of them found.
-
-    Where the metadata is not `sound`, no fault has been found with it yet: no stripe may load it.
-    """
+    """A peer, and the stripes that have added it. No stripe may load its metadata until it is `examined`."""
 
     metadata: bytes
-    sound: bool = False
+    examined: bool = False
     added: set[int] = field(default_factory=set)
     path: str = ""
+    """As the first stripe found it out."""
 
 
 Examine = Callable[[bytes, bytes, Callable[[str], None]], None]
-"""Takes a peer's metadata of before (may be empty) and of now; says later why that of now is of no use, or nothing."""
+"""Takes a peer's previous metadata (may be empty) and its new; reports later why the new is unusable, or ""."""
 
 
 def accept(_known: bytes, _metadata: bytes, done: Callable[[str], None]) -> None:
@@ -113,21 +104,22 @@ class StripedTransport:
     """`kvd.transport.interface.Transport` over `stripes`, one or more transports of different agents, none started."""
 
     def __init__(self, stripes: Sequence[Stripe], examine: Examine = accept) -> None:
-        """What `examine` finds fault with is loaded by no stripe."""
+        """No stripe loads metadata that `examine` finds fault with."""
         self._examine = examine
         self._stripes = tuple(stripes)
         self._front = self._stripes[0]
         self._on_event: Callable[[Event], None]
         self._stopped = False
-        self._registering: dict[int, _Registration] = {}
+        self._registering: dict[int, dict[int, Registered | RegisterFailed]] = {}
+        """The stripes' answers so far, by pool."""
         self._deregistering: dict[int, set[int]] = {}
+        """The stripes that have not answered, by pool."""
+        self._pings: dict[int, set[int]] = {}
+        """The same, by number."""
         self._peers: dict[str, _Peer] = {}
-        self._direct: set[str] = set()
-        """Peers whose last read was copied while it was posted."""
         self._reads: dict[int, _Read] = {}
         self._load = [0] * len(self._stripes)
-        """Bytes of open reads, a stripe each."""
-        self._pings: dict[int, set[int]] = {}
+        """Bytes of open reads, by stripe."""
 
     @property
     def agent(self) -> str:
@@ -147,7 +139,7 @@ class StripedTransport:
 
     def register(self, pool: int, base: int, size: int) -> None:
         """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
-        self._registering[pool] = _Registration()
+        self._registering[pool] = {}
         for stripe in self._stripes:
             stripe.register(pool, base, size)
 
@@ -158,14 +150,14 @@ class StripedTransport:
             stripe.deregister(pool)
 
     def describe(self, pools: tuple[int, ...]) -> None:
-        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._front.describe(pools)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
         known, peer = self._peers.get(agent), _Peer(metadata)
         self._peers[agent] = peer
-        if known is not None and known.sound and known.metadata == metadata:
+        if known is not None and known.examined and known.metadata == metadata:
             self._examined(agent, peer, "")
         else:
             self._examine(known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
@@ -176,44 +168,42 @@ class StripedTransport:
         if fault:
             self._peer_failed(None, PeerFailed(agent, fault))
         else:
-            peer.sound = True
+            peer.examined = True
             self._front.add_peer(agent, peer.metadata)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._peers.pop(agent, None)
-        self._direct.discard(agent)
         for stripe in self._stripes:
             stripe.remove_peer(agent)
 
-    def read(
-        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
-    ) -> None:
-        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
+    def read(self, request: ReadRequest) -> None:
+        """Starts a read.
 
-        Each part reads the stamp after its own last byte; where all found the same, it is the stamp of the read.
+        Each part reads the stamp after its own last byte; if all found the same, that is the stamp of the read.
         """
-        if read in self._reads:
-            raise InternalError(ErrorCode.INTERNAL, f"read {read} was asked for twice")
-        size, count = descriptors.bytes, len(self._stripes)
-        if agent not in self._peers or size <= limits.SLICE_BYTES or count == 1:
-            # An agent that is not known fails on the first stripe, in its turn.
-            stripe = self._load.index(min(self._load)) if agent in self._peers else 0
-            self._begin(read, agent, {stripe: size})
-            self._stripes[stripe].read(read, agent, local_base, remote_base, descriptors, stamp=stamp)
-        elif agent in self._direct:
-            slices = Slices(read, descriptors)
-            self._begin(read, agent, dict.fromkeys(range(count), size // count))
+        if request.read in self._reads:
+            raise InternalError(ErrorCode.INTERNAL, f"read {request.read} was asked for twice")
+        peer, count = self._peers.get(request.agent), len(self._stripes)
+        size = request.descriptors.bytes
+        if peer is None or size <= limits.SLICE_BYTES or count == 1:
+            # A read from an unknown agent fails on the first stripe, in its turn.
+            stripe = self._load.index(min(self._load)) if peer else 0
+            self._begin(request, {stripe: size})
+            self._stripes[stripe].read(request)
+        elif is_copied(peer.path):
+            slices = Slices(request)
+            self._begin(request, dict.fromkeys(range(count), size // count))
             for each in self._stripes:
-                each.read_share(agent, local_base, remote_base, slices, stamp=stamp)
+                each.read_share(slices)
         else:
-            parts = list(cut_in_stripes(descriptors, count))
-            self._begin(read, agent, {stripe: part.bytes for stripe, part in enumerate(parts)})
+            parts = list(cut_in_stripes(request.descriptors, count))
+            self._begin(request, {stripe: part.bytes for stripe, part in enumerate(parts)})
             for stripe, part in enumerate(parts):
-                self._stripes[stripe].read(read, agent, local_base, remote_base, part, stamp=stamp)
+                self._stripes[stripe].read(replace(request, descriptors=part))
 
-    def _begin(self, read: int, agent: str, parts: dict[int, int]) -> None:
-        self._reads[read] = _Read(agent, parts)
+    def _begin(self, request: ReadRequest, parts: dict[int, int]) -> None:
+        self._reads[request.read] = _Read(parts)
         for stripe, share in parts.items():
             self._load[stripe] += share
 
@@ -224,26 +214,26 @@ class StripedTransport:
             self._stripes[stripe].abort(read)
 
     def expect_connection(self) -> None:
-        """A peer has been given this agent's metadata and will connect: it is answered promptly for a while."""
+        """A peer has this agent's metadata and will connect: for a while, answer it promptly."""
         self._front.expect_connection()
 
     def expect_readers(self, expected: bool) -> None:
-        """Whether peers are about to read from this agent: while they are, it answers them promptly."""
+        """Whether peers are about to read from this agent: while they are, answer them promptly."""
         self._front.expect_readers(expected)
 
     def ping(self, number: int) -> None:
-        """Asks whether every stripe turns; answered by `Answered`."""
+        """Asks every stripe for a sign of life; answered by `Answered`."""
         self._pings[number] = set(range(len(self._stripes)))
         for stripe in self._stripes:
             stripe.ping(number)
 
     def stop(self) -> None:
-        """Ends everything in order, waiting for it. Reads that are open get no event any more."""
+        """Shuts down in order and waits for it. Open reads get no more events."""
         self._stopped = True
         for stripe in self._stripes:
             stripe.stop()
 
-    # --- what a stripe says -----------------------------------------------------------------------------------------
+    # --- events of the stripes --------------------------------------------------------------------------------------
 
     def _heard(self, stripe: int, event: Event) -> None:
         if self._stopped:
@@ -265,7 +255,7 @@ class StripedTransport:
                 self._on_event(event)
 
     def _all_said(self, missing: dict[int, set[int]], key: int, stripe: int, event: Event) -> None:
-        """Tells `event` when the last of the stripes has said it; what was not asked for is not told."""
+        """Passes on `event` once the last stripe has sent it; ignores answers to what the daemon did not ask for."""
         left = missing.get(key)
         if left is None:
             return
@@ -275,39 +265,36 @@ class StripedTransport:
             self._on_event(event)
 
     def _registered(self, stripe: int, event: Registered | RegisterFailed) -> None:
-        registration = self._registering[event.pool]
-        if isinstance(event, Registered):
-            registration.done.append(stripe)
-        else:
-            registration.failure = event
-            registration.failures += 1
-        if len(registration.done) + registration.failures < len(self._stripes):
+        answers = self._registering[event.pool]
+        answers[stripe] = event
+        if len(answers) < len(self._stripes):
             return
         del self._registering[event.pool]
-        if registration.failure is None:
+        failures = [answer for answer in answers.values() if isinstance(answer, RegisterFailed)]
+        if not failures:
             self._on_event(Registered(event.pool, self.metadata))
             return
-        for done in registration.done:
-            self._stripes[done].deregister(event.pool)
-        self._on_event(registration.failure)
+        for number, answer in answers.items():
+            if isinstance(answer, Registered):
+                self._stripes[number].deregister(event.pool)
+        self._on_event(failures[-1])
 
     def _peer_added(self, stripe: int, event: PeerAdded) -> None:
         peer = self._peers.get(event.agent)
-        if peer is None or not peer.sound:
+        if peer is None or not peer.examined:
             return  # removed meanwhile, and perhaps added again: this is about what it was before
         peer.added.add(stripe)
         if stripe == 0:
             peer.path = event.path
             for other in self._stripes[1:]:
-                other.add_peer_by(event.path, event.agent, peer.metadata)
+                other.add_peer(event.agent, peer.metadata, event.path)
         if len(peer.added) == len(self._stripes):
             self._on_event(PeerAdded(event.agent, peer.path))
 
     def _peer_failed(self, stripe: int | None, event: PeerFailed) -> None:
-        """The first stripe that loses a peer loses it for all: the others forget it, too. None: no stripe has."""
+        """The first stripe that loses a peer loses it for all: the others forget it. None: its metadata is at fault."""
         if self._peers.pop(event.agent, None) is None:
             return
-        self._direct.discard(event.agent)
         for number, other in enumerate(self._stripes):
             if number != stripe:
                 other.remove_peer(event.agent)
@@ -318,20 +305,14 @@ class StripedTransport:
         self._load[stripe] -= read.parts.pop(stripe)
         read.ends.append(event)
         if not read.parts:
-            self._ended(event.read, read)
+            del self._reads[event.read]
+            self._on_event(event if len(read.ends) == 1 else _together(event.read, read.ends))
         elif isinstance(event, ReadFailed):
             self.abort(event.read)  # the other parts are of no use
 
-    def _ended(self, number: int, read: _Read) -> None:
-        del self._reads[number]
-        event = read.ends[0] if len(read.ends) == 1 else _together(number, read.ends)
-        if isinstance(event, Landed) and read.agent in self._peers:
-            (self._direct.add if event.in_post else self._direct.discard)(read.agent)
-        self._on_event(event)
-
 
 def _together(number: int, ends: Sequence[Landed | ReadFailed]) -> Landed | ReadFailed:
-    """The end of a read, of those of its parts: the first failure where there is one."""
+    """How a read ended, from how its parts did: the first failure, if there is one."""
     for end in ends:
         if isinstance(end, ReadFailed):
             return end

@@ -304,9 +304,9 @@ class _Transport:
     def remove_peer(self, agent):
         self.stage.commands.append(("remove_peer", agent))
 
-    def read(self, read, agent, local_base, remote_base, descriptors, *, stamp=0):
-        self.stage.commands.append(("read", read))
-        self.stage.stamps_asked_for.append(stamp)
+    def read(self, request):
+        self.stage.commands.append(("read", request.read))
+        self.stage.stamps_asked_for.append(request.stamp)
 
     def abort(self, read):
         self.stage.commands.append(("abort", read))

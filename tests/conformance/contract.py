@@ -1,10 +1,10 @@
-"""What every transport must do, as checks that can be run against any of them.
+"""Checks of what every transport must do, to be run against any implementation.
 
     @pytest.mark.parametrize("check", CHECKS)
     async def test_it_keeps_the_contract(check):
         await Contract(site).run(check)
 
-A `Site` lends the checks what they need of an implementation. They know no other clock than the loop's.
+A `Site` provides what the checks need of an implementation. Their only clock is the loop's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Contract:
         self._site = site
 
     async def run(self, name: str) -> None:
-        """Runs a check of `CHECKS`; raises what it raises."""
+        """Runs one of `CHECKS`; raises what it raises."""
         check: Callable[[], Awaitable[None]] = getattr(self, name)
         await check()
 
@@ -48,7 +48,7 @@ class Contract:
             reader.transport.stop()
 
     async def adjacent_blocks_arrive_equal(self) -> None:
-        """Whole blocks side by side, in more than one slice."""
+        """Adjacent whole blocks, in more than one slice."""
         producer = await self._site.shared()
         async with self._reader(20 * limits.MIB) as reader:
             await reader.add(producer)
@@ -75,7 +75,7 @@ class Contract:
             assert np.array_equal(reader.memory, expected)
 
     async def a_read_of_nothing_lands(self) -> None:
-        """No descriptors, or none with bytes."""
+        """No descriptors, or empty ones only."""
         producer = await self._site.shared()
         async with self._reader(4 * KIB) as reader:
             await reader.add(producer)
@@ -83,7 +83,7 @@ class Contract:
                 assert isinstance(await reader.end(reader.read(producer, table(rows))), Landed)
 
     async def every_read_ends_exactly_once(self) -> None:
-        """Many at a time, some aborted, some of memory that is not there."""
+        """Many at once, some aborted, some of memory that does not exist."""
         producer = await self._site.shared()
         async with self._reader(64 * limits.MIB) as reader:
             await reader.add(producer)
@@ -99,7 +99,7 @@ class Contract:
             assert all(isinstance(reader.ends(reads[i])[0], ReadFailed) for i in range(5, 300, 17))
 
     async def an_abort_ends_a_long_read_early_and_nothing_lands_after_that(self) -> None:
-        """Rule 2, and rule 1 for it."""
+        """Rules 1 and 2."""
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
@@ -115,7 +115,7 @@ class Contract:
             assert len(reader.ends(read)) == 1
 
     async def an_abort_of_an_unknown_or_ended_read_is_ignored(self) -> None:
-        """Nothing comes of it."""
+        """It causes no event."""
         producer = await self._site.shared()
         async with self._reader(64 * KIB) as reader:
             await reader.add(producer)
@@ -127,7 +127,7 @@ class Contract:
             assert [type(event) for event in reader.events] == [Registered, PeerAdded, Landed, Landed]
 
     async def a_stamp_says_what_was_true_when_all_bytes_had_been_read(self) -> None:
-        """Rule 5: a word of the peer's memory, read after a short read and after one of many slices."""
+        """Rule 5: a word of the peer's memory, read after a short read and after a long one."""
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
@@ -142,7 +142,7 @@ class Contract:
             assert unstamped.stamp == 0
 
     async def a_stamp_that_cannot_be_read_is_none(self) -> None:
-        """Its memory is not the peer's: the read fails, or lands without a stamp."""
+        """At an address outside the peer's memory: the read fails, or lands without a stamp."""
         producer = await self._site.shared()
         async with self._reader(64 * KIB) as reader:
             await reader.add(producer)
@@ -153,7 +153,7 @@ class Contract:
             await reader.still_well(producer)
 
     async def a_short_read_overtakes_a_long_one(self) -> None:
-        """Rule 4: a block asked for in the middle of a long read is there before it, and by far."""
+        """Rule 4: a block asked for in the middle of a long read lands well before it."""
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
@@ -181,7 +181,7 @@ class Contract:
                 assert isinstance(await reader.end(short), Landed)
 
     async def a_peer_added_again_brings_its_new_memory(self) -> None:
-        """Rule 3, with reads of the old memory open meanwhile."""
+        """Rule 3, while reads of the old memory are open."""
         producer = await self._site.producer(4 * limits.MIB, 21)
         async with self._reader(8 * limits.MIB) as reader:
             await reader.add(producer)
@@ -224,7 +224,7 @@ class Contract:
             await reader.still_well(producer)
 
     async def a_read_from_an_unknown_agent_fails_and_names_it(self) -> None:
-        """And reads that fail at once fail in the order they were asked for."""
+        """Reads that fail at once also fail in the order they were asked for."""
         producer = await self._site.shared()
         async with self._reader(64 * KIB) as reader:
             reads = [reader.read(producer, blocks(0, 1, 4 * KIB)) for _ in range(50)]
@@ -234,7 +234,7 @@ class Contract:
             assert [event.read for event in reader.of(ReadFailed)] == reads
 
     async def metadata_of_no_use_fails_the_peer_and_nothing_else(self) -> None:
-        """Garbage, metadata of another agent, and metadata cut short; whoever sent that may not be added any more."""
+        """Garbage, metadata of another agent, and truncated metadata, whose sender may never be added again."""
         producer, cut_short = await self._site.shared(), await self._site.producer(64 * KIB, 41)
         cases = [
             ("x", b""),
@@ -263,7 +263,7 @@ class Contract:
             await reader.still_well(producer)
 
     async def a_killed_peer_ends_its_reads_and_its_next_incarnation_is_read_from(self) -> None:
-        """Each read ends once; the peer fails; other peers are not touched."""
+        """Each read ends once, the peer fails, and other peers are unaffected."""
         producer, other = await self._site.producer(PRODUCED, 31), await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
@@ -287,7 +287,7 @@ class Contract:
         await successor.kill()
 
     async def memory_can_be_deregistered_and_registered_again(self) -> None:
-        """Each with new metadata; what is not registered cannot be read into."""
+        """Each time with new metadata; memory that is not registered cannot be read into."""
         producer = await self._site.shared()
         async with self._reader(64 * KIB) as reader:
             await reader.add(producer)
@@ -302,7 +302,7 @@ class Contract:
             await reader.still_well(producer)
 
     async def after_stop_nothing_is_heard_and_nothing_lands(self) -> None:
-        """With a long read open."""
+        """While a long read is open."""
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
@@ -320,4 +320,4 @@ class Contract:
 
 
 CHECKS: Final = tuple(name for name in vars(Contract) if not name.startswith("_") and name != "run")
-"""The names of the checks: sentences."""
+"""The names of the checks."""

@@ -1,4 +1,4 @@
-"""What the contract's checks stand on: what an implementation lends them, and a reader that notes its events."""
+"""What the contract's checks need: what an implementation provides, and a reader that records its events."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvd.transport.interface import (
     Landed,
     PeerAdded,
     ReadFailed,
+    ReadRequest,
     Transport,
 )
 
@@ -25,12 +26,12 @@ E = TypeVar("E", bound=Event)
 
 PATIENCE: Final = 20.0
 PRODUCED: Final = 256 * limits.MIB
-"""Bytes of the shared producer's pool: more than may be in flight, so that something can happen in mid-read."""
+"""Bytes of the shared producer's pool: more than may be in flight, so that tests can interfere in mid-read."""
 
 
 @lru_cache(maxsize=4)
 def pattern(seed: int, size: int) -> Bytes:
-    """The bytes that a producer holds, uint8 `[size]`, read-only; their period is prime: no two blocks are alike."""
+    """A producer's bytes, uint8 `[size]`, read-only. Their period is prime, so no two blocks are alike."""
     period = np.frombuffer(np.random.default_rng(seed).bytes(1_000_003), dtype=np.uint8)
     memory = np.empty(size, np.uint8)
     for start in range(0, size, len(period)):
@@ -40,7 +41,7 @@ def pattern(seed: int, size: int) -> Bytes:
 
 
 class Producer(Protocol):
-    """Another agent, running, with one pool that holds `pattern(seed, size)`."""
+    """Another agent, running, with a pool that holds `pattern(seed, size)`."""
 
     agent: str
     metadata: bytes
@@ -49,26 +50,26 @@ class Producer(Protocol):
     size: int
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
-        """Registers another pool with that pattern; its metadata now, and the new pool's base."""
+        """Registers another pool with that pattern; returns the new metadata and the new pool's base."""
 
     async def kill(self) -> None:
-        """Ends the agent without a word to anyone, as kill -9 does."""
+        """Ends the agent without a word to anyone, like kill -9."""
 
 
 class Site(Protocol):
-    """Where the checks are run: an implementation, its memory and its peers."""
+    """An implementation to check, with memory and peers for it."""
 
     def transport(self) -> Transport:
-        """A new one, not started, of a name not used before."""
+        """A new one, not started, under a new name."""
 
     def memory(self, size: int) -> tuple[int, Bytes]:
-        """Zeroed memory that a transport of this site can register: base and bytes."""
+        """Zeroed memory that a transport of this site can register: its base and its bytes."""
 
     async def shared(self) -> Producer:
         """A producer of `PRODUCED` bytes that lives as long as the site."""
 
     async def producer(self, size: int, seed: int) -> Producer:
-        """A producer of the caller's own, who kills it."""
+        """A new producer, for the caller to kill."""
 
 
 def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
@@ -78,12 +79,12 @@ def table(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
 
 
 def blocks(first: int, count: int, size: int, step: int = 1) -> Descriptors:
-    """Every `step`-th block of `size` bytes from the block `first` on, to the same offsets."""
+    """Every `step`-th block of `size` bytes from block `first` on, to the same offsets."""
     return table([((first + i * step) * size, (first + i * step) * size, size) for i in range(count)])
 
 
 class Reader:
-    """A transport that reads, its events, and its memory."""
+    """A transport that reads, with its events and its memory."""
 
     def __init__(self, transport: Transport, base: int, memory: Bytes) -> None:
         self.transport = transport
@@ -115,7 +116,7 @@ class Reader:
         return [event for event in self.events if isinstance(event, kind)]
 
     def ends(self, read: int) -> list[Landed | ReadFailed]:
-        """How a read ended so far: one entry, if all is well."""
+        """The ends of a read so far: at most one, if all is well."""
         return [event for event in self.events if isinstance(event, Landed | ReadFailed) and event.read == read]
 
     async def end(self, read: int) -> Landed | ReadFailed:
@@ -132,10 +133,10 @@ class Reader:
     def read(
         self, producer: Producer, descriptors: Descriptors, remote_base: int | None = None, *, stamp: int = 0
     ) -> int:
-        """Starts a read; its number."""
+        """Starts a read; returns its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
-        self.transport.read(self._reads, producer.agent, self.base, base, descriptors, stamp=stamp)
+        self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp))
         return self._reads
 
     async def first_byte(self, contents: Bytes) -> None:

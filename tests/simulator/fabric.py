@@ -1,7 +1,7 @@
-"""The fake transport in a simulated world: its reads are held against the masks of the files that they write to.
+"""The fake transport in a simulated world: each read is checked against the mask of writable bytes in its target file.
 
-What differs from `tests.support.fake_transport`: events reach a daemon through its own process (a stopped one gets
-them when it goes on), faults follow the world's knobs, and a read that is stuck goes on some time later.
+Unlike in `tests.support.fake_transport`, events reach a daemon through its process (a stopped one gets them when it
+continues), faults follow the world's knobs, and a stuck read continues after some time.
 """
 
 from collections import deque
@@ -17,23 +17,23 @@ from tests.simulator.memory import File
 from tests.simulator.pieces import Piece
 from tests.simulator.promises import Promise
 from tests.simulator.world import World
-from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Flight
+from tests.support.fake_fabric import Agent, FakeFabric, FakeRead, Fault, Flight
 from tests.support.fake_transport import FakeTransport
 
 _BYTES_PER_SECOND = 40e3
-"""Slow, so that what happens meanwhile happens in the middle."""
-_PACE = (1.0, 1.0, 4.0, 16.0)
-"""Times that a read takes longer than at that speed."""
+"""Slow, so that other events fall into the middle of reads."""
+_SLOWDOWNS = (1.0, 1.0, 4.0, 16.0)
+"""Factors of a usual read's time, drawn at random."""
 _SLOWER = 200.0
-"""Times that a slow read takes longer: claims must be renewed meanwhile, and its deadline is still kept."""
+"""Factor of a slow read's time: claims must be renewed meanwhile, and its deadline is still kept."""
 _STUCK = 3.0
-"""Seconds that a stuck read takes at most."""
+"""Seconds for which a read is stuck, at most."""
 _EVENT = 0.002
-"""Seconds that an event takes at most."""
+"""Seconds that an event takes to arrive, at most."""
 _DIES = 0.01
-"""Seconds of a read in which the other side dies, at most."""
+"""Seconds from a read's start to the death of its peer, at most."""
 _OUTLIVES = 0.2
-"""Seconds for which a network card goes on reading the memory of a process that was killed."""
+"""Seconds for which a NIC goes on reading the memory of a killed process."""
 
 
 class SimFabric(FakeFabric):
@@ -45,8 +45,8 @@ class SimFabric(FakeFabric):
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
-        self._outlived: dict[str, FakeTransport] = {}
-        """Agents whose process is dead, and whose memory network cards read on for a moment."""
+        self._outlived: dict[str, Agent] = {}
+        """Agents whose process is dead, but whose memory NICs still read for a moment."""
         self._places: dict[Flight, NDArray[np.int64]] = {}
         """Which bytes of its file each slice writes."""
 
@@ -57,12 +57,12 @@ class SimFabric(FakeFabric):
         return base
 
     def unmap_file(self, base: int) -> None:
-        """Ends that."""
+        """Undoes `map_file`."""
         self.unmap(base)
         del self.files[base]
 
     def crash(self, agent: str, bases: list[int]) -> None:
-        """The process of `agent`, which has mapped memory at `bases`, was killed."""
+        """Kills the process of `agent`, which has mapped memory at `bases`."""
         if Piece.CHANGING_PATHS in self.world.pieces:
             self._outlived[agent] = self._agents[agent]
             self.world.loop.call_later(_OUTLIVES, self._forget, agent, bases)
@@ -77,26 +77,26 @@ class SimFabric(FakeFabric):
             self.unmap(base)
             self.files.pop(base, None)
 
-    def serving(self, read: FakeRead) -> FakeTransport | None:
-        """Reads that the kernel makes end with the process that they read from; those of a network card may not."""
-        return super().serving(read) or (None if read.direct else self._outlived.get(read.agent))
+    def serving(self, read: FakeRead) -> Agent | None:
+        """Reads by the kernel end with the process that they read from; those by a NIC may outlive it."""
+        return super().serving(read) or (None if read.in_post else self._outlived.get(read.request.agent))
 
     def is_direct(self) -> bool:
-        """By the world, or by the read."""
+        """Drawn per world, or per read if paths change."""
         return self.world.rng.random() < 0.7 if Piece.CHANGING_PATHS in self.world.pieces else self.direct
 
     def mend(self, one: str, other: str) -> None:
-        """Bytes flow again between two agents."""
+        """Lets bytes flow again between two agents."""
         pair = {(one, other), (other, one)}
         self._cut -= pair
-        self._resume(lambda flight: (flight.reader.agent, flight.read.agent) in pair)
+        self._resume(lambda flight: (flight.reader.agent, flight.read.request.agent) in pair)
 
     def let_go(self) -> None:
-        """Reads that are stuck go on."""
+        """Lets stuck reads continue."""
         self._resume(lambda flight: flight.read.fault.stuck)
 
     def fault_of_read(self, reader: str) -> Fault:
-        """By the knobs. Whoever cannot finish a read because of it is excused; one that is merely slow is not."""
+        """By the knobs. A daemon whose read sticks or fails is excused for it; one whose read is merely slow is not."""
         world, knobs = self.world, self.world.knobs
         slow = world.chance(knobs.read_slow)
         stuck = world.chance(knobs.read_sticks)
@@ -105,26 +105,26 @@ class SimFabric(FakeFabric):
             world.disturb(daemon_of(reader))
         if stuck:
             world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
-        return Fault(_SLOWER if slow else world.rng.choice(_PACE), stuck, fails)
+        return Fault(_SLOWER if slow else world.rng.choice(_SLOWDOWNS), stuck, fails)
 
     def _copy(self, flight: Flight) -> None:
-        piece, read = flight.piece, flight.read
+        piece, request = flight.piece, flight.read.request
         places = self._places.get(flight)
         if places is None:
             part = slice(piece.start, piece.stop)
             rows = zip(piece.chunk.dst[part].tolist(), piece.chunk.length[part].tolist(), strict=True)
             places = np.concatenate([np.arange(first, first + length) for first, length in rows])
             self._places[flight] = places
-        file = self.files[read.local_base]
+        file = self.files[request.local_base]
         lent = file.writable[places]
         if not lent.all():
-            text = f"read {read.key} of {flight.reader.agent} writes {(~lent).sum()} bytes that are not lent"
+            text = f"read {request.read} of {flight.reader.agent} writes {(~lent).sum()} bytes that are not lent"
             self.world.violate(Promise.QUARANTINE, f"{text}, of file {file.number}")
         super()._copy(flight)
 
 
 def daemon_of(agent: str) -> str:
-    """Whose agent it is."""
+    """The daemon that an agent belongs to."""
     return agent.partition("#")[0]
 
 
@@ -139,7 +139,7 @@ class SimTransport(FakeTransport):
         self._events: deque[Event] = deque()
 
     def start(self, on_event: Callable[[Event], None]) -> None:
-        """Joins the fabric. Events arrive in their order, a little later."""
+        """Joins the fabric. Events arrive in order, a little later."""
 
         def later(event: Event) -> None:
             now = self._world.loop.now
@@ -148,28 +148,28 @@ class SimTransport(FakeTransport):
             self._process.call_later(self._last_event - now, arrive)
 
         def arrive() -> None:
-            event = self._events.popleft()  # times that are equal but for rounding must not change the order
+            event = self._events.popleft()  # in order, even if rounding made a later event due first
             self._world.note(self.agent, type(event).__name__, getattr(event, "read", ""), getattr(event, "agent", ""))
             on_event(event)
 
         super().start(later)
 
-    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
-        """Reads, and has the other side die over it where the knobs say so."""
+    def read_share(self, slices: Slices) -> None:
+        """Reads; the peer dies during it if the knobs say so."""
         world = self._world
         if world.chance(world.knobs.die_while_read):
-            world.loop.call_later(world.rng.random() * _DIES, world.on_death, agent)
-        super().read_share(agent, local_base, remote_base, slices, stamp=stamp)
+            world.loop.call_later(world.rng.random() * _DIES, world.on_death, slices.request.agent)
+        super().read_share(slices)
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Adds a peer, or fails to where the knobs say so."""
+    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
+        """Adds a peer, or fails to if the knobs say so."""
         if self._world.chance(self._world.knobs.add_peer_fails):
             self._world.disturb(daemon_of(self.agent))
             metadata = b"spoilt"
-        super().add_peer(agent, metadata)
+        super().add_peer(agent, metadata, path)
 
     def register(self, pool: int, base: int, size: int) -> None:
-        """Registers, or fails to where the knobs say so (never the stamps, with which a daemon starts)."""
+        """Registers memory, or fails to if the knobs say so (but never the stamps, which a daemon starts with)."""
         if pool and self._world.chance(self._world.knobs.registration_fails):
             self._emit(RegisterFailed(pool, "injected"))
         else:

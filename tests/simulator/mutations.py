@@ -191,14 +191,14 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
 
-    def read(self, agent, local_base, remote_base, slices, *, stamp):
-        word = FakeRead(slices.read, agent, 0, 0, 0, Fault(), stamp)
-        early[self._agent, slices.read] = read_now(self._fabric, self._agent, word)
-        read_then(self, agent, local_base, remote_base, slices, stamp=stamp)
+    def read(self, slices):
+        word = FakeRead(slices.request, Fault())
+        early[self._agent, slices.request.read] = read_now(self._fabric, self._agent, word)
+        read_then(self, slices)
 
     read_now = FakeFabric.stamp
     monkeypatch.setattr(FakeTransport, "_read", read)
-    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.key])
+    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.request.read])
 
 
 @mutation(Promise.BAD_INPUT, first=75)

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent, WorkerEvent
-from kvd.plan import Descriptors
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Renew, Welcome
 from kvd.protocol.types import Message
-from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, Registered
+from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, ReadRequest, Registered
 
 LATENCY = 0.0002
 """Seconds that a message takes one way."""
@@ -177,18 +176,9 @@ class InstantTransport:
     def remove_peer(self, agent: str) -> None:
         """Nothing to do."""
 
-    def read(
-        self,
-        read: int,
-        agent: str,
-        local_base: int,
-        remote_base: int,
-        descriptors: Descriptors,
-        *,
-        stamp: int = 0,
-    ) -> None:
+    def read(self, request: ReadRequest) -> None:
         """Landed at once."""
-        self._soon(Landed(read, 0.0))
+        self._soon(Landed(request.read, 0.0))
 
     def abort(self, read: int) -> None:
         """Nothing is open for long enough."""

@@ -1,8 +1,8 @@
-"""The world of the fake transports: memory, network, clock and faults, all in one process.
+"""What the fake transports of a run share: memory, network, clock and faults, all in one process.
 
-One `FakeFabric` is what all agents of a run share. Bytes of a slice land in `STEPS` steps, each taken from the source
-at its own moment, so a producer that overwrites a block in the middle of a read is seen.
-Everything random comes from the fabric's `random.Random`: a seed and a loop that is deterministic give the same run.
+Bytes of a slice land in `STEPS` steps, each copied from the source at its own moment, so tests see a producer that
+overwrites a block in the middle of a read. All randomness comes from the fabric's `random.Random`, so a seed and a
+deterministic loop replay a run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
+from kvd.transport.interface import ReadRequest
 from kvd.transport.nixl.queue import Slice
-
-if TYPE_CHECKING:
-    from tests.support.fake_transport import FakeTransport
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,10 +30,10 @@ PAGE = 4096
 
 
 class Loop(Protocol):
-    """What the fake needs of a loop; asyncio's has it. Callbacks of `call_soon` run in the order of the calls."""
+    """What the fakes need of a loop; asyncio's will do. Callbacks of `call_soon` run in the order of the calls."""
 
     def time(self) -> float:
-        """Seconds."""
+        """Now, in seconds."""
 
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> Any:
         """Runs `callback(*args)` next."""
@@ -46,8 +44,10 @@ class Loop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one read: `slow` multiplies its time, a `stuck` one stops half-way until the fabric is healed,
-    one that `fails` ends as soon as half of its bytes have landed.
+    """What happens to one read.
+
+    `slow` multiplies its time. If `stuck`, it stops half-way until the fabric is healed; if it `fails`, it ends as soon
+    as half of its bytes have landed.
     """
 
     slow: float = 1.0
@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong by chance; each number is the probability for one read, or for one `add_peer`."""
+    """Random faults; each number is the probability for one read, or for one `add_peer`."""
 
     random: random.Random
     slow: float = 0.0
@@ -66,7 +66,7 @@ class Faults:
     add_peer: float = 0.0
 
     def of_read(self) -> Fault:
-        """One draw for each kind of fault, so that the draws do not depend on each other's outcome."""
+        """Draws once for each kind of fault, so that no draw depends on another's outcome."""
         slow, stuck, fails = (self.random.random() for _ in range(3))
         return Fault(100.0 if slow < self.slow else 1.0, stuck < self.stuck, fails < self.fails)
 
@@ -77,17 +77,12 @@ class Faults:
 
 @dataclass(slots=True, eq=False)
 class FakeRead:
-    """A read under way: bytes landed, slices posted, why it will not land."""
+    """An open read: `posted` slices, `landed` bytes, and `failure`, why it will not land."""
 
-    key: int
-    agent: str
-    local_base: int
-    remote_base: int
-    size: int
+    request: ReadRequest
     fault: Fault
-    stamp: int = 0
-    direct: bool = False
-    """The other side's transport has no part in it."""
+    in_post: bool = False
+    """As in `Landed`."""
     posted: int = 0
     landed: int = 0
     started: float = 0.0
@@ -95,18 +90,37 @@ class FakeRead:
     aborted: bool = False
 
 
+class Agent(Protocol):
+    """A transport on the fabric."""
+
+    alive: bool
+
+    @property
+    def agent(self) -> str:
+        """Its name."""
+
+    def die(self) -> None:
+        """From now on nothing is heard from it."""
+
+    def exposes(self, flight: Flight) -> bool:
+        """Whether the bytes that a slice reads from it are registered."""
+
+    def slice_ended(self, flight: Flight, failure: str = "", lost: bool = False) -> None:
+        """Nothing of its slice lands any more; `lost` if the agent it reads from is gone."""
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A slice on its way, `step` of `STEPS` done."""
+    """A posted slice, `step` of `STEPS` done."""
 
-    reader: FakeTransport
+    reader: Agent
     read: FakeRead
     piece: Slice
     step: int = 0
 
 
 class FakeFabric:
-    """The world of some `FakeTransport`s: one address space for all, and the faults that may be called for."""
+    """Connects agents: one address space for all of them, and the faults that a test asks for."""
 
     def __init__(
         self,
@@ -121,11 +135,11 @@ class FakeFabric:
         self.loop = loop
         self.faults = faults or Faults(rng)
         self.direct = direct
-        """Whether reads say that the other side's transport had no part in them."""
+        """Whether reads land `in_post`."""
         self._random = rng
         self._latency = latency
         self._bytes_per_second = bytes_per_second
-        self._agents: dict[str, FakeTransport] = {}
+        self._agents: dict[str, Agent] = {}
         self._memory: dict[int, Bytes] = {}
         self._next_base = 1 << 32
         self._parked: list[Flight] = []
@@ -142,14 +156,14 @@ class FakeFabric:
         return base
 
     def unmap(self, base: int) -> None:
-        """Ends that. A slice that touches it later raises: whoever unmapped it broke a promise."""
+        """Undoes `map`. A slice that touches the memory later raises: whoever unmapped it broke a promise."""
         del self._memory[base]
 
     def view(self, address: int, length: int) -> Bytes:
         """The bytes at an address.
 
         Raises:
-            InternalError: nothing, or not that much, is mapped there.
+            InternalError: not all of them are mapped.
 
         """
         for base, memory in self._memory.items():
@@ -158,11 +172,12 @@ class FakeFabric:
         raise InternalError(ErrorCode.INTERNAL, f"{length} bytes at {address:#x} are not mapped")
 
     def stamp(self, reader: str, read: FakeRead) -> int:
-        """What lies at the address of a read's stamp now; 0 where that cannot be read."""
-        if not read.stamp or self.serving(read) is None or (reader, read.agent) in self._cut:
+        """What lies at the address of a read's stamp now; 0 if it cannot be read."""
+        request = read.request
+        if not request.stamp or self.serving(read) is None or (reader, request.agent) in self._cut:
             return 0
         try:
-            word = self.view(read.stamp, limits.STAMP_BYTES)
+            word = self.view(request.stamp, limits.STAMP_BYTES)
         except InternalError:
             return 0
         return int.from_bytes(word.tobytes(), "little")
@@ -170,26 +185,26 @@ class FakeFabric:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def fault_next_read(self, reader: str, fault: Fault) -> None:
-        """The next read of `reader` that has no other fault called for has this one."""
+        """The next read of `reader` that has no fault yet gets this one."""
         self._explicit.setdefault(reader, deque()).append(fault)
 
     def kill(self, agent: str) -> None:
-        """The process of `agent` is gone: it does and hears nothing more, reads from it fail."""
+        """Kills the process of `agent`: it does and hears nothing more, and reads from it fail."""
         self._agents.pop(agent).die()
-        self._resume(lambda flight: flight.read.agent == agent)
+        self._resume(lambda flight: flight.read.request.agent == agent)
 
     def cut(self, one: str, other: str) -> None:
-        """Bytes stop flowing between two agents, and nobody is told, until `heal`."""
+        """Stops bytes between two agents until `heal`, without telling anyone."""
         self._cut |= {(one, other), (other, one)}
 
     def heal(self) -> None:
-        """Everything that is cut or stuck flows again."""
+        """Lets everything that is cut or stuck flow again."""
         self._cut.clear()
         self._resume(lambda _: True)
 
     # --- what transports use ----------------------------------------------------------------------------------------
 
-    def join(self, transport: FakeTransport) -> None:
+    def join(self, transport: Agent) -> None:
         """A transport started."""
         if transport.agent in self._agents:
             raise InternalError(ErrorCode.INTERNAL, f"two agents are named {transport.agent!r}")
@@ -204,16 +219,16 @@ class FakeFabric:
         """Whether that agent's process is alive."""
         return agent in self._agents
 
-    def serving(self, read: FakeRead) -> FakeTransport | None:
-        """Whose memory a read finds; None where that is gone."""
-        return self._agents.get(read.agent)
+    def serving(self, read: FakeRead) -> Agent | None:
+        """The agent whose memory is read; None if it is gone."""
+        return self._agents.get(read.request.agent)
 
     def is_direct(self) -> bool:
-        """Whether the next read is."""
+        """Whether the next read lands `in_post`."""
         return self.direct
 
     def fault_of_read(self, reader: str) -> Fault:
-        """What is to happen to a new read."""
+        """The fault of a new read."""
         explicit = self._explicit.get(reader)
         return explicit.popleft() if explicit else self.faults.of_read()
 
@@ -222,28 +237,28 @@ class FakeFabric:
         self.loop.call_later(self._latency * self._random.uniform(0.5, 1.5), self._step, flight)
 
     def _resume(self, chosen: Callable[[Flight], bool]) -> None:
-        going = [flight for flight in self._parked if chosen(flight)]  # before any fault changes: slices share them
+        going = [flight for flight in self._parked if chosen(flight)]  # before faults, which slices share, change
         self._parked = [flight for flight in self._parked if flight not in going]
         for flight in going:
             flight.read.fault = Fault(flight.read.fault.slow, False, flight.read.fault.fails)
             self.launch(flight)
 
     def _step(self, flight: Flight) -> None:
-        read, reader = flight.read, flight.reader
+        read, reader, agent = flight.read, flight.reader, flight.read.request.agent
         if not reader.alive:
             return
-        half_way = read.landed * 2 >= read.size
+        half_way = read.landed * 2 >= read.request.descriptors.bytes
         serving = self.serving(read)
-        if (reader.agent, read.agent) in self._cut:
+        if (reader.agent, agent) in self._cut:
             self._parked.append(flight)
         elif serving is None:
-            reader.slice_ended(flight, f"agent {read.agent!r} is gone", lost=True)
+            reader.slice_ended(flight, f"agent {agent!r} is gone", lost=True)
         elif read.fault.stuck and half_way:
             self._parked.append(flight)
         elif read.fault.fails and half_way:
             reader.slice_ended(flight, "a fault was injected")
         elif not serving.exposes(flight):
-            reader.slice_ended(flight, f"agent {read.agent!r} has not registered the memory read")
+            reader.slice_ended(flight, f"agent {agent!r} has not registered the memory read")
         else:
             self._copy(flight)
             flight.step += 1
@@ -255,14 +270,14 @@ class FakeFabric:
 
     def _copy(self, flight: Flight) -> None:
         """Lands the bytes of one step: the slice's bytes in the order of its descriptors, a quarter at a time."""
-        piece, read = flight.piece, flight.read
+        piece, read, request = flight.piece, flight.read, flight.read.request
         first, last = (piece.bytes * step // STEPS for step in (flight.step, flight.step + 1))
         at = 0
         for index in range(piece.start, piece.stop):
             length = int(piece.chunk.length[index])
             start, stop = max(first - at, 0), min(last - at, length)
             if start < stop:
-                source = self.view(read.remote_base + int(piece.chunk.src[index]) + start, stop - start)
-                self.view(read.local_base + int(piece.chunk.dst[index]) + start, stop - start)[:] = source
+                source = self.view(request.remote_base + int(piece.chunk.src[index]) + start, stop - start)
+                self.view(request.local_base + int(piece.chunk.dst[index]) + start, stop - start)[:] = source
             at += length
         read.landed += last - first

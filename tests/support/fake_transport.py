@@ -1,12 +1,11 @@
-"""A transport in memory that moves real bytes over time and fails as its fabric is told to."""
+"""A transport in memory that moves real bytes over time, with the faults that its fabric injects."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,16 +19,12 @@ from kvd.transport.interface import (
     PeerAdded,
     PeerFailed,
     ReadFailed,
+    ReadRequest,
     Registered,
     RegisterFailed,
 )
 from kvd.transport.nixl.queue import U64, Slice, SliceQueue, Slices
-from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Faults, Flight, Loop
-
-if TYPE_CHECKING:
-    from kvd.plan import Descriptors
-
-__all__ = ["FakeFabric", "FakeTransport", "Fault", "Faults", "Loop"]
+from tests.support.fake_fabric import FakeFabric, FakeRead, Flight
 
 Region = tuple[int, int]
 """Base address and bytes."""
@@ -83,30 +78,24 @@ class FakeTransport:
         self._soon(self._deregister, pool)
 
     def describe(self, pools: tuple[int, ...]) -> None:
-        """Asks for metadata that leads to the registrations of `pools` and to no others; answered by `Described`."""
+        """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._soon(lambda: self._emit(Described(pools, self._describe(pools))))
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
         """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
         self._soon(self._add_peer, agent, metadata)
-
-    def add_peer_by(self, path: str, agent: str, metadata: bytes) -> None:
-        """As `add_peer`."""
-        self.add_peer(agent, metadata)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._soon(self._remove_peer, agent)
 
-    def read(
-        self, read: int, agent: str, local_base: int, remote_base: int, descriptors: Descriptors, *, stamp: int = 0
-    ) -> None:
-        """Reads `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`."""
-        self.read_share(agent, local_base, remote_base, Slices(read, descriptors), stamp=stamp)
+    def read(self, request: ReadRequest) -> None:
+        """Starts a read."""
+        self.read_share(Slices(request))
 
-    def read_share(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int = 0) -> None:
-        """As `read`, of what it gets of `slices`."""
-        self._soon(partial(self._read, agent, local_base, remote_base, slices, stamp=stamp))
+    def read_share(self, slices: Slices) -> None:
+        """Reads as much as it gets of `slices`."""
+        self._soon(self._read, slices)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -116,14 +105,14 @@ class FakeTransport:
         """Nothing to do: a read needs no connection."""
 
     def expect_readers(self, expected: bool) -> None:
-        """Nothing to do: the fabric needs no progress from the side that is read from."""
+        """Nothing to do: the side that is read from need not make progress."""
 
     def ping(self, number: int) -> None:
-        """Asks whether the fabric turns; answered by `Answered`."""
+        """Asks for a sign of life; answered by `Answered`."""
         self._soon(self._emit, Answered(number))
 
     def stop(self) -> None:
-        """Leaves the fabric; peers lose this agent. Nothing of it moves any more."""
+        """Leaves the fabric: peers lose this agent, and its reads move no more bytes."""
         self._fabric.leave(self._agent)
 
     # --- for the fabric ---------------------------------------------------------------------------------------------
@@ -134,20 +123,21 @@ class FakeTransport:
 
     def exposes(self, flight: Flight) -> bool:
         """Whether the bytes that a slice reads from this agent are registered."""
-        return _covers(list(self._pools.values()), flight.read.remote_base, flight.piece.chunk.src, flight.piece)
+        base = flight.read.request.remote_base
+        return _covers(list(self._pools.values()), base, flight.piece.chunk.src, flight.piece)
 
     def slice_ended(self, flight: Flight, failure: str = "", lost: bool = False) -> None:
         """Nothing of this slice lands any more."""
-        read = flight.read
+        read, agent = flight.read, flight.read.request.agent
         read.posted -= 1
-        self._slices.ended(read.agent, flight.piece)
-        peer = self._peers.get(read.agent)
+        self._slices.ended(flight.piece)
+        peer = self._peers.get(agent)
         if lost and peer and not peer.lost:
-            self._fail_peer(read.agent, failure)
+            self._fail_peer(agent, failure)
         elif failure:
             self._fail(read, failure)
         else:
-            self._end_if_quiet(read)
+            self._end_if_done(read)
         self._pump()
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -181,24 +171,23 @@ class FakeTransport:
             peer = self._peers.setdefault(agent, _Peer())
             peer.regions = [(base, size) for base, size in regions]
             peer.leaving = False
-            self._emit(PeerAdded(agent))
+            self._emit(PeerAdded(agent, "cma/memory" if self._fabric.direct else ""))
 
     def _remove_peer(self, agent: str) -> None:
         if agent in self._peers:
             self._peers[agent].leaving, self._peers[agent].again = True, None
-            self._forget_if_quiet(agent)
+            self._forget_if_done(agent)
 
-    def _read(self, agent: str, local_base: int, remote_base: int, slices: Slices, *, stamp: int) -> None:
-        key = slices.read
+    def _read(self, slices: Slices) -> None:
+        key, agent = slices.request.read, slices.request.agent
         if key in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {key} was asked for twice")
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
-        elif self._slices.add(agent, slices):
+        elif self._slices.add(slices):
             fault = self._fabric.fault_of_read(self._agent)
-            direct = self._fabric.is_direct()
-            self._reads[key] = FakeRead(key, agent, local_base, remote_base, slices.bytes, fault, stamp, direct)
+            self._reads[key] = FakeRead(slices.request, fault, self._fabric.is_direct())
             peer.reads.add(key)
             self._pump()
         else:
@@ -209,19 +198,19 @@ class FakeTransport:
             self._reads[key].aborted = True
             self._fail(self._reads[key], "aborted")
 
-    # --- the rest ---------------------------------------------------------------------------------------------------
+    # --- slices and ends --------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         while (piece := self._slices.pick()) is not None:
-            read = self._reads[piece.read]
+            request = piece.request
+            read = self._reads[request.read]
             read.posted += 1
             read.started = read.started or self._fabric.loop.time()
             flight = Flight(self, read, piece)
-            peer = self._peers[read.agent]
-            if not _covers(list(self._pools.values()), read.local_base, piece.chunk.dst, piece):
+            if not _covers(list(self._pools.values()), request.local_base, piece.chunk.dst, piece):
                 self.slice_ended(flight, "the memory read into is not registered")
-            elif not _covers(peer.regions, read.remote_base, piece.chunk.src, piece):
-                self.slice_ended(flight, f"the memory read is not in the metadata of agent {read.agent!r}")
+            elif not _covers(self._peers[request.agent].regions, request.remote_base, piece.chunk.src, piece):
+                self.slice_ended(flight, f"the memory read is not in the metadata of agent {request.agent!r}")
             else:
                 self._fabric.launch(flight)
 
@@ -232,26 +221,27 @@ class FakeTransport:
             peer.lost = True
             for key in sorted(peer.reads):
                 self._fail(self._reads[key], f"lost agent {agent!r}: {reason}")
-            self._forget_if_quiet(agent)
+            self._forget_if_done(agent)
 
     def _fail(self, read: FakeRead, reason: str) -> None:
         read.failure = read.failure or reason
-        self._slices.drop(read.key)
-        self._end_if_quiet(read)
+        self._slices.drop(read.request.read)
+        self._end_if_done(read)
 
-    def _end_if_quiet(self, read: FakeRead) -> None:
-        if read.posted or self._slices.waiting(read.key) or read.key not in self._reads:
+    def _end_if_done(self, read: FakeRead) -> None:
+        key, agent = read.request.read, read.request.agent
+        if read.posted or self._slices.waiting(key):
             return
-        del self._reads[read.key]
+        del self._reads[key]
         if read.failure:
-            self._emit(ReadFailed(read.key, read.failure, read.aborted))
+            self._emit(ReadFailed(key, read.failure, read.aborted))
         else:
             seconds = self._fabric.loop.time() - read.started
-            self._emit(Landed(read.key, seconds, read.direct, self._fabric.stamp(self._agent, read)))
-        self._peers[read.agent].reads.remove(read.key)
-        self._forget_if_quiet(read.agent)
+            self._emit(Landed(key, seconds, read.in_post, self._fabric.stamp(self._agent, read)))
+        self._peers[agent].reads.remove(key)
+        self._forget_if_done(agent)
 
-    def _forget_if_quiet(self, agent: str) -> None:
+    def _forget_if_done(self, agent: str) -> None:
         peer = self._peers.get(agent)
         if peer and not peer.reads and (peer.lost or peer.leaving):
             del self._peers[agent]

@@ -1,7 +1,7 @@
 """The contract's checks over NIXL, in a process that ends by os._exit: NIXL's teardown must not decide a test's result.
 
-Run as `python -m tests.transport.nixl_child STRIPES CHECK...`: prints one JSON object a check, of a transport with so
-many agents. Producers are processes too.
+`python -m tests.transport.nixl_child STRIPES CHECK...` prints one JSON object per check of a transport with STRIPES
+agents. Producers are processes, too.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def allocate(size: int) -> Bytes:
 
 
 async def produce(agent: str, pipe: Connection) -> None:
-    """Registers what the pipe asks for, and exits when it ends."""
+    """Registers memory as the pipe asks, and exits when the pipe is closed."""
     transport = NixlTransport(agent, asyncio.get_running_loop())
     events: asyncio.Queue = asyncio.Queue()
     transport.start(events.put_nowait)
@@ -127,7 +127,7 @@ async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_proces
     site: NixlSite,
 ) -> None:
     if site._stripes > 1:
-        return  # the others take the first agent's word, and one that has not read yet needs the producer to connect
+        return  # the other agents know the path from the first; one that has not read yet needs the producer to connect
     size = limits.MIB
     producer = await site.producer(size, 3)
     base, memory = site.memory(size)
@@ -138,7 +138,7 @@ async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_proces
     await reader.add(producer)
     copied = is_copied(reader.of(PeerAdded)[0].path)
     assert copied is (os.environ.get("UCX_TLS") != "tcp")
-    async with asyncio.timeout(20):  # the first read waits for the connection, in which both sides take part
+    async with asyncio.timeout(20):  # the first read waits for the connection, which needs both sides
         while (end := await reader.end(reader.read(producer, blocks(0, 1, size)))) and copied:
             if isinstance(end, Landed) and end.in_post:
                 break
@@ -174,7 +174,7 @@ async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(si
         transport.add_peer(producer.agent, bytes(changed))
         failed = await reader.answer(PeerFailed, number)
         assert failed.agent == producer.agent
-        # With the count NIXL allocates more than a probe may: that is an error there, and a signal without the bound.
+        # The count makes NIXL allocate more than a probe may: an error there; without the bound, a signal.
         assert position != version or "ended the process that tried it first" in failed.reason, failed
     await reader.add(producer)
     await reader.still_well(producer)
@@ -194,7 +194,7 @@ async def main(stripes: int, checks: list[str]) -> None:
                 await Contract(site).run(check)
             else:
                 await globals()[check](site)
-        except Exception:  # noqa: BLE001 - it is told to the test
+        except Exception:  # noqa: BLE001 - reported to the test
             error = traceback.format_exc()
         print(json.dumps({"check": check, "error": error}), flush=True)
     await site.close()

@@ -1,7 +1,7 @@
-"""What a reader gets from a pool before and after its owner has withdrawn it, over NIXL, as one JSON object.
+"""Prints what a reader gets from a pool before and after its owner has withdrawn it, over NIXL, as a JSON object.
 
-Run as `python -m tests.transport.revocation_child`; the reader is a process too (`... reader`), which goes on with the
-metadata and the address that it has, as one that means no good would.
+Run as `python -m tests.transport.revocation_child`; the reader is a process too (`... reader`). It keeps using the
+metadata and the address that it has, as a malicious one would.
 """
 
 import asyncio
@@ -29,21 +29,21 @@ def read() -> None:
     memory = np.zeros(SIZE, np.uint8)
     agent.register_memory(np.array([[memory.ctypes.data, SIZE, 0]], dtype=np.uint64), mem_type="DRAM")
     for line in sys.stdin:
-        order = json.loads(line)
+        request = json.loads(line)
         memory[:] = 255
         try:
-            found = _attempt(agent, memory, order)
+            found = _attempt(agent, memory, request)
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no base of their own
             found = type(error).__name__
         print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def _attempt(agent: Any, memory: Any, order: dict[str, Any]) -> str:
-    name = agent.add_remote_agent(bytes.fromhex(order["metadata"]))
+def _attempt(agent: Any, memory: Any, request: dict[str, Any]) -> str:
+    name = agent.add_remote_agent(bytes.fromhex(request["metadata"]))
     local, remote = (
         agent.prep_xfer_dlist(of, np.array([[base, SIZE, 0]], dtype=np.uint64), mem_type="DRAM")
-        for of, base in (("NIXL_INIT_AGENT", memory.ctypes.data), (name.decode(), order["base"]))
+        for of, base in (("NIXL_INIT_AGENT", memory.ctypes.data), (name.decode(), request["base"]))
     )
     handle = agent.make_prepped_xfer("READ", local, np.zeros(1, np.int32), remote, np.zeros(1, np.int32))
     state, started = agent.transfer(handle), time.monotonic()

@@ -1,4 +1,4 @@
-"""A NIXL agent that does what a test says: which slices are done, when, and what fails."""
+"""A NIXL agent scripted by a test: which slices are done, when, and what fails."""
 
 from collections import deque
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Handle:
 
 
 class ScriptedNixl:
-    """`transfers` are the handles posted so far; `on_look` runs at every look at the network."""
+    """`transfers` are the handles posted so far; each poll of the network runs the next step of `script`."""
 
     def __init__(self) -> None:
         self.live: set[Handle] = set()

@@ -1,4 +1,4 @@
-"""The faults of the fake, on a virtual clock."""
+"""The fake's faults, on a virtual clock."""
 
 import heapq
 import itertools
@@ -10,8 +10,9 @@ import pytest
 
 from kvd import limits
 from kvd.errors import InternalError
-from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
-from tests.support.fake_transport import FakeFabric, FakeTransport, Fault, Faults
+from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed, ReadRequest
+from tests.support.fake_fabric import FakeFabric, Fault, Faults
+from tests.support.fake_transport import FakeTransport
 from tests.transport.descriptors import Descriptors, descriptors
 
 SIZE = 80 * limits.MIB
@@ -61,7 +62,7 @@ class Pair:
         self.loop.run()
 
     def read(self, read: int, wanted: Descriptors = BLOCK) -> None:
-        self.d.read(read, "p", self.local, self.remote, wanted)
+        self.d.read(ReadRequest(read, "p", self.local, self.remote, wanted))
 
     def ends(self) -> list[Event]:
         return [event for _, event in self.events if isinstance(event, Landed | ReadFailed)]

@@ -7,7 +7,8 @@ import pytest
 
 from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, pattern
-from tests.support.fake_transport import FakeFabric, FakeTransport
+from tests.support.fake_fabric import FakeFabric
+from tests.support.fake_transport import FakeTransport
 
 
 class FakeProducer:
@@ -33,8 +34,8 @@ class FakeProducer:
 
 
 class FakeSite:
-    def __init__(self) -> None:
-        self._fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1))  # noqa: S311
+    def __init__(self, *, direct: bool = False) -> None:
+        self._fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1), direct=direct)  # noqa: S311
         self._names = map("agent-{}".format, itertools.count())
         self._shared: FakeProducer | None = None
 

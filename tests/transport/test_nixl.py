@@ -9,27 +9,27 @@ from tests.conformance.contract import CHECKS
 
 pytest.importorskip("nixl_cu12", reason="nixl is not installed")
 
-pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all of its checks: 10 s on an idle machine
+pytestmark = pytest.mark.timeout(180)  # the first test of each way waits for all its checks: 10 s on an idle machine
 
 OWN_CHECKS = (
     "a_defect_on_the_thread_is_told_as_the_death_of_the_transport",
     "a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_process_and_nowhere_else",
     "metadata_that_would_end_the_process_fails_its_peer_and_nothing_else",
 )
-WAYS = {
-    "same_host": ({}, 1),
-    "no_network": ({"UCX_TLS": "self,sm,cuda"}, 1),
-    "tcp": ({"UCX_TLS": "tcp"}, 1),
-    "striped": ({}, 2),
-    "striped_tcp": ({"UCX_TLS": "tcp"}, 2),
-}
-"""Environment, and how many agents read."""
+WAYS = [
+    pytest.param(({}, 1), id="same_host"),
+    pytest.param(({"UCX_TLS": "self,sm,cuda"}, 1), id="no_network", marks=pytest.mark.slow),
+    pytest.param(({"UCX_TLS": "tcp"}, 1), id="tcp", marks=pytest.mark.slow),
+    pytest.param(({}, 2), id="striped", marks=pytest.mark.slow),
+    pytest.param(({"UCX_TLS": "tcp"}, 2), id="striped_tcp"),
+]
+"""Environment, and how many agents read: unless they are slow, each path and each number of agents once."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """The error of each check, None where it passed; a check that is missing never ended."""
-    variables, stripes = WAYS[request.param]
+    """The error of each check, None if it passed; a check that is missing never ended."""
+    variables, stripes = request.param
     environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"} | variables
     run = subprocess.run(
         [sys.executable, "-m", "tests.transport.nixl_child", str(stripes), *CHECKS, *OWN_CHECKS],

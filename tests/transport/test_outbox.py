@@ -1,11 +1,8 @@
 import asyncio
-import subprocess
-import sys
 import threading
 
 from kvd.transport.interface import Event, Landed
 from kvd.transport.nixl.outbox import Outbox
-from kvd.transport.nixl.poll_interval import IDLE, PROMPT, RECENT, RECENT_SPAN, PollInterval
 
 
 def filled(outbox: Outbox, events: range) -> None:
@@ -53,20 +50,3 @@ async def test_a_closed_outbox_delivers_nothing_more() -> None:
     filled(outbox, range(3))
     await asyncio.sleep(0)
     assert heard == []
-
-
-def test_the_pace_is_prompt_while_anything_waits_and_falls_to_idle() -> None:
-    pace = PollInterval()
-    assert pace.seconds(0.0, in_flight=False) == IDLE
-    assert pace.seconds(0.0, in_flight=True) == PROMPT
-    pace.touch(10.0)
-    assert pace.seconds(10.0 + 0.9 * RECENT_SPAN, in_flight=False) == RECENT
-    assert pace.seconds(10.0 + 1.1 * RECENT_SPAN, in_flight=False) == IDLE
-    pace.readers_expected = True
-    assert pace.seconds(99.0, in_flight=False) == PROMPT
-
-
-def test_the_package_is_imported_without_nixl() -> None:
-    modules = "kvd.transport.nixl.transport, tests.support.fake_transport, tests.conformance.contract"
-    code = f"import sys, {modules}; assert 'nixl' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

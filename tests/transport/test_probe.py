@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvd.transport.nixl import probe
 from kvd.transport.nixl.probe import Probe
 
 
@@ -22,7 +23,8 @@ class Asking:
 
 
 @pytest.fixture
-async def ask() -> AsyncIterator[Asking]:
+async def ask(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Asking]:
+    monkeypatch.setattr(probe, "TRY_SECONDS", 1)
     asking = Asking()
     yield asking
     await asking.probe.close()

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from kvd import limits
 from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, Slices, cut
-from tests.transport.descriptors import Descriptors, descriptors
+from tests.transport.descriptors import Descriptors, descriptors, request
 
 LENGTHS = st.lists(
     st.one_of(st.integers(0, 70_000), st.integers(limits.SLICE_BYTES - 2, 3 * limits.SLICE_BYTES + 2)), max_size=40
@@ -29,6 +29,14 @@ def pieces(piece: Slice) -> list[tuple[int, int, int]]:
     ]
 
 
+def slices(read: int, what: Descriptors, agent: str = "p") -> Slices:
+    return Slices(request(read, what, agent))
+
+
+def in_flight(queue: SliceQueue, agent: str) -> int:
+    return queue._queues[agent].in_flight if agent in queue._queues else 0
+
+
 def take(queue: SliceQueue) -> Slice:
     piece = queue.pick()
     assert piece is not None
@@ -38,7 +46,7 @@ def take(queue: SliceQueue) -> Slice:
 @given(LENGTHS)
 def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[int]) -> None:
     at = 0
-    for piece in cut(1, packed(lengths)):
+    for piece in cut(request(1, packed(lengths))):
         assert piece.bytes == sum(n for _, _, n in pieces(piece))
         for src, dst, length in pieces(piece):
             assert (src, dst) == (at, at + 7)
@@ -48,14 +56,14 @@ def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[in
 
 @given(LENGTHS)
 def test_no_slice_exceeds_a_limit_and_none_is_empty(lengths: list[int]) -> None:
-    for piece in cut(1, packed(lengths)):
+    for piece in cut(request(1, packed(lengths))):
         assert 0 < piece.bytes <= limits.SLICE_BYTES
         assert 0 < piece.stop - piece.start <= limits.SLICE_DESCRIPTORS
         assert all(n > 0 for _, _, n in pieces(piece))
 
 
 def test_a_read_of_many_descriptors_is_cut_a_chunk_at_a_time() -> None:
-    found = list(cut(1, blocks(2 * CHUNK_DESCRIPTORS + 5, 16)))
+    found = list(cut(request(1, blocks(2 * CHUNK_DESCRIPTORS + 5, 16))))
     assert [len(chunk.length) for chunk in dict.fromkeys(piece.chunk for piece in found)] == [
         CHUNK_DESCRIPTORS,
         CHUNK_DESCRIPTORS,
@@ -64,90 +72,90 @@ def test_a_read_of_many_descriptors_is_cut_a_chunk_at_a_time() -> None:
 
 
 def test_a_slice_is_as_large_as_the_limits_allow() -> None:
-    quarter_mib = list(cut(1, blocks(64, 256 * limits.KIB)))
+    quarter_mib = list(cut(request(1, blocks(64, 256 * limits.KIB))))
     assert [piece.bytes for piece in quarter_mib] == [limits.SLICE_BYTES] * 4
-    small = list(cut(1, blocks(1024, 64)))
+    small = list(cut(request(1, blocks(1024, 64))))
     assert [piece.stop - piece.start for piece in small] == [limits.SLICE_DESCRIPTORS] * 2
 
 
 def test_a_read_without_bytes_has_no_slices() -> None:
     queue = SliceQueue()
-    assert not queue.add("p", Slices(1, descriptors([])))
-    assert not queue.add("p", Slices(2, descriptors([(0, 0, 0)])))
+    assert not queue.add(slices(1, descriptors([])))
+    assert not queue.add(slices(2, descriptors([(0, 0, 0)])))
     assert not queue
     assert queue.pick() is None
 
 
 def test_a_short_read_overtakes_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add("p", Slices(1, blocks(64, limits.MIB)))
+    queue.add(slices(1, blocks(64, limits.MIB)))
     for _ in range(2):
         first = take(queue)
-        assert first.read == 1
-    queue.add("p", Slices(2, blocks(1, 16)))
+        assert first.request.read == 1
+    queue.add(slices(2, blocks(1, 16)))
     second = take(queue)
-    assert second.read == 2
+    assert second.request.read == 2
 
 
 def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add("p", Slices(0, blocks(40, limits.SLICE_BYTES)))
+    queue.add(slices(0, blocks(40, limits.SLICE_BYTES)))
     picked = []
     for short in range(1, 101):
-        queue.add("p", Slices(short, blocks(1, 16)))
+        queue.add(slices(short, blocks(1, 16)))
         piece = take(queue)
-        queue.ended("p", piece)
-        picked.append(piece.read)
+        queue.ended(piece)
+        picked.append(piece.request.read)
     assert picked.count(0) >= len(picked) // limits.OLDEST_TURN
 
 
 def test_the_oldest_turn_spans_the_peers() -> None:
     queue = SliceQueue()
-    queue.add("p", Slices(0, blocks(400, limits.SLICE_BYTES)))
-    queue.add("q", Slices(1, blocks(400, limits.SLICE_BYTES)))
+    queue.add(slices(0, blocks(400, limits.SLICE_BYTES)))
+    queue.add(slices(1, blocks(400, limits.SLICE_BYTES), "q"))
     picked = []
     for _ in range(40):
         piece = take(queue)
-        queue.ended("pq"[piece.read], piece)
-        picked.append(piece.read)
+        queue.ended(piece)
+        picked.append(piece.request.read)
     assert 16 <= picked.count(1) <= 24
 
 
 def test_bytes_in_flight_are_bounded_for_each_peer_and_a_stuck_peer_takes_no_room_of_another() -> None:
     queue = SliceQueue()
-    queue.add("stuck", Slices(1, blocks(1024, limits.MIB)))
+    queue.add(slices(1, blocks(1024, limits.MIB), "stuck"))
     posted = 0
     while (piece := queue.pick()) is not None:
         posted += piece.bytes
-    assert posted == queue.bytes_in_flight("stuck") == limits.MAX_BYTES_IN_FLIGHT
-    queue.add("well", Slices(2, blocks(1, 16)))
+    assert posted == in_flight(queue, "stuck") == limits.MAX_BYTES_IN_FLIGHT
+    queue.add(slices(2, blocks(1, 16), "well"))
     piece = take(queue)
-    assert piece.read == 2
+    assert piece.request.read == 2
 
 
 def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> None:
     queue = SliceQueue()
-    queue.add("p", Slices(1, blocks(64, limits.MIB)))
+    queue.add(slices(1, blocks(64, limits.MIB)))
     piece = take(queue)
     queue.drop(1)
     assert not queue.waiting(1)
     assert queue.pick() is None
-    assert queue.bytes_in_flight("p") == piece.bytes
-    queue.ended("p", piece)
-    assert queue.bytes_in_flight("p") == 0
+    assert in_flight(queue, "p") == piece.bytes
+    queue.ended(piece)
+    assert in_flight(queue, "p") == 0
 
 
 def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> None:
     queue = SliceQueue()
-    queue.add("p", Slices(0, blocks(64, limits.MIB)))
+    queue.add(slices(0, blocks(64, limits.MIB)))
     while (piece := queue.pick()) is not None:
         last = piece
     for read in range(1, 1000):
-        queue.add("p", Slices(read, blocks(1, limits.MIB)))
+        queue.add(slices(read, blocks(1, limits.MIB)))
         queue.drop(read)
     of_peer = queue._queues["p"]
     assert len(of_peer.by_posted) < 100
-    assert last.read == 0
+    assert last.request.read == 0
 
 
 ACTIONS = st.lists(
@@ -174,7 +182,7 @@ class Model:
 
     def add(self, agent: str, lengths: list[int]) -> None:
         size = sum(lengths)
-        assert self.queue.add(agent, Slices(len(self.agent), packed(lengths))) == (size > 0)
+        assert self.queue.add(slices(len(self.agent), packed(lengths), agent)) == (size > 0)
         self.agent.append(agent)
         self.wanted.append(size)
         self.posted.append(0)
@@ -184,17 +192,17 @@ class Model:
             piece = self.queue.pick()
             if piece is None:
                 return
-            assert piece.read not in self.dropped
-            self.posted[piece.read] += piece.bytes
+            assert piece.request.read not in self.dropped
+            self.posted[piece.request.read] += piece.bytes
             self.flying.append(piece)
-            agent = self.agent[piece.read]
-            in_flight = sum(other.bytes for other in self.flying if self.agent[other.read] == agent)
-            assert in_flight == self.queue.bytes_in_flight(agent) <= limits.MAX_BYTES_IN_FLIGHT
+            agent = self.agent[piece.request.read]
+            flying = sum(other.bytes for other in self.flying if self.agent[other.request.read] == agent)
+            assert flying == in_flight(self.queue, agent) <= limits.MAX_BYTES_IN_FLIGHT
 
     def end(self, which: int) -> None:
         if self.flying:
             piece = self.flying.pop(which % len(self.flying))
-            self.queue.ended(self.agent[piece.read], piece)
+            self.queue.ended(piece)
 
     def drop(self, read: int) -> None:
         if self.queue.waiting(read):

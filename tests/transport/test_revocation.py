@@ -1,4 +1,4 @@
-"""What metadata and keys are worth on the transports that there are without an RDMA device."""
+"""What metadata and keys protect on the transports available without an RDMA device."""
 
 import json
 import os
@@ -12,7 +12,7 @@ pytest.importorskip("nixl_cu12", reason="nixl is not installed")
 BYTES, ZEROS = "DONE: [7]", "DONE: [0]"
 
 
-@pytest.fixture(scope="module", params=["same_host", "tcp"])
+@pytest.fixture(scope="module", params=["same_host", pytest.param("tcp", marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
     if request.param == "tcp":

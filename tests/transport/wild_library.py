@@ -1,4 +1,4 @@
-"""A stand-in for NIXL's module: what its agent does with metadata is what the metadata says."""
+"""A stand-in for NIXL's module whose agent does what the metadata says."""
 
 import os
 import time

@@ -22,7 +22,7 @@ from kvd.state import transfer as machine
 from kvd.state.pull import WAS_CANCELLED
 from kvd.state.pull import Event as PullEvent
 from kvd.state.transfer import Effect, Event, State
-from kvd.transport.interface import Landed, ReadFailed, Transport
+from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
 
@@ -280,4 +280,5 @@ class Transfers(Component):
         word = transfer.expect_stamp() if self._producers.is_direct(transfer.address) else 0
         if not transfer.claimed:
             self._requests.claim_if_it_lasts(transfer)
-        self._transport.read(transfer.number, source.agent, transfer.pull.pool.base, source.pool.base, read, stamp=word)
+        base = transfer.pull.pool.base
+        self._transport.read(ReadRequest(transfer.number, source.agent, base, source.pool.base, read, word))

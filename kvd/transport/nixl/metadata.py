@@ -1,4 +1,4 @@
-"""Whose metadata it is, before NIXL takes it in."""
+"""Which agent a piece of NIXL metadata is about, read before NIXL loads it."""
 
 import struct
 
@@ -6,10 +6,10 @@ _MAGIC = b"nixlSerDes|Agent"
 
 
 def agent_of(metadata: bytes) -> str | None:
-    """The agent that NIXL metadata is about, None where it is no metadata of NIXL's.
+    """The name of the agent that `metadata` is about; None if it is not NIXL's.
 
-    NIXL itself tells only after it has taken the metadata in, and by then a peer that claims another's name has
-    changed that one's entry.
+    NIXL tells only after it has loaded the metadata, and by then a peer that claims another's name has changed that
+    one's entry.
     """
     start = len(_MAGIC) + 8
     if not metadata.startswith(_MAGIC) or len(metadata) < start:

@@ -10,10 +10,10 @@ from kvd.transport.interface import Event
 
 
 class Outbox:
-    """A queue that one thread fills and the loop empties.
+    """A queue that the transport's thread fills and the loop empties.
 
-    `put` does not wake the loop, `flush` does: each wake-up takes the interpreter's lock from the thread for as long as
-    the loop runs, so a burst of events should cost one.
+    `flush` wakes the loop, `put` does not: after a wake-up the loop holds the interpreter's lock for as long as it
+    runs, so a burst of events should cost only one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
@@ -24,26 +24,28 @@ class Outbox:
         self._closed = False
 
     def put(self, event: Event) -> None:
-        """On the thread: `event` is delivered after the next `flush`, and after all that were put before it."""
+        """On the thread: queues `event` for the next `flush`, behind those queued before it."""
         self._events.append(event)
 
     def flush(self) -> None:
-        """On the thread: wakes the loop if there is something to deliver."""
+        """On the thread: wakes the loop if events are queued."""
         if self._events and not self._woken and not self._closed:
             self._woken = True
             self._loop.call_soon_threadsafe(self.deliver)
 
     def close(self) -> None:
-        """On the loop: what was not delivered is dropped."""
+        """On the loop: drops what was not delivered, now and later."""
         self._closed = True
 
     def deliver(self) -> None:
-        """On the loop: delivers what was put until now."""
-        self._woken = False  # before the queue is looked at: an event that comes after that wakes the loop again
+        """On the loop: delivers the queued events."""
+        self._woken = (
+            False  # first, so that an event which arrives after the queue was found empty wakes the loop again
+        )
         try:
             while self._events and not self._closed:
                 self._on_event(self._events.popleft())
         finally:
-            if self._events and not self._closed:  # the handler raised, which must not hold up the events after it
+            if self._events and not self._closed:  # the handler raised; later events must not wait for that
                 self._woken = True
                 self._loop.call_soon(self.deliver)

@@ -1,8 +1,8 @@
-"""The agents that a NIXL agent reads from: taking their metadata in, connecting, and forgetting them again.
+"""The agents that a NIXL agent reads from: loading their metadata, connecting, and forgetting them again.
 
-When a peer dies NIXL raises the same error for each of its slices, once it has closed the connection, and knows the
-peer no more. Its reads are failed as their slices end; a peer that is added again meanwhile waits for that, because
-NIXL must forget the old connection between the two.
+When a peer dies, NIXL closes the connection, forgets the peer, and raises the same error for each of its slices. The
+peer's reads fail as their slices end. If the peer is added again before that, it waits, because NIXL must have
+forgotten the old connection first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvd.transport.nixl.stamp_reader import StampReader
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
-"""What C++ exceptions become that a peer's malformed metadata may cause inside of NIXL."""
+"""What the bindings make of C++ exceptions that malformed metadata may cause inside NIXL."""
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`lost` is why the peer is of no use any more; `again` is what to load when its reads have ended."""
+    """`lost` is why the peer is unusable; `again` is the metadata and path to load once its reads have ended."""
 
     agent: str
     metadata: bytes
@@ -30,9 +30,9 @@ class Peer:
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: str = ""
-    again: tuple[bytes, str | None] | None = None
-    direct: bool = False
-    """The last read was copied by the kernel while it was posted."""
+    again: tuple[bytes, str] | None = None
+    in_post: bool = False
+    """What `Landed` said of its last read: whether the kernel copied it while it was posted."""
 
     @property
     def readable(self) -> bool:
@@ -41,40 +41,43 @@ class Peer:
 
 
 class Peers:
-    """By name. `fail_read` is told of each read of a peer that is lost, and why."""
+    """Peers by name. `fail_read` is called with each open read of a peer that is lost, and the reason.
+
+    Without `endpoints` the paths of peers are those that `add` is given.
+    """
 
     def __init__(
         self,
         nixl: Any,
         failures: tuple[type[Exception], ...],
-        lanes: UcxEndpoints | None,
-        stamp_reader: StampReader,
+        endpoints: UcxEndpoints | None,
+        stamps: StampReader,
         *,
         emit: Callable[[Event], None],
         fail_read: Callable[[int, str], None],
     ) -> None:
         self._nixl = nixl
         self._failures = failures
-        self._lanes = lanes
-        self._stamp_reader = stamp_reader
+        self._endpoints = endpoints
+        self._stamps = stamps
         self._emit = emit
         self._fail_read = fail_read
         self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
         self._peers: dict[str, Peer] = {}
 
     def find(self, agent: str) -> Peer | None:
-        """One that reads may begin from."""
+        """The peer, if reads from it may begin."""
         peer = self._peers.get(agent)
         return peer if peer is not None and peer.readable else None
 
-    def add(self, agent: str, metadata: bytes, path: str | None = None) -> None:
-        """As `Transport.add_peer`; `path` is told where another agent of the process has asked for it."""
+    def add(self, agent: str, metadata: bytes, path: str) -> None:
+        """Loads metadata and connects; answers with `PeerAdded` or `PeerFailed`."""
         named = agent_of(metadata)
         known = self._peers.get(agent)
         if named != agent:
             self._emit(PeerFailed(agent, f"its metadata is about {named!r}" if named else "its metadata is not NIXL's"))
             if known:
-                self._lose(known, "its metadata was replaced by some of no use")
+                self._lose(known, "it was replaced by unusable metadata")
         elif known is None:
             self._load(agent, metadata, path)
         elif known.lost:
@@ -84,11 +87,11 @@ class Peers:
             self._merge(known, metadata)
 
     def remove(self, agent: str) -> None:
-        """As `Transport.remove_peer`."""
+        """Forgets a peer once its reads have ended."""
         peer = self._peers.get(agent)
         if peer:
             peer.leaving, peer.again = True, None
-            self._forget_if_quiet(peer)
+            self._forget_if_done(peer)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """NIXL has closed the connection."""
@@ -96,31 +99,31 @@ class Peers:
         self._lose(peer, reason)
 
     def read_ended(self, peer: Peer, read: int) -> None:
-        """One of its reads has; the last takes a peer along that is lost or leaving."""
+        """A read of `peer` has ended; after the last one, a peer that is lost or leaving is forgotten."""
         peer.reads.remove(read)
-        self._forget_if_quiet(peer)
+        self._forget_if_done(peer)
 
     def disown(self) -> list[str]:
-        """Forgets all, whatever is read from them; NIXL is to `disconnect` them when their reads have ended."""
+        """Forgets all peers, for the caller to `disconnect` when their reads have ended."""
         peers, self._peers = self._peers, {}
         return list(peers)
 
     def disconnect(self, agent: str) -> None:
         """Has NIXL forget an agent."""
-        self._stamp_reader.forget(agent)
+        self._stamps.forget(agent)
         try:
             self._nixl.remove_remote_agent(agent)
         except self._failures as error:
             if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
                 raise
 
-    def _load(self, agent: str, metadata: bytes, path: str | None) -> None:
-        """Takes in the metadata of an agent that NIXL does not know, and starts to connect.
+    def _load(self, agent: str, metadata: bytes, path: str) -> None:
+        """Loads the metadata of an agent that NIXL does not know, and starts to connect.
 
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
-        incarnation, so a daemon that sends such metadata has shut out itself, until it is restarted.
+        incarnation, so a daemon that sends such metadata has shut itself out until it is restarted.
         """
-        before = self._lanes.endpoints() if self._lanes is not None and path is None else frozenset()
+        before = self._endpoints.endpoints() if self._endpoints else frozenset()
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)
@@ -128,36 +131,32 @@ class Peers:
             self.disconnect(agent)
             self._emit(PeerFailed(agent, text_of(error)))
         else:
-            self._peers[agent] = Peer(agent, metadata, self._path_made_since(before) if path is None else path)
-            self._emit(PeerAdded(agent, self._peers[agent].path))
-
-    def _path_made_since(self, before: frozenset[int]) -> str:
-        """The lanes of endpoints that are new; empty where nobody says."""
-        if self._lanes is None:
-            return ""
-        return " ".join(sorted({lane for made in self._lanes.endpoints() - before for lane in self._lanes.of(made)}))
+            if self._endpoints:
+                path = self._endpoints.path_since(before)
+            self._peers[agent] = Peer(agent, metadata, path)
+            self._emit(PeerAdded(agent, path))
 
     def _merge(self, peer: Peer, metadata: bytes) -> None:
-        """Takes in newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
+        """Loads newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
         try:
             if metadata != peer.metadata:
-                self._stamp_reader.forget(peer.agent)
+                self._stamps.forget(peer.agent)
                 self._nixl.add_remote_agent(metadata)
         except self._metadata_failures as error:
-            peer.again = metadata, None if self._lanes is not None else peer.path
+            peer.again = metadata, peer.path
             self._lose(peer, f"its metadata was replaced: {text_of(error)}")
         else:
             peer.metadata = metadata
             self._emit(PeerAdded(peer.agent, peer.path))
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """The peer is of no use any more: fails its reads, and forgets it when they have ended."""
+        """Fails the reads of a peer that is unusable, and forgets it when they have ended."""
         peer.lost = reason
         for read in list(peer.reads):
             self._fail_read(read, f"lost agent {peer.agent!r}: {reason}")
-        self._forget_if_quiet(peer)
+        self._forget_if_done(peer)
 
-    def _forget_if_quiet(self, peer: Peer) -> None:
+    def _forget_if_done(self, peer: Peer) -> None:
         if peer.reads or peer.readable or self._peers.get(peer.agent) is not peer:
             return
         del self._peers[peer.agent]

@@ -1,9 +1,9 @@
-"""Foreign metadata is tried by another process first: some of it ends the process that loads it, by a signal.
+"""Tries foreign metadata in another process first, because some of it kills the process that loads it.
 
-NIXL hands what a peer sends to UCX, which trusts every length in it. The probe loads it into an agent like the
-daemon's own (same library, same environment), connects, and forgets it again; where that ends the probe, or takes too
-long, the peer is refused and the next one gets a new probe. `Probe` is the daemon's side, on its loop; `main` is the
-process, which ends with its input.
+NIXL passes a peer's metadata to UCX, which trusts every length in it. The probe process loads it into an agent like the
+daemon's own (same library, same environment), connects, and forgets it again. If that kills the process, or takes too
+long, the peer is refused and the next one gets a new process. `Probe` is the daemon's side, on its loop; `main` is the
+process, which ends when its input does.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from kvd.limits import MIB
 from kvd.transport.nixl.ucx import make_agent
 
 START_SECONDS: Final = 30.0
-"""How long a probe may take to start: a second, and more on a busy machine."""
+"""How long the process may take to start: a second, more on a busy machine."""
 
 TRY_SECONDS: Final = 5
-"""How long it may take with one peer's metadata: 1 to 10 ms."""
+"""How long it may take to try one peer's metadata; usually 1 to 10 ms."""
 
 END_SECONDS: Final = 1.0
-"""How long it may take to end once it has crashed, or its input has ended."""
+"""How long it may take to end after a crash or the end of its input."""
 
 IDLE_SECONDS: Final = 600.0
-"""After which a probe that nobody needed ends: it holds 26 MB of its own, a new one costs a handshake a second."""
+"""When an unused process is ended: it holds 26 MB of its own; a new one adds a second to a handshake."""
 
 SPARE_BYTES: Final = 256 * MIB
-"""What metadata may make a probe allocate; a count of regions in it is believed by NIXL."""
+"""How much memory one try may allocate: NIXL believes the count of regions in the metadata."""
 
 _SIZE: Final = struct.Struct("<I")
 
 
 class Probe:
-    """Tries metadata, one peer's at a time; `library` is the module that the daemon has its NIXL agent from."""
+    """Tries metadata, one peer's at a time; `library` is the module that the daemon's NIXL agent comes from."""
 
     def __init__(self, library: str) -> None:
         self._library = library
@@ -53,15 +53,15 @@ class Probe:
         self._idle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Has a process ready for the first peer."""
+        """Starts a process ahead of the first peer."""
         self._run(self._warm_up())
 
     def __call__(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
-        """Tells `done` why `metadata` is of no use, or nothing where it is; `known` is what was loaded before it."""
+        """Calls `done` with why `metadata` is unusable, or ""; `known` is the peer's previous metadata, or empty."""
         self._run(self._tell(known, metadata, done))
 
     async def close(self) -> None:
-        """Ends the process; what has not been tried is not answered."""
+        """Ends the process; tries in progress get no answer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -74,7 +74,7 @@ class Probe:
 
     async def _warm_up(self) -> None:
         async with self._turn:
-            with contextlib.suppress(TimeoutError, EOFError, OSError):  # the first peer's try finds out
+            with contextlib.suppress(TimeoutError, EOFError, OSError):  # the first try will report it
                 await self._started()
 
     async def _tell(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ class Probe:
             process = await self._started()
         except (TimeoutError, EOFError, OSError) as error:
             await self._end()
-            return f"its metadata could not be tried: no process for it ({type(error).__name__}: {error})"
+            return f"its metadata could not be tried: no process started ({type(error).__name__}: {error})"
         assert process.stdin is not None  # noqa: S101 - piped
         try:
             process.stdin.write(b"".join(_SIZE.pack(len(part)) + part for part in (known, metadata)))
@@ -100,12 +100,12 @@ class Probe:
         return reason
 
     async def _started(self) -> Process:
-        """The process, ready."""
+        """The process, started if need be."""
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._run_out)
         if self._process is None:
-            command = [sys.executable, "-m", "kvd.transport.nixl.probe", self._library]
+            command = [sys.executable, "-m", "kvd.transport.nixl.probe", self._library, str(TRY_SECONDS)]
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, start_new_session=True
             )
@@ -118,9 +118,9 @@ class Probe:
             self._run(self._end())
 
     async def _end(self) -> str:
-        """How the process ended: by itself, or killed now.
+        """Ends the process and says how it ended.
 
-        It gets the time to end by itself, since asyncio loses the status of a process that it kills as it ends.
+        It gets time to end by itself first: asyncio would lose the status of a process killed while it ends.
         """
         process, self._process = self._process, None
         if self._idle is not None:
@@ -148,34 +148,34 @@ async def _answer(process: Process) -> str:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def main(library: str) -> None:
-    """Answers each pair of metadata with why the second is of no use, empty where it is."""
-    with os.fdopen(os.dup(1), "wb") as out, os.fdopen(0, "rb") as orders:
+def main(library: str, seconds: int) -> None:
+    """Answers each pair of previous and new metadata with why the new is unusable, or ""; a try has `seconds`."""
+    with os.fdopen(os.dup(1), "wb") as out, os.fdopen(0, "rb") as pairs:
         os.dup2(2, 1)  # libraries may print
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         agent = make_agent(importlib.import_module(library), f"kvd-probe-{os.getpid()}")
         bound = _data_bytes() + SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
         _send(out, "")
-        while (known := _next(orders)) is not None and (metadata := _next(orders)) is not None:
-            signal.alarm(TRY_SECONDS)  # its default action ends a process that hangs in NIXL
+        while (known := _next(pairs)) is not None and (metadata := _next(pairs)) is not None:
+            signal.alarm(seconds)  # kills this process if it hangs in NIXL
             reason = ""
             if known:
-                with contextlib.suppress(Exception):  # the daemon loads afresh what cannot be merged
+                with contextlib.suppress(Exception):  # the daemon, too, loads afresh what cannot be merged
                     _load(agent, known)
                     _load(agent, metadata)
                 with contextlib.suppress(Exception):
                     agent.remove_remote_agent(_load(agent, known))
             try:
                 agent.remove_remote_agent(_load(agent, metadata))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            except Exception as error:  # noqa: BLE001 - reported, whatever it is
                 reason = f"{type(error).__name__}: {error}"
             signal.alarm(0)
             _send(out, reason)
 
 
 def _load(agent: Any, metadata: bytes) -> str:
-    """Takes metadata in as the daemon does; the name of the agent that it is about."""
+    """Loads metadata as the daemon does; returns the name of the agent that it is about."""
     name = agent.add_remote_agent(metadata)
     name = name.decode() if isinstance(name, bytes) else name
     agent.make_connection(name)
@@ -187,10 +187,10 @@ def _data_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
 
 
-def _next(orders: BinaryIO) -> bytes | None:
-    """The next part of an order; None at the end of the input."""
-    size = orders.read(_SIZE.size)
-    return orders.read(_SIZE.unpack(size)[0]) if len(size) == _SIZE.size else None
+def _next(pairs: BinaryIO) -> bytes | None:
+    """The next half of a pair; None at the end of the input."""
+    size = pairs.read(_SIZE.size)
+    return pairs.read(_SIZE.unpack(size)[0]) if len(size) == _SIZE.size else None
 
 
 def _send(out: BinaryIO, text: str) -> None:
@@ -200,5 +200,5 @@ def _send(out: BinaryIO, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
     os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.transport`)

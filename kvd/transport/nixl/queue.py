@@ -1,13 +1,13 @@
-"""Which bytes go next: reads cut into slices, and the order in which the slices are posted.
+"""Cuts reads into slices and decides the order in which slices are posted.
 
 - A slice holds at most `limits.SLICE_BYTES` and `limits.SLICE_DESCRIPTORS`; a descriptor longer than a slice is split.
-- The next slice is one of the read that has posted the fewest bytes so far, so a short read overtakes a long one.
-- Every `limits.OLDEST_TURN`-th slice is one of the oldest read, so a stream of short reads starves nothing.
-- Bytes posted and not yet ended are bounded by `limits.MAX_BYTES_IN_FLIGHT` for each peer. The bound is a peer's and
-  not the agent's: slices of a peer that hangs never end, and must not take the room of all the others.
+- The next slice comes from the read that has posted the fewest bytes so far, so a short read overtakes a long one.
+- Every `limits.OLDEST_TURN`-th slice comes from the oldest read, so a stream of short reads starves nothing.
+- Bytes in flight are bounded by `limits.MAX_BYTES_IN_FLIGHT` per peer, not per agent: slices of a peer that hangs never
+  end, and must not take up the room of all the others.
 
-No clock, no memory but the arrays of the descriptors. Reads are cut as they are posted, a chunk of descriptors at a
-time, so that a read of millions of descriptors delays nobody.
+Pure: no clock and no I/O. A read is cut a chunk of descriptors at a time, as it is posted, so that a read of millions
+of descriptors delays nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvd import limits
 
 if TYPE_CHECKING:
-    from kvd.plan import Descriptors
+    from kvd.transport.interface import ReadRequest
 
 U64 = npt.NDArray[np.uint64]
 
@@ -45,45 +45,40 @@ class Chunk:
 class Slice:
     """What is posted at once: the descriptors `[start, stop)` of a chunk, `bytes` in all."""
 
-    read: int
+    request: ReadRequest
     chunk: Chunk
     start: int
     stop: int
     bytes: int
 
 
-def cut(read: int, descriptors: Descriptors) -> Iterator[Slice]:
+class Slices:
+    """The slices of one read in order. Threads may share it: each slice is taken once, by whoever has room for it."""
+
+    def __init__(self, request: ReadRequest) -> None:
+        self.request = request
+        self._slices = cut(request)
+        self._lock = threading.Lock()
+
+    def take(self) -> Slice | None:
+        """The next slice; None once all are taken."""
+        with self._lock:
+            return next(self._slices, None)
+
+
+def cut(request: ReadRequest) -> Iterator[Slice]:
     """The slices of a read in order, chunk by chunk; descriptors of length 0 vanish."""
+    descriptors = request.descriptors
     size, count = descriptors.bytes, descriptors.count
     if size <= limits.SLICE_BYTES and count <= limits.SLICE_DESCRIPTORS and descriptors.length.all():
         if count:  # the usual small read, at a fifth of the cost
-            yield Slice(read, Chunk(descriptors.src, descriptors.dst, descriptors.length), 0, count, size)
+            yield Slice(request, Chunk(descriptors.src, descriptors.dst, descriptors.length), 0, count, size)
         return
     for first in range(0, count, CHUNK_DESCRIPTORS):
         part = slice(first, first + CHUNK_DESCRIPTORS)
         chunk = _split(descriptors.src[part], descriptors.dst[part], descriptors.length[part])
         for start, stop, size in _bounds(chunk.length):
-            yield Slice(read, chunk, start, stop, size)
-
-
-class Slices:
-    """The slices of one read in order. Each is taken once, by whichever of the threads that share them has room."""
-
-    def __init__(self, read: int, descriptors: Descriptors) -> None:
-        self.read = read
-        self._descriptors = descriptors
-        self._slices = cut(read, descriptors)
-        self._lock = threading.Lock()
-
-    @property
-    def bytes(self) -> int:
-        """Of the whole read."""
-        return self._descriptors.bytes
-
-    def take(self) -> Slice | None:
-        """The next slice, None where all are taken."""
-        with self._lock:
-            return next(self._slices, None)
+            yield Slice(request, chunk, start, stop, size)
 
 
 def _split(src: U64, dst: U64, length: U64) -> Chunk:
@@ -112,11 +107,9 @@ def _bounds(length: U64) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A read with something left to post. `age` numbers reads in the order they came."""
+    """A read with slices left to post. `age` numbers reads in order of arrival; `head` is its next slice."""
 
-    key: int
     age: int
-    agent: str
     slices: Slices
     head: Slice
     posted: int = 0
@@ -126,12 +119,14 @@ class _Read:
 class _PeerQueue:
     """The reads from one peer: by age, and as a heap of (bytes posted, age).
 
-    A heap entry is stale once its read posted more or left; stale entries go when they come up, or when they are many.
+    A heap entry is stale once its read has posted more or left. Stale entries are dropped when they reach the top, or
+    all at once when they are many.
     """
 
     by_age: dict[int, _Read] = field(default_factory=dict)
     by_posted: list[tuple[int, int]] = field(default_factory=list)
     in_flight: int = 0
+    """Bytes picked that have not ended."""
 
     def has_room(self, size: int) -> bool:
         return self.in_flight == 0 or self.in_flight + size <= limits.MAX_BYTES_IN_FLIGHT
@@ -156,10 +151,6 @@ class _PeerQueue:
         return read is not None and read.posted == posted
 
 
-def _rank(read: _Read, oldest_turn: bool) -> tuple[int, int]:
-    return (0 if oldest_turn else read.posted, read.age)
-
-
 class SliceQueue:
     """The reads of one agent that have slices to post, and the bytes in flight of each peer."""
 
@@ -169,63 +160,61 @@ class SliceQueue:
         self._ages = 0
         self._picks = 0
 
-    def add(self, agent: str, slices: Slices) -> bool:
-        """Queues a read from `agent`; False where there is no slice to take."""
+    def add(self, slices: Slices) -> bool:
+        """Queues a read; False if it has no slice to take."""
         head = slices.take()
         if head is None:
             return False
         self._ages += 1
-        waiting = _Read(slices.read, self._ages, agent, slices, head)
-        queue = self._queues.setdefault(agent, _PeerQueue())
-        self._reads[slices.read] = queue.by_age[waiting.age] = waiting
-        queue.push(waiting)
+        request, read = slices.request, _Read(self._ages, slices, head)
+        queue = self._queues.setdefault(request.agent, _PeerQueue())
+        self._reads[request.read] = queue.by_age[read.age] = read
+        queue.push(read)
         return True
 
     def pick(self) -> Slice | None:
-        """The slice to post now, counted as in flight until `ended`; None where nothing may be posted."""
+        """The slice to post now, in flight until `ended`; None if nothing may be posted."""
         oldest_turn = (self._picks + 1) % limits.OLDEST_TURN == 0
-        best: _Read | None = None
+        best: tuple[int, int] | None = None
         for queue in self._queues.values():
             read = queue.oldest() if oldest_turn else queue.fewest_posted()
             if read is None or not queue.has_room(read.head.bytes):
                 continue
-            if best is None or _rank(read, oldest_turn) < _rank(best, oldest_turn):
-                best = read
+            rank = (0 if oldest_turn else read.posted, read.age)
+            if best is None or rank < best:
+                best, chosen, source = rank, read, queue
         if best is None:
             return None
         self._picks += 1
-        return self._take(best)
+        return self._take(chosen, source)
 
-    def ended(self, agent: str, piece: Slice) -> None:
-        """A posted slice is terminal: its bytes are not in flight any more."""
-        self._queues[agent].in_flight -= piece.bytes
-        self._sweep(agent)
+    def ended(self, piece: Slice) -> None:
+        """A posted slice has ended: its bytes are no longer in flight."""
+        self._queues[piece.request.agent].in_flight -= piece.bytes
+        self._sweep(piece.request.agent)
 
     def drop(self, read: int) -> None:
         """Forgets what `read` has not posted; a read that is unknown or posted entirely is ignored."""
         dropped = self._reads.pop(read, None)
         if dropped is not None:
-            del self._queues[dropped.agent].by_age[dropped.age]
-            self._sweep(dropped.agent)
+            agent = dropped.slices.request.agent
+            del self._queues[agent].by_age[dropped.age]
+            self._sweep(agent)
 
     def waiting(self, read: int) -> bool:
         """Whether `read` has slices that were not picked yet."""
         return read in self._reads
 
-    def bytes_in_flight(self, agent: str) -> int:
-        """Bytes picked and not ended of one peer."""
-        return self._queues[agent].in_flight if agent in self._queues else 0
-
     def __bool__(self) -> bool:
         return bool(self._reads)
 
-    def _take(self, read: _Read) -> Slice:
-        piece, queue = read.head, self._queues[read.agent]
+    def _take(self, read: _Read, queue: _PeerQueue) -> Slice:
+        piece = read.head
         queue.in_flight += piece.bytes
         read.posted += piece.bytes
         following = read.slices.take()
         if following is None:
-            del self._reads[read.key], queue.by_age[read.age]
+            del self._reads[piece.request.read], queue.by_age[read.age]
         else:
             read.head = following
             queue.push(read)

@@ -1,4 +1,4 @@
-"""Where the stamps of peers are read to: words of this process that NIXL may write."""
+"""Reads the stamps of peers into words of this process that NIXL may write to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import numpy as np
 from kvd.limits import STAMP_BYTES
 
 _WORDS: Final = 512
-"""Stamps on their way at once; where there are more the others are not read, which costs those pulls a message."""
+"""Stamps that can be read at once. Any more are not read, which costs each of those pulls a message."""
 
 _PAGE_BYTES: Final = _WORDS * STAMP_BYTES
 
 _NUMBERS: Final = np.arange(_WORDS, dtype=np.int32)
-"""Of the words of a list: NIXL takes indices as arrays, and to cut one is half of making one."""
+"""Indices into a list of words. NIXL takes them as arrays, and slicing this one takes half as long as making one."""
 
 
 class StampReader:
-    """Some words, and for each peer the page of its stamps that was read last: both are prepared when first used.
+    """Local words to read stamps into, and for each peer the page of its stamps that was read last.
 
-    To prepare a list for each stamp would cost as much as to read it. Peers use the same few words again and again.
+    Both are prepared as lists when first used: preparing a list per stamp would take as long as reading it, and peers
+    use the same few words again and again.
     """
 
     def __init__(self, nixl: Any) -> None:
@@ -33,7 +34,7 @@ class StampReader:
         """By agent: the page's address and its list."""
 
     def take(self) -> int | None:
-        """The number of a word that nobody else uses, None where all are in use."""
+        """The number of a free word; None if all are in use."""
         if not self._free:
             return None
         word = self._free.pop()
@@ -59,12 +60,12 @@ class StampReader:
         return self._nixl.make_prepped_xfer("READ", self._local, here, remote, there)
 
     def give_back(self, word: int) -> int:
-        """What lies in the word, which may be taken again: nothing writes to it any more."""
+        """Frees a word that nothing writes to any more; returns what lies in it."""
         self._free.append(word)
         return int(self._words[word])
 
     def forget(self, agent: str) -> None:
-        """Releases what is prepared for a peer. A handle that was made of it stays good."""
+        """Releases the list of a peer. Handles made from it stay valid."""
         _, remote = self._pages.pop(agent, (0, None))
         if remote is not None:
             remote.release()
@@ -79,7 +80,7 @@ class StampReader:
             self._local = None
 
     def _list_of(self, agent: str, base: int) -> Any:
-        rows = np.zeros((_WORDS, 3), dtype=np.uint64)
+        rows = np.zeros((_WORDS, 3), dtype=np.uint64)  # address, bytes, device
         rows[:, 0] = np.uint64(base) + np.arange(_WORDS, dtype=np.uint64) * np.uint64(STAMP_BYTES)
         rows[:, 1] = STAMP_BYTES
         return self._nixl.prep_xfer_dlist(agent, rows, mem_type="DRAM")

@@ -1,7 +1,7 @@
-"""What UCX is told before NIXL loads it: by which devices it may be reached, how it sends, what it logs.
+"""UCX's settings, made before NIXL loads it: which devices it may be reached by, how it sends, what it logs.
 
-UCX's TCP transport listens on every interface that it may use, and what connects there is not authenticated: random
-bytes have ended the process. So a daemon whose peers are all on its host runs UCX without it.
+UCX's TCP transport listens on every interface that it may use and authenticates nobody; random bytes have killed the
+process. So a daemon whose peers are all on its host runs UCX without TCP.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Collection, MutableMapping
 from typing import Any, Final
 
 ONE_HOST_TRANSPORTS: Final = "self,sm,cuda"
-"""Without a socket: shared memory and CMA, and CUDA's own between GPUs of the host."""
+"""Transports that open no socket: shared memory, CMA, and CUDA's own between GPUs of the host."""
 
 BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
 
 _LOCAL: Final = frozenset(
     "self loopback sm shm mm posix sysv cma xpmem knem cuda cuda_copy cuda_ipc gdr_copy".split()  # noqa: SIM905
 )
-"""UCX's names of transports, and of groups of them, that reach this host alone."""
+"""UCX's names for transports, and groups of them, that reach this host only."""
 
 TCP_SETTINGS: Final = {
-    "UCX_TCP_TX_SEG_SIZE": "512k",  # a read over TCP is sent in messages of this size; UCX's own 8 KiB cost a call each
-    "UCX_TCP_RX_SEG_SIZE": "512k",  # and must fit here
+    "UCX_TCP_TX_SEG_SIZE": "512k",  # the message size of reads over TCP; UCX's default of 8 KiB costs a call each
+    "UCX_TCP_RX_SEG_SIZE": "512k",  # a message must fit in here
 }
 
 ENVIRONMENT: Final = {
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # without it UCX's registration cache grows without bound
-    "NIXL_LOG_LEVEL": "FATAL",  # every failure is raised as well, and ends in an event; the log repeats it on stderr
-    "UCX_LOG_LEVEL": "fatal",  # the same: a killed peer is worth pages of it
+    "NIXL_LOG_LEVEL": "FATAL",  # failures are also raised and become events; the log would repeat them on stderr
+    "UCX_LOG_LEVEL": "fatal",  # the same: it logs pages about a killed peer
     "UCX_MODULES": "^cuda",  # pools are host memory; it would map the CUDA driver, hundreds of megabytes
-    "UCX_DEBUG_SIGNO": "0",  # it takes SIGHUP to turn its debug log on; here SIGHUP reads the allow-list again
+    "UCX_DEBUG_SIGNO": "0",  # SIGHUP would turn its debug log on; here it reloads the allow-list
 }
-"""What NIXL and UCX read once, when they are loaded."""
+"""Read once, when NIXL and UCX are loaded."""
 
 
 def choose_settings(environment: MutableMapping[str, str], devices: Collection[str] | None) -> None:
-    """Adds our settings; what the operator set stays, and where one of TCP's sizes is set, these are left alone.
+    """Adds our settings. What the operator set stays; if that includes one of TCP's sizes, both are left alone.
 
-    `devices` are the network devices by which other hosts reach this one, in UCX's spelling: none where all peers are
-    on this host, None where any may be used.
+    `devices` are the network devices by which other hosts reach this one, in UCX's spelling: empty if all peers are on
+    this host, None if any device may be used.
     """
     chosen = dict(ENVIRONMENT)
     if not TCP_SETTINGS.keys() & environment:
@@ -49,7 +49,7 @@ def choose_settings(environment: MutableMapping[str, str], devices: Collection[s
     if devices:
         chosen["UCX_NET_DEVICES"] = ",".join(devices)
     elif devices is not None:
-        # Where the operator wants TCP all the same, it listens on the loopback interface.
+        # If the operator wants TCP all the same, it listens on the loopback interface.
         chosen |= {"UCX_TLS": ONE_HOST_TRANSPORTS, "UCX_NET_DEVICES": "lo"}
     for variable, value in chosen.items():
         environment.setdefault(variable, value)
@@ -79,10 +79,10 @@ def make_agent(api: Any, name: str) -> Any:
 
 
 def backend_parameters() -> dict[str, str]:
-    """What NIXL's UCX backend is made with, as the environment of the process is.
+    """Parameters of NIXL's UCX backend, given the process's environment.
 
-    It asks UCX for transports that notice a dead peer by themselves, and TCP is the only one of a host that does. CMA
-    needs none: the kernel refuses to read a process that is gone. Heartbeats between the daemons find it, too.
+    In mode "peer" UCX picks transports that notice a dead peer, of which TCP is the only one within a host. CMA needs
+    none: the kernel refuses to read a process that is gone, and the daemons' heartbeats find it, too.
     """
     named = {name.strip() for name in os.environ.get("UCX_TLS", "").split(",")}
     return {"ucx_error_handling_mode": "none" if named <= _LOCAL else "peer"}

@@ -1,23 +1,23 @@
-"""Which lanes UCX chose for a peer, asked of the UCX that NIXL has loaded.
+"""Asks the UCX that NIXL has loaded which of its transports it chose for a peer. NIXL does not say.
 
-NIXL does not say. UCX lists its endpoints in its virtual file system (`ucs_vfs_*`, there for debuggers) under their
-addresses, and `ucp_ep_query` tells the transports of one. Both run on the thread of the agent that is asked about, the
-only one that makes or closes its endpoints, so an endpoint that is listed is alive. But a list walks through what all
-agents of the process have, so the others must rest meanwhile. Where a UCX has neither function, nothing is known.
+UCX lists its endpoints by address in its virtual file system (`ucs_vfs_*`, meant for debuggers), and `ucp_ep_query`
+names the transports of one. Both are called on the thread of the agent in question, the only one that makes or closes
+its endpoints, so a listed endpoint is alive. But listing walks through all agents of the process, so the others must
+rest meanwhile. If a UCX lacks either function, the transports stay unknown.
 """
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
 _OK: Final = 0
 _FIELD_TRANSPORTS: Final = 1 << 3
-_MAX_LANES: Final = 64
+_MAX_TRANSPORTS: Final = 64
 _NAME_CHARACTERS: Final = 31
-"""Of a context's name, which is the agent's: UCX cuts off what is longer (`UCP_ENTITY_NAME_MAX`, with its zero)."""
+"""A context is named after its agent, and UCX cuts the name off here (`UCP_ENTITY_NAME_MAX` less the final zero)."""
 _Visit = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -47,9 +47,9 @@ class _Attributes(ctypes.Structure):
 
 
 class UcxEndpoints:
-    """The endpoints of the agent called `agent`, which must exist. Who holds `others` makes the other agents rest.
+    """The endpoints of an existing agent. Holding all of `others` makes the other agents of the process rest.
 
-    The first 31 characters of its name must be its own in this process: UCX knows no more of it.
+    The first 31 characters of the agent's name must be unique in this process, since UCX knows no more of it.
     """
 
     def __init__(self, agent: str, others: Sequence[AbstractContextManager[object]] = ()) -> None:
@@ -59,10 +59,12 @@ class UcxEndpoints:
         self._ucp = _loaded("libucp", "ucp_ep_query")
 
     def endpoints(self) -> frozenset[int]:
-        """Addresses of the endpoints that are open now; empty where UCX does not say."""
+        """Addresses of the endpoints that are open now; empty if UCX does not say."""
         context = f"/ucp/context/{self._agent[:_NAME_CHARACTERS]}"
         found: set[int] = set()
-        with self._alone():
+        with contextlib.ExitStack() as stack:
+            for other in self._others:
+                stack.enter_context(other)
             for folder in ("/", "/ucp", "/ucp/context", context):
                 self._list(folder)  # UCX fills a folder in when the one above it is read
             for worker in self._list(f"{context}/worker"):
@@ -70,27 +72,25 @@ class UcxEndpoints:
                 found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
         return frozenset(found)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for other in self._others:
-                stack.enter_context(other)
-            yield
+    def path_since(self, before: frozenset[int]) -> str:
+        """The transports of the endpoints opened since `before` was listed, as a path (`kvd.transport.path`)."""
+        opened = self.endpoints() - before
+        return " ".join(sorted({transport for endpoint in opened for transport in self.of(endpoint)}))
 
     def of(self, endpoint: int) -> list[str]:
-        """The lanes of an open endpoint, `transport/device` each: `["tcp/lo", "cma/memory"]`."""
+        """The transports of an open endpoint as `transport/device`: `["tcp/lo", "cma/memory"]`."""
         if self._ucp is None:
             return []
-        entries = (_Entry * _MAX_LANES)()
+        entries = (_Entry * _MAX_TRANSPORTS)()
         attributes = _Attributes(mask=_FIELD_TRANSPORTS)
-        attributes.transports = _Transports(entries, _MAX_LANES, ctypes.sizeof(_Entry))
+        attributes.transports = _Transports(entries, _MAX_TRANSPORTS, ctypes.sizeof(_Entry))
         if self._ucp.ucp_ep_query(ctypes.c_void_p(endpoint), ctypes.byref(attributes)) != _OK:
             return []
         used = entries[: attributes.transports.count]
         return [f"{entry.transport.decode()}/{entry.device.decode()}" for entry in used]
 
     def components(self) -> list[str]:
-        """UCX's components that found a device here: `cma`, `tcp`, `ib`, ...; empty where UCX does not say."""
+        """UCX's components that found a device here: `cma`, `tcp`, `ib`, ...; empty if UCX does not say."""
         self._list("/")
         self._list("/uct")
         names = self._list("/uct/component")
@@ -107,7 +107,7 @@ class UcxEndpoints:
 
 
 def _loaded(library: str, symbol: str) -> ctypes.CDLL | None:
-    """The library that this process has mapped already, if it has `symbol`: NIXL's wheels bring a UCX of their own."""
+    """The library already mapped into this process, if it has `symbol`; NIXL's wheels bring their own UCX."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{library}" in line}
     for path in sorted(paths):

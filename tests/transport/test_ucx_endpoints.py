@@ -15,8 +15,8 @@ def test_the_other_agents_of_the_process_rest_while_ucx_is_asked(monkeypatch: py
         yield
         seen.append("goes on")
 
-    lanes = UcxEndpoints("nobody", [turn()])
-    monkeypatch.setattr(lanes, "_list", lambda _folder: seen.append("asked") or [])
-    assert lanes.endpoints() == frozenset()
+    endpoints = UcxEndpoints("nobody", [turn()])
+    monkeypatch.setattr(endpoints, "_list", lambda _folder: seen.append("asked") or [])
+    assert endpoints.endpoints() == frozenset()
     assert (seen[0], seen[-1]) == ("rests", "goes on")
     assert "asked" in seen

@@ -1,19 +1,17 @@
 import struct
 import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
 from kvd import limits
 from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
-from kvd.transport.nixl import agent_thread as engine_module
+from kvd.transport.nixl import agent_thread as module
 from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.metadata import agent_of
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
 from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slices
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
-from tests.transport.descriptors import Descriptors, descriptors
+from tests.transport.descriptors import Descriptors, descriptors, request
 from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
 
 
@@ -26,25 +24,26 @@ def slices(count: int) -> Descriptors:
 
 
 class Run:
-    """An engine on the test's own thread: the script's steps run one at each look at the network, then it stops."""
+    """An `AgentThread` on the test's own thread: each poll of the network runs a step of a script."""
 
     def __init__(self, path: str = "cma/memory self/memory") -> None:
         self.nixl = ScriptedNixl()
-        self.engine = AgentThread(self.nixl, FAILURES, UcxEndpoints("reader"))
         self.events: list[Event] = []
+        self.thread = AgentThread(self.nixl, FAILURES, None, emit=self.events.append, flush=lambda: None)
         self.tell("add_peer", "p", metadata("p"), path)
 
     def tell(self, command: str, *arguments: object) -> None:
-        self.engine.commands.put(partial(getattr(self.engine, command), *arguments))
+        self.thread.commands.put(lambda: getattr(self.thread, command)(*arguments))
 
     def read(self, read: int, what: Descriptors, stamp: int = 0) -> None:
-        self.engine.commands.put(partial(self.engine.read, "p", 0, 0, Slices(read, what), stamp=stamp))
+        self.tell("read", Slices(request(read, what, stamp=stamp)))
 
     def go(self, *steps: Callable[[], object], seconds: float = 0.0) -> list[Event]:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
         self.nixl.script.append(lambda: self.tell("stop", seconds))
-        self.engine.run(self.events.append, lambda: None)
+        self.thread._poll.seconds = lambda now, in_flight: 0.0  # type: ignore[method-assign]
+        self.thread.run()
         return self.events
 
     def ends(self, read: int) -> list[Event]:
@@ -184,13 +183,13 @@ def test_damaged_metadata_names_no_agent_that_is_asked_for(damaged: bytes) -> No
 
 def test_a_stop_with_a_slice_that_hangs_leaves_the_agent_alone() -> None:
     run = Run()
-    before = len(engine_module._abandoned)
+    before = len(module._abandoned)
     run.tell("register", 1, 0, 4096)
     run.read(1, slices(1))
     run.go(seconds=0.01)
     assert "deregister" not in run.nixl.calls
-    assert engine_module._abandoned[before:] == [run.nixl]
-    engine_module._abandoned.pop()
+    assert module._abandoned[before:] == [run.nixl]
+    module._abandoned.pop()
 
 
 def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> None:
@@ -199,8 +198,8 @@ def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> No
     run.read(1, slices(20))
     run.nixl.script.extend([lambda: None] * 310)
     run.nixl.script.append(lambda: set_all(run.nixl.transfers, "DONE"))
-    run.engine.commands.put(partial(run.engine.stop, 10.0))
-    run.engine.run(run.events.append, lambda: None)
+    run.tell("stop", 10.0)
+    run.thread.run()
     assert run.nixl.calls[-2:] == ["remove", "deregister"]
     assert not run.nixl.live
     assert len(run.nixl.transfers) <= 1
@@ -220,25 +219,24 @@ def met(run: Run) -> None:
     """The peer was read from before, and is on this host; the thread sleeps."""
     run.nixl.immediately = "DONE"
     run.read(1, slices(1))
-    turn(run)
+    post(run)
     run.events.clear()
 
 
-def turn(run: Run) -> None:
-    run.engine._emit, run.engine._flush = run.events.append, lambda: None
-    run.engine._obey(run.engine.commands.get_nowait())
-    run.engine._post_next()
+def post(run: Run) -> None:
+    run.thread._run_commands(run.thread.commands.get_nowait())
+    run.thread._reads.post_next()
 
 
 def read_at_once(run: Run, what: Descriptors = SMALL, stamp: int = 0) -> bool:
-    return run.engine.read_at_once(2, "p", 0, 0, what, stamp=stamp)
+    return run.thread.read_at_once(request(2, what, stamp=stamp))
 
 
-def look(run: Run) -> None:
+def next_turn(run: Run) -> None:
     """The thread's next turn."""
-    while not run.engine.commands.empty():
-        run.engine._obey(run.engine.commands.get_nowait())
-    run.engine._check_posted(1)
+    while not run.thread.commands.empty():
+        run.thread._run_commands(run.thread.commands.get_nowait())
+    run.thread._reads.check_posted(1)
 
 
 def test_a_small_read_of_a_peer_on_this_host_is_made_on_the_callers_thread() -> None:
@@ -253,9 +251,9 @@ def test_a_small_read_of_a_peer_on_this_host_is_made_on_the_callers_thread() -> 
 def test_a_small_read_waits_for_the_thread_where_the_peer_is_not_known_to_be_on_this_host() -> None:
     run = Run()
     run.read(1, slices(1))
-    turn(run)
+    post(run)
     set_all(run.nixl.transfers, "DONE")
-    run.engine._check_posted(1)
+    run.thread._reads.check_posted(1)
     assert len(run.ends(1)) == 1
     assert not read_at_once(run)
 
@@ -277,7 +275,7 @@ def test_a_read_that_is_not_small_or_has_empty_descriptors_waits_for_the_thread(
 def test_a_small_read_waits_for_the_thread_where_that_is_at_work_or_has_been_told_something() -> None:
     run = Run()
     met(run)
-    with run.engine.turn:
+    with run.thread.turn:
         assert not read_at_once(run)
     run.tell("remove_peer", "p")
     assert not read_at_once(run)
@@ -289,7 +287,7 @@ def test_a_small_read_that_is_not_copied_while_it_is_posted_is_looked_after_by_t
     run.nixl.immediately = "PROC"
     assert read_at_once(run)
     assert not run.events
-    assert not run.engine.commands.empty()
+    assert not run.thread.commands.empty()
 
 
 def test_a_small_read_that_cannot_be_made_has_failed_and_nothing_is_left_of_it() -> None:
@@ -299,20 +297,20 @@ def test_a_small_read_that_cannot_be_made_has_failed_and_nothing_is_left_of_it()
     assert read_at_once(run)
     assert [type(event) for event in run.events] == [ReadFailed]
     assert not run.nixl.live
-    assert not run.engine._reads
+    assert not run.thread._reads._reads
 
 
 def test_a_small_read_whose_post_fails_has_failed_when_its_handle_is_released() -> None:
     run = Run()
     met(run)
     run.nixl.immediately = nixlBackendError("broken")
+    run.nixl.on_transfer = lambda: [setattr(handle, "held", True) for handle in run.nixl.live]
     assert read_at_once(run)
     (handle,) = run.nixl.live
-    handle.held = True
-    look(run)
+    next_turn(run)
     assert not run.events
     handle.held = False
-    look(run)
+    next_turn(run)
     assert [type(event) for event in run.events] == [ReadFailed]
     assert not run.nixl.live
 
@@ -322,7 +320,7 @@ def test_a_small_read_that_finds_its_peer_gone_loses_it() -> None:
     met(run)
     run.nixl.immediately = nixlRemoteDisconnectError("gone")
     assert read_at_once(run)
-    look(run)
+    next_turn(run)
     assert {type(event) for event in run.events} == {ReadFailed, PeerFailed}
     assert not read_at_once(run)
 
@@ -335,12 +333,12 @@ def test_a_stamp_that_is_late_makes_a_small_read_one_that_was_waited_for() -> No
     assert read_at_once(run, stamp=4096)
     assert not run.events
     set_all(run.nixl.transfers, "DONE")
-    look(run)
+    next_turn(run)
     (landed,) = run.events
     assert isinstance(landed, Landed)
     assert not landed.in_post
     assert len(run.nixl.transfers) == 2
-    assert len(run.engine._stamp_reader._free) == 512
+    assert len(run.thread._reads._stamps._free) == 512
 
 
 def test_stamps_of_one_page_are_read_by_one_prepared_list_and_nothing_is_left_of_it() -> None:
@@ -365,29 +363,31 @@ def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     assert not run.nixl.live
 
 
-@pytest.mark.parametrize(("command", "arguments", "pace"), [("ping", (1,), IDLE), ("expect_connection", (), RECENT)])
-def test_a_connection_quickens_the_pace_and_the_watchdogs_question_does_not(
-    command: str, arguments: tuple[int, ...], pace: float
+@pytest.mark.parametrize(
+    ("command", "arguments", "interval"), [("ping", (1,), IDLE), ("expect_connection", (), RECENT)]
+)
+def test_a_connection_shortens_the_poll_interval_and_the_watchdogs_ping_does_not(
+    command: str, arguments: tuple[int, ...], interval: float
 ) -> None:
     run = Run()
-    run.engine.commands.get()
+    run.thread.commands.get()
     run.tell(command, *arguments)
     run.nixl.script.append(lambda: run.tell("stop", 0.0))
-    run.engine.run(run.events.append, lambda: None)
-    assert run.engine._pace.seconds(time.monotonic(), in_flight=False) == pace
+    run.thread.run()
+    assert run.thread._poll.seconds(time.monotonic(), in_flight=False) == interval
 
 
-@pytest.mark.parametrize(("posted", "quickens"), [("DONE", False), ("PROC", True)])
-def test_a_read_quickens_the_pace_only_where_it_waits_for_the_network(
-    posted: str, *, quickens: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("posted", "shortens"), [("DONE", False), ("PROC", True)])
+def test_a_read_shortens_the_poll_interval_only_if_it_waits_for_the_network(
+    posted: str, *, shortens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run()
     touched: list[float] = []
-    monkeypatch.setattr(run.engine._pace, "touch", touched.append)
+    monkeypatch.setattr(run.thread._poll, "touch", touched.append)
     run.nixl.immediately = posted
     run.read(1, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))
-    assert (len(touched) > 1) is quickens  # once for the connection
+    assert (len(touched) > 1) is shortens  # once for the connection
 
 
 @pytest.mark.parametrize("path", ["", "tcp/lo self/memory", "cma/memory rc_mlx5/mlx5_0:1", "posix/memory"])
@@ -396,7 +396,7 @@ def test_a_read_that_ends_while_it_is_posted_is_no_copy_of_the_kernels_where_its
     met(run)
     assert not read_at_once(run)
     run.read(3, slices(1), stamp=4096)
-    turn(run)
+    post(run)
     (landed,) = run.ends(3)
     assert isinstance(landed, Landed)
     assert not landed.in_post
