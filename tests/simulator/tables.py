@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 import msgspec
 import numpy as np
 
-_OTHERS = ("House", "Post", "SimFabric", "SimTransport", "SimPeerPort", "SimWorkerPort", "Network", "Settings")
+_OTHERS = ("ActorContext", "Dispatcher", "SimFabric", "SimTransport", "SimPeerPort", "SimWorkerPort", "Network", "Settings")
 """Classes whose objects are not part of who holds them."""
-_LAZY = "_heap"
-"""Of `kvd.actors.runtime.deadlines`: deadlines that were unset stay until they come up; their number is bounded."""
+_SKIPPED = ("_heap", "handlers")
+"""Deadlines that were unset stay in their heap until they come up, which is bounded; an actor's handlers are fixed."""
 _TABLES = (dict, set, list, deque)
 _MODULES = ("kvd.actors", "kvd.transport")
 
@@ -27,7 +27,7 @@ def tables(name: str, thing: object) -> Iterator[tuple[str, Sized]]:
         for attribute, value in _attributes(each):
             inner = f"{path}.{attribute}"
             if isinstance(value, _TABLES):
-                if attribute != _LAZY:
+                if attribute not in _SKIPPED:
                     yield inner, value
             elif type(value).__module__.startswith(_MODULES) and type(value).__name__ not in _OTHERS:
                 pending.append((inner, value))
