@@ -16,6 +16,8 @@ import msgspec
 from kvd.processes import Child, Processes
 from kvd.protocol import ticket as tickets
 
+PATIENCE = 60.0
+"""Seconds to wait for what takes a moment on an idle machine: a test fails for being wrong, not for a busy machine."""
 ANSWER_SECONDS = 90.0
 
 
@@ -49,7 +51,7 @@ class Daemon:
 
     def kill(self) -> None:
         send(self.child, signal.SIGKILL)
-        assert self.child.wait(10)
+        assert self.child.wait(PATIENCE)
 
     def restart(self) -> None:
         self.kill()
@@ -62,7 +64,7 @@ class Daemon:
 
     def serving(self) -> dict[str, Any]:
         """What the log says of where the daemon serves; waits for it."""
-        for _ in until(20, f"{self.name} serves"):
+        for _ in until(f"{self.name} serves"):
             for line in self.log.read_text().splitlines():
                 entry = json.loads(line)
                 if entry.get("event") == "serving":
@@ -107,8 +109,8 @@ class Worker:
         self.order(order, **arguments)
         return self.answer()
 
-    def outcome(self, request: str, seconds: float) -> dict[str, Any]:
-        """The event that ends `request`, within so many seconds; other events are dropped."""
+    def outcome(self, request: str, seconds: float = PATIENCE) -> dict[str, Any]:
+        """The event that ends `request`, within `seconds`; other events are dropped."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for event in self.call("wait", timeout=max(0.05, deadline - time.monotonic())):
@@ -120,7 +122,7 @@ class Worker:
 
     def kill(self) -> None:
         send(self.child, signal.SIGKILL)
-        assert self.child.wait(10)
+        assert self.child.wait(PATIENCE)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,8 +167,8 @@ def paused(child: Child) -> Iterator[None]:
             send(child, signal.SIGCONT)
 
 
-def until(seconds: float, what: str) -> Iterator[None]:
-    """Yields until the caller stops asking, at most so many seconds: for conditions that nobody announces."""
+def until(what: str, seconds: float = PATIENCE) -> Iterator[None]:
+    """Yields until the caller breaks off, for conditions that nobody announces; fails with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield

@@ -99,7 +99,7 @@ def test_a_pull_is_done_only_when_every_rank_has_contributed(daemons):
         (worker,) = consumer.workers
         with second.paused():
             consumer.pull("slow", text, wanted)
-            for _ in until(5, "only the second rank is waited for"):
+            for _ in until("only the second rank is waited for"):
                 if worker.status()["scheduler"]["transfers"] == {"claiming": 1}:
                     break
             assert worker.poll() == []

@@ -26,7 +26,7 @@ from tests.fuzz.attackers import Counts, Orders
 from tests.fuzz.honest import Pulls
 
 T = TypeVar("T")
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 30.0
 START_SECONDS = 90.0
 MIB = 1 << 20
 

@@ -7,7 +7,16 @@ from dataclasses import fields, is_dataclass
 import msgspec
 import numpy as np
 
-_OTHERS = ("ActorContext", "Dispatcher", "SimFabric", "SimTransport", "SimPeerPort", "SimWorkerPort", "Network", "Settings")
+_OTHERS = (
+    "ActorContext",
+    "Dispatcher",
+    "SimFabric",
+    "SimTransport",
+    "SimPeerPort",
+    "SimWorkerPort",
+    "Network",
+    "Settings",
+)
 """Classes whose objects are not part of who holds them."""
 _SKIPPED = ("_heap", "handlers")
 """Deadlines that were unset stay in their heap until they come up, which is bounded; an actor's handlers are fixed."""
