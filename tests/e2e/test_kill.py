@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.fleet import Fleet, RemoteError, send, until, without_lease
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
 BLOCKS, BLOCK_BYTES = 1 << 16, 4096
 HALF = list(range(0, BLOCKS // 2, 2))

@@ -52,6 +52,7 @@ def sample():
     return [(*pair, next(sizes), next(blocks), next(stages)) for pair in pairs]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("ours", "theirs", "tp", "block", "pp"), sample(), ids=str)
 def test_any_layout_fills_any_other(daemons, ours, theirs, tp, block, pp):
     producer = specs(ATTENTION, ours, tp=tp[0], pp=pp[0], block=block[0])
@@ -60,6 +61,7 @@ def test_any_layout_fills_any_other(daemons, ours, theirs, tp, block, pp):
         move(*both, TOKENS, seeded(str((ours, theirs))))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tp", [(1, 2), (4, 1), (2, 4)], ids=str)
 @pytest.mark.parametrize("what", [MLA, HYBRID, LOCAL, RECURRENT], ids=["mla", "sliding", "chunked", "mamba2"])
 def test_any_kind_of_cache_is_moved_from_ranks_to_ranks(daemons, what, tp):

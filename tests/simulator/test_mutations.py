@@ -15,6 +15,7 @@ QUICK = "KVD_ALL_MUTATION_SEEDS" not in os.environ
 which seeds find each: `-o junit_logging=all --junit-xml=FILE`."""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_simulator_finds_that(mutation, monkeypatch, record_property):

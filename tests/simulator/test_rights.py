@@ -35,6 +35,7 @@ def withdrawals(monkeypatch):
     return done
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_no_promise_is_broken_where_pools_are_registered_anew(withdrawals, first):
     for seed in range(first, first + BATCH):

@@ -8,10 +8,11 @@ import pytest
 
 from tests.simulator.run import run_seed
 
-SEEDS = 500
+SEEDS = 2000
 BATCH = 25
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_no_promise_is_broken(first):
     for seed in range(first, first + BATCH):
