@@ -19,3 +19,12 @@ def pytest_collection_modifyitems(items):
         seen[test] += 1
         if item.get_closest_marker("deploy") or item.get_closest_marker("hosts"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """Starts real daemons and workers, and ends them with the test."""
+    from tests.support.fleet import Fleet  # noqa: PLC0415 - after its asserts are registered
+
+    with Fleet(tmp_path) as started:
+        yield started

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.bench.spinners import Spinners
 from kvd.cli.main import main
-from tests.e2e.fleet import until
+from tests.support.fleet import until
 
 
 def processor_time(pid: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvd.processes import Child
-from tests.e2e.fleet import until
+from tests.support.fleet import until
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy/systemd"

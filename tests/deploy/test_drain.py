@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.fleet import PATIENCE, Daemon, Fleet, RemoteError, Worker, send, until
+from tests.support.fleet import PATIENCE, Daemon, Fleet, RemoteError, Worker, send, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 PULLS = 200

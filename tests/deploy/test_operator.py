@@ -10,7 +10,7 @@ from kvd.doctor.finding import Level
 from kvd.doctor.loopback import check_transfer
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
-from tests.e2e.fleet import Fleet
+from tests.support.fleet import Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 BLOCKS = [1, 2, 3, 4]

@@ -10,7 +10,7 @@ from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.path import Kind, is_copied, kind_of, why_slow
-from tests.e2e.fleet import Fleet
+from tests.support.fleet import Fleet
 
 BLOCKS = [1, 2, 3]
 

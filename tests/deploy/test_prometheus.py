@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import PATIENCE, Daemon, Fleet, until
+from tests.support.fleet import PATIENCE, Daemon, Fleet, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(150)]
 RULES = Path(__file__).parents[2] / "deploy/prometheus/kvd.rules.yml"

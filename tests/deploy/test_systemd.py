@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.deploy.machine import Machine, tree, why_not
-from tests.e2e.fleet import RemoteError, Worker, until
+from tests.support.fleet import RemoteError, Worker, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
 BLOCKS = list(range(32))

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from tests.e2e.fleet import Fleet, RemoteError, send, until, without_lease
+from tests.support.fleet import Fleet, RemoteError, send, until, without_lease
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -9,7 +9,7 @@ from kvd.layout import Chunked, Full, Sliding, State
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, Section
 from tests.e2e.engines import as_blocks, engines, fill, model, move, noise, outcome, seeded, specs
-from tests.e2e.fleet import Fleet, until, without_lease
+from tests.support.fleet import Fleet, until, without_lease
 
 pytestmark = pytest.mark.e2e
 

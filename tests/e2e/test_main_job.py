@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.fleet import PATIENCE, RemoteError, send, until
+from tests.support.fleet import PATIENCE, RemoteError, send, until
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,7 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Hello
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Offer
-from tests.e2e.fleet import PATIENCE, Fleet, until
+from tests.support.fleet import PATIENCE, Fleet, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")]
 

@@ -6,8 +6,8 @@ import urllib.request
 import pytest
 
 from tests.discovery.responder import Responder
-from tests.e2e.fleet import PATIENCE, Fleet, send, until
-from tests.e2e.keyring import Keyring
+from tests.support.fleet import PATIENCE, Fleet, send, until
+from tests.support.keyring import Keyring
 
 pytestmark = pytest.mark.e2e
 

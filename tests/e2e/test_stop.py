@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvd.transport.nixl.transport import STOP_SECONDS
-from tests.e2e.fleet import send, until
+from tests.support.fleet import send, until
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ def ended(child):
 
 def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # a paused producer stalls a read over TCP
-    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1")
+    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1", heartbeat="10")
     prefill = fleet.worker(producer, "prefill", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     decode = fleet.worker(consumer, "decode", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     prefill.call("fill", ids=IDS, value=7)

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tests.e2e.fleet import PATIENCE, RemoteError, until
+from tests.support.fleet import PATIENCE, RemoteError, until
 
 PORT = 7710
 HEARTBEAT = 1.0

@@ -8,8 +8,8 @@ from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from tests.e2e.engines import engines, model, move, seeded, specs
-from tests.e2e.ports import endpoint, listening
 from tests.hosts.stage import HEARTBEAT, MEGABITS, SHORT
+from tests.support.ports import endpoint, listening
 
 pytestmark = pytest.mark.timeout(180)
 ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))

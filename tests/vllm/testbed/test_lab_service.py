@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import until
+from tests.support.fleet import until
 from tests.vllm.testbed.service import Service
 
 PARENT_OF_A_SPINNER = """

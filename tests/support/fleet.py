@@ -1,4 +1,4 @@
-"""Real daemons and workers as processes, for the end-to-end tests."""
+"""Real daemons and workers as processes: the harness of every test that needs one."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ class RemoteError(Exception):
 
 
 class Daemon:
-    """A `kvd serve` that can be killed, paused and started again at the same place."""
+    """A `kvd serve` that can be killed, paused, and restarted at the same socket."""
 
     def __init__(
         self, processes: Processes, folder: Path, name: str, flags: dict[str, str], within: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Daemon:
 
     def start(self) -> None:
         self.starts += 1
-        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", "heartbeat": "0.3", **self.flags}
+        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", **self.flags}
         arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
         run = f"{self.name}-{self.starts}"
         self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments, within=self._within)
@@ -63,7 +63,7 @@ class Daemon:
             yield
 
     def serving(self) -> dict[str, Any]:
-        """What the log says of where the daemon serves; waits for it."""
+        """The log entry that says where the daemon serves; waits for it."""
         for _ in until(f"{self.name} serves"):
             for line in self.log.read_text().splitlines():
                 entry = json.loads(line)
@@ -79,18 +79,18 @@ class Worker:
         self, processes: Processes, daemon: Daemon, name: str, run: str, blocks: int, block_bytes: int
     ) -> None:
         self.name = name
-        self.child = processes.start(run, "tests.e2e.worker_main", piped=True)
+        self.child = processes.start(run, "tests.support.worker_main", piped=True)
         self._unread = b""
         self.attached = self.call(
             "attach", socket=str(daemon.socket), name=name, blocks=blocks, block_bytes=block_bytes
         )
 
     def order(self, order: str, **arguments: Any) -> None:
-        """Starts a call without waiting for its answer."""
+        """Starts a call; `answer` waits for it."""
         self.child.write(json.dumps([order, arguments]).encode() + b"\n")
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """The answer to the oldest order that has none yet."""
+        """The answer to the oldest order without one."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._unread:
             ready, _, _ = select.select([self.child.source], [], [], max(0.0, deadline - time.monotonic()))
@@ -177,7 +177,7 @@ def until(what: str, seconds: float = PATIENCE) -> Iterator[None]:
 
 
 def without_lease(text: str) -> str:
-    """The ticket as a worker would make it by itself: it must be claimed and fenced by messages."""
+    """The ticket without lease fields, so that it is claimed and fenced by messages."""
     ticket = tickets.decode(text)
     ranks = tuple(msgspec.structs.replace(rank, generation=0, epoch=0, stamp=0) for rank in ticket.ranks)
     return msgspec.structs.replace(ticket, ranks=ranks).encode()
