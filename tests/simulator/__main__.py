@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tests.simulator.pieces import ON, WAITING, Piece
 from tests.simulator.run import Result, run_seed
+from tests.simulator.traffic.pieces import ON, WAITING, Piece
 
 _TAIL = 60
 """Lines of the trace that are shown before a violation."""

@@ -3,18 +3,18 @@
 from dataclasses import dataclass, field
 
 from kvd.layout.presets import LAYOUTS
-from tests.simulator import quiescence as rest
-from tests.simulator.bounds import small_bounds
-from tests.simulator.engines import Router, make_engine
-from tests.simulator.fabric import SimFabric
-from tests.simulator.fleet import Daemon
-from tests.simulator.hostile import Hostile
-from tests.simulator.inspector import Inspector
-from tests.simulator.network import Network
-from tests.simulator.pieces import ON, Piece
-from tests.simulator.promises import Promise
-from tests.simulator.schedule import ACTIVE, Schedule
-from tests.simulator.world import World
+from tests.simulator.checks import quiescence
+from tests.simulator.checks.bounds import small_bounds
+from tests.simulator.checks.inspector import Inspector
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.engines import Router, make_engine
+from tests.simulator.traffic.hostile import Hostile
+from tests.simulator.traffic.pieces import ON, Piece
+from tests.simulator.traffic.schedule import ACTIVE, Schedule
+from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import Network
+from tests.simulator.virtual.world import World
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def _run(world: World) -> Router:
     try:
         world.loop.run_until(ACTIVE + 0.1)
         schedule.heal()
-        rest.settle(world, daemons, router)
+        quiescence.settle(world, daemons, router)
     except Exception as error:  # noqa: BLE001 - whatever is raised in a world is what the run found
         world.violate(Promise.SOUND, f"{type(error).__name__}: {error}")
         world.crash = error

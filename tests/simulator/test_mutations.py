@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from tests.simulator.checks.promises import Promise
 from tests.simulator.mutations import MUTATIONS
-from tests.simulator.pieces import WAITING
-from tests.simulator.promises import Promise
 from tests.simulator.run import run_seed
+from tests.simulator.traffic.pieces import WAITING
 
 MOST = 2000
 QUICK = "KVD_ALL_MUTATION_SEEDS" not in os.environ

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.actors.pools.messages import RenewPool
 from tests.simulator.run import run_seed
-from tests.simulator.schedule import ACTIVE, Schedule
+from tests.simulator.traffic.schedule import ACTIVE, Schedule
 
 SEEDS, BATCH = 60, 10
 

@@ -1,7 +1,7 @@
 import pytest
 
 from kvd.actors.leases.tombstones import Tombstones
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 
 class Cemetery:

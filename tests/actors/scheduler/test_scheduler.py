@@ -26,7 +26,7 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed, Pull
 from kvd.transport.interface import Landed
 from tests.actors.stage import CACHE, PEER_STAMPS, SECRET, Stage, ids, make_ticket, welcome_of
-from tests.simulator.cache import make_cache
+from tests.simulator.virtual.cache import make_cache
 
 
 @pytest.fixture

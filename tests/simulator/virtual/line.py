@@ -8,10 +8,10 @@ from kvd.client.pool import PoolMap
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
-from tests.simulator.fleet import Daemon
-from tests.simulator.loop import Process
-from tests.simulator.memory import File, Kernel
-from tests.simulator.network import Session
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.memory import File, Kernel
+from tests.simulator.virtual.network import Session
 
 _SESSION, _REQUESTS = 1, 2
 """What stands for the two sockets' descriptors."""

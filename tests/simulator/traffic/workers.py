@@ -12,15 +12,15 @@ from kvd.errors import ErrorCode, KvdError
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
-from tests.simulator.cache import Cache, content
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import SCRAP, Ledger, Offering, Pulling
-from tests.simulator.line import SimConnection, SimPool
-from tests.simulator.loop import Handle, Process
-from tests.simulator.memory import File
-from tests.simulator.network import Session
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
+from tests.simulator.checks.promises import Promise
+from tests.simulator.virtual.cache import Cache, content
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.line import SimConnection, SimPool
+from tests.simulator.virtual.loop import Handle, Process
+from tests.simulator.virtual.memory import File
+from tests.simulator.virtual.network import Session
+from tests.simulator.virtual.world import World
 
 _STEP = 0.008
 """Seconds between two polls of an engine, at most."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from tests.simulator.loop import VirtualLoop
-from tests.simulator.memory import Kernel
-from tests.simulator.pieces import ON, Piece, draw
-from tests.simulator.promises import Promise
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import ON, Piece, draw
+from tests.simulator.virtual.loop import VirtualLoop
+from tests.simulator.virtual.memory import Kernel
 
 _KEPT_VIOLATIONS = 20
 

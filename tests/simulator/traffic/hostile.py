@@ -14,10 +14,10 @@ import msgspec
 from kvd.errors import KvdError
 from kvd.protocol import codec, peer, worker
 from kvd.protocol.types import Message
-from tests.simulator.fleet import Daemon
-from tests.simulator.loop import Process
-from tests.simulator.network import Network, SimPeerPort
-from tests.simulator.world import World
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.network import Network, SimPeerPort
+from tests.simulator.virtual.world import World
 
 _SECRETS = frozenset({"secret", "proof", "digest", "generation", "stamp"})
 """Fields whose values a stranger cannot know."""

@@ -5,12 +5,12 @@ from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.scheduler.actor import SchedulerActor
-from tests.simulator.engines import Router
-from tests.simulator.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
-from tests.simulator.promises import Promise
-from tests.simulator.tables import tables
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.checks.tables import tables
+from tests.simulator.traffic.engines import Router
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
+from tests.simulator.virtual.world import World
 
 _SETTLING = 6.5
 """Seconds after which all that was asked for earlier has ended: the longest offer, the longest deadline with grace."""

@@ -6,15 +6,15 @@ kinds meet in all combinations.
 
 from functools import partial
 
-from tests.simulator.bad_input import Mischief
-from tests.simulator.engines import Router, Sequence
-from tests.simulator.fabric import SimFabric
-from tests.simulator.fleet import Daemon
-from tests.simulator.hostile import Hostile
-from tests.simulator.loop import Process
-from tests.simulator.pieces import Piece
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.traffic.bad_input import Mischief
+from tests.simulator.traffic.engines import Router, Sequence
+from tests.simulator.traffic.hostile import Hostile
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.world import World
 
 ACTIVE = 3.0
 """Seconds during which things are asked for and go wrong."""

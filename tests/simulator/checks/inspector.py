@@ -2,11 +2,11 @@
 
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.scheduler.actor import SchedulerActor
-from tests.simulator.bounds import over
-from tests.simulator.fleet import Daemon
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.bounds import over
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.world import World
 
 _EVERY = 0.12
 """Seconds between two looks: a claim that nobody wants lasts several of them."""

@@ -21,8 +21,8 @@ from kvd.net.interface import (
     WorkerEvent,
     WorkerFrame,
 )
-from tests.simulator.loop import Process
-from tests.simulator.world import LONG_DELAY, World
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.world import LONG_DELAY, World
 
 _PREFIX = "sim://"
 _ROOT = "."

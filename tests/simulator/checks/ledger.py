@@ -10,12 +10,12 @@ from kvd.client import events
 from kvd.client.blocks import Blocks
 from kvd.errors import ErrorCode
 from kvd.protocol import worker as wire
-from tests.simulator.cache import Cache, content
-from tests.simulator.fleet import Daemon
-from tests.simulator.memory import File
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import FATAL, World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.cache import Cache, content
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.memory import File
+from tests.simulator.virtual.world import FATAL, World
 
 _SLACK = 0.05
 """Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""

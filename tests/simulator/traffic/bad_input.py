@@ -9,11 +9,11 @@ from kvd.protocol import codec, ticket
 from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import Pulling
-from tests.simulator.promises import Promise
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import Pulling
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.world import World
 
 _TOKENS = 99
 _GUESS = b"a bad guess 0123"

@@ -15,13 +15,13 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.state import lease as lease_machine
-from tests.simulator.fabric import SimFabric, SimTransport
-from tests.simulator.loop import Process
-from tests.simulator.memory import SimProvider, SimStamps
-from tests.simulator.network import UID, Network, SimPeerPort, SimWorkerPort
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.fabric import SimFabric, SimTransport
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.memory import SimProvider, SimStamps
+from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
+from tests.simulator.virtual.world import World
 
 HEARTBEAT = 0.3
 CLAIM_TTL = 0.6

@@ -11,13 +11,13 @@ from kvd.errors import KvdError
 from kvd.layout import Full
 from kvd.limits import SECRET_BYTES
 from kvd.protocol import ticket
-from tests.simulator.cache import make_cache
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import Pulling
-from tests.simulator.network import alias
-from tests.simulator.pieces import Piece
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import Pulling
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.cache import make_cache
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import alias
+from tests.simulator.virtual.world import World
 
 MAX_TOKENS = 12
 _BRIEF = 0.15
