@@ -1,4 +1,4 @@
-"""One run: a seed makes a world, things happen and go wrong in it, it is healed, and must come to rest."""
+"""One run: a seed makes a world; requests and faults happen; it is healed and must become idle."""
 
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ class Result:
 
 
 def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = ON) -> Result:
-    """Runs the world of `seed`, of `pieces`; equal ones give equal results, to the hash of the trace."""
+    """Runs the world of `seed` and `pieces`; equal arguments give equal results, down to the hash of the trace."""
     world = World(seed, pieces)
     with small_bounds(wanted=Piece.SMALL_BOUNDS in world.pieces):
         router = _run(world)
@@ -47,7 +47,7 @@ def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = O
 
 
 def _run(world: World) -> Router:
-    """From the making of a world to its rest."""
+    """Runs a world from its making until it is idle."""
     rng = world.rng
     network, fabric = Network(world), SimFabric(world)
     daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]

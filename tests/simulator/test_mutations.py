@@ -1,4 +1,4 @@
-"""Every mechanism behind a promise is missed by the simulator when it is taken out."""
+"""The simulator notices when any mechanism behind a promise is removed."""
 
 import os
 

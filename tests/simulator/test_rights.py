@@ -1,4 +1,4 @@
-"""Rights are withdrawn in the middle of everything else that goes wrong."""
+"""Rights are withdrawn in the middle of all other faults."""
 
 import random
 
@@ -13,7 +13,7 @@ SEEDS, BATCH = 60, 10
 
 @pytest.fixture
 def withdrawals(monkeypatch):
-    """Pools are registered anew at moments of their own, which leaves the rest of a seed's world as it is."""
+    """Registers pools anew at times drawn separately, which leaves the rest of a seed's world as it is."""
     plan, done = Schedule.plan, []
 
     def also(schedule):

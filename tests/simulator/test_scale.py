@@ -1,4 +1,4 @@
-"""A daemon in a crowd: what it keeps and what it answers does not grow with those who ask nothing of it."""
+"""A daemon among many peers: what it keeps and answers does not grow with idle peers."""
 
 import asyncio
 import json

@@ -1,22 +1,22 @@
-"""The promises of the design, by the names that violations carry, and where each is checked.
+"""The promises of the design, by the names used in violations, and where each is checked.
 
 | promise | checked |
 |---|---|
-| ENDS_ONCE | at every notification (one outcome, in time), and at rest: no pull is open, no block is missing |
-| FENCED | at every `Done`, byte by byte; producers write over blocks as soon as they are theirs again |
-| QUARANTINE | at every byte that the transport stores: the mask of what is lent to a pull just then |
-| NOTIFIED | at every batch: a number names one notification; at rest: none is missing |
+| ENDS_ONCE | at every notification (one outcome, in time); once idle: no pull is open, no block is missing |
+| FENCED | at every `Done`, byte by byte; producers overwrite blocks as soon as they get them back |
+| QUARANTINE | at every byte that the transport stores, against the mask of what is lent to a pull |
+| NOTIFIED | at every batch: a number names one notification; once idle: none is missing |
 | OWN_POOL | at every store and fetch (mask, bounds), and by requests that name other blocks |
 | BAD_INPUT | garbage on every socket is answered by an error; wrong requests are refused, wrong tickets never done |
-| SURVIVES | a pull to which nothing happened is done; pools survive daemons; a healed world serves |
-| SOUND | no actor raises, and a world at rest holds nothing any more |
+| SURVIVES | a pull that no fault hit is done; pools survive daemons; a healed world serves |
+| SOUND | no actor raises, and an idle world holds nothing |
 """
 
 from enum import StrEnum
 
 
 class Promise(StrEnum):
-    """Numbered as in the design; 0 is what they all rest on."""
+    """Numbered as in the design; all depend on 0."""
 
     SOUND = "0: no actor raises, nothing leaks"
     ENDS_ONCE = "1: every pull ends once, in time"
