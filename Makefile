@@ -12,7 +12,7 @@ DAEMON_VENV ?= /opt/kvd
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm demo demo-vllm test test-deploy test-vllm check lock clean
+.PHONY: setup setup-daemon setup-vllm demo demo-vllm test test-all test-slow test-deploy test-vllm check lock clean
 
 setup: $(VENV)/installed
 
@@ -46,13 +46,20 @@ demo: setup
 	$(BIN)/kvd demo
 
 demo-vllm: setup-vllm
-	$(VLLM_BIN)/python -m kvd.engines.vllm_lab.demo
+	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
 
+# What to run before every commit: five minutes on two cores, with a sample of what has many variants.
 test: setup
-	$(BIN)/python -m pytest -m "not deploy"
+	$(BIN)/python -m pytest -m "not slow"
+	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
+	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and a real vLLM (make setup-vllm)"
 
-# A systemd of its own and a real Prometheus: as root, after
-# `apt-get install systemd-container debootstrap util-linux prometheus`. What is missing is skipped, with the reason.
+test-all: test test-slow test-vllm
+
+# Takes root, `ip netns`, systemd-nspawn and Prometheus (.ci/tools installs them); tests are skipped if one is missing.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy
 

@@ -1,5 +1,7 @@
-"""The part of `kvd bench` that measures planning, beside what planning replaces and what follows it."""
+"""`python -m benchmarks.plan`: how fast transfers are planned, beside a plain Python loop and NIXL's preparation."""
 
+import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,13 +11,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import command
+from benchmarks.preparation import Preparation
+from kvd.bench import report
 from kvd.layout import CacheSpec, Full, Group, Shard
-from kvd.layout.presets import LAYOUTS, Attention, Place
+from kvd.layout.presets import LAYOUTS, Attention, Placement
 from kvd.plan import Descriptors, Planner, Span, route
 
 NixlPrepare: TypeAlias = Callable[[Descriptors, int], None]
-"""Prepares the same list with NIXL (prep_xfer_dlist on both sides, then make_prepped_xfer), between two registered
-pools of so many bytes. Whatever is only done once, such as registering, belongs before the call that is measured."""
+"""Prepares the same list with NIXL (prep_xfer_dlist on both sides, then make_prepped_xfer) between two registered
+pools of that many bytes."""
 
 _LAYERS: Final = 80
 _BLOCK_TOKENS: Final = 16
@@ -27,7 +32,7 @@ _REPEATS: Final = 5
 class PlanTiming:
     """The best of several runs, in seconds of the thread's own time, so that a busy machine does not matter.
 
-    `plain` is a Python loop over layers and blocks; None is not measured.
+    `plain` is a Python loop over layers and blocks; `nixl` is None if not measured.
     """
 
     case: str
@@ -47,7 +52,7 @@ class PlanTiming:
 
 
 def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:
-    """Time the plans that the project promises figures for, and their growth; takes about 10 seconds.
+    """Times the plans that the project promises figures for, and how they grow; takes about 10 seconds.
 
     - A request of one block, 100,000 tokens of 80 layers in cross-layer blocks, and the same in per-layer blocks with
       K and V apart: 1,000,000 descriptors.
@@ -64,7 +69,7 @@ def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:
 
 
 def scattered_request(order: str, blocks: int) -> tuple[CacheSpec, Planner, Span]:
-    """A layout of 80 layers in that order, its planner to itself, and a request of so many blocks in random places."""
+    """A spec of 80 layers in that layout, its planner to itself, and a request of `blocks` blocks in random places."""
     spec = _spec(order, 2 * blocks)
     random = np.random.default_rng(0)
     source, destination = (random.permutation(2 * blocks)[:blocks].astype(np.uint32) for _ in range(2))
@@ -98,14 +103,16 @@ def _measure(case: str, order: str, blocks: int, nixl_prepare: NixlPrepare | Non
 
 def _spec(order: str, num_blocks: int) -> CacheSpec:
     shard = Shard(stages=((0, _LAYERS),))
-    place = Place(order=order, shard=shard, layers=range(_LAYERS), num_blocks=num_blocks, block_tokens=_BLOCK_TOKENS)
+    place = Placement(
+        order=order, shard=shard, layers=range(_LAYERS), num_blocks=num_blocks, block_tokens=_BLOCK_TOKENS
+    )
     views = Attention(heads=1, head_bytes=_HEAD_BYTES).views(place)
     group = Group(window=Full(), block_tokens=_BLOCK_TOKENS, num_blocks=num_blocks, views=views)
     return CacheSpec(dtype="bfloat16", pool_bytes=views[0].end, groups=(group,), shard=shard)
 
 
 def _enumerate(spec: CacheSpec, source: Sequence[int], destination: Sequence[int]) -> list[tuple[int, int, int]]:
-    """What connectors do: (source, destination, bytes) for every layer, K and V, and block, none joined."""
+    """What connectors do: (source, destination, bytes) per layer, K and V, and block, none merged."""
     (view,) = spec.groups[0].views
     stride, length = view.block_stride, _BLOCK_TOKENS * _HEAD_BYTES
     return [
@@ -123,3 +130,18 @@ def _best(call: Callable[[], object], repeats: int) -> float:
         call()
         times.append(time.thread_time() - start)
     return min(times)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    return command.run(command.make_parser("plan", "Measures how fast transfers are planned."), _run, arguments)
+
+
+def _run(args: argparse.Namespace) -> None:
+    timings = bench_plan(Preparation())
+    print_timings(timings)
+    report.write_json(args.json, {"plan": [timing.as_dict() for timing in timings]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces joined by a switch, for measurements and tests. Takes root and `ip`.
+"""Several hosts on one machine: network namespaces joined by a switch. Takes root and `ip`.
 
-Everything is made under names of this process, and is gone when the `with` block is left: devices go with their
-namespaces. Nothing is changed in the namespace that this process is in.
+All names carry this process's id, and everything is removed with the `with` block. The namespace of this process stays
+as it is.
 """
 
 import os
@@ -15,7 +15,7 @@ _NOBODY = "02:00:00:00:00:fe"
 
 
 def why_not() -> str | None:
-    """What is missing here for namespaces; None where nothing is."""
+    """What this machine lacks for namespaces; None if nothing."""
     if os.geteuid() != 0:
         return "network namespaces take root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -25,7 +25,7 @@ def why_not() -> str | None:
 
 
 class Host:
-    """One namespace with an interface `eth0`. `within` makes a command run there."""
+    """One namespace with an interface `eth0`. `within` is the command prefix that runs a command there."""
 
     def __init__(self, switch: str, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -45,26 +45,26 @@ class Host:
             _run("ip", "-n", self.namespace, "link", "set", device, "up")
 
     def remove(self) -> None:
-        """Takes the namespace away, where it was made."""
+        """Removes the namespace, if it was made."""
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True, check=False)  # noqa: S603, S607
 
     def readdress(self, address: str) -> None:
-        """Gives it another address of the same network, instead of the one it has."""
+        """Replaces its address by another of the same network."""
         _run("ip", "-n", self.namespace, "address", "flush", "dev", "eth0")
         _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", "eth0")
         self.address = address
 
     def throttle(self, megabits: int) -> None:
-        """Lets it send so many megabits a second from now on."""
+        """Limits what it sends to `megabits` per second."""
         token = ["tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", *token)
 
     def unthrottle(self) -> None:
-        """Lets it send as fast as it can again."""
+        """Removes the limit."""
         _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", "eth0", "root")
 
     def unplug(self) -> None:
-        """Pulls its cable: nothing gets in or out, and nobody is told."""
+        """Pulls its cable: all packets are lost silently."""
         _run("ip", "-n", self._switch, "link", "set", self.name, "down")
 
     def plug(self) -> None:
@@ -72,18 +72,18 @@ class Host:
         _run("ip", "-n", self._switch, "link", "set", self.name, "up")
 
     def mute(self, *others: "Host") -> None:
-        """What it sends to the others is lost without a word; what they send arrives."""
+        """Loses silently what it sends to the others; what they send arrives."""
         for other in others:
             _run("ip", "-n", self.namespace, "neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0")
 
     def unmute(self, *others: "Host") -> None:
-        """What it sends to the others arrives again."""
+        """Undoes `mute`."""
         for other in others:
             _run("ip", "-n", self.namespace, "neigh", "delete", other.address, "dev", "eth0")
 
 
 class Hosts:
-    """Hosts of these names on one network, 10.77.0.0/24."""
+    """Hosts with these names on one network, 10.77.0.0/24."""
 
     def __init__(self, *names: str) -> None:
         self._switch = f"kvd-{os.getpid()}-switch"

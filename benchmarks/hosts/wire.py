@@ -1,7 +1,7 @@
-"""TCP between two hosts of one machine: iperf3, raw NIXL and kvd, as UCX comes and with larger messages.
+"""TCP between two network namespaces: iperf3, raw NIXL and kvd, with UCX's defaults and with larger messages.
 
-The hosts are network namespaces (`benchmarks.hosts.namespaces`), and UCX is told to use TCP, since it would see that
-they share a kernel. The part that reads runs as a process on the consumer's host: `python -m benchmarks.hosts.wire`.
+UCX is told to use TCP, because it would see that the namespaces share a kernel. The reading side runs as a process on
+the consumer's host: `python -m benchmarks.hosts.wire`.
 """
 
 import os
@@ -30,7 +30,7 @@ YARDSTICK: Final = "iperf3, 1 stream"
 _STREAMS: Final = {YARDSTICK: 1, "iperf3, 2 streams": 2}
 _IPERF_SECONDS: Final = 2
 _COMES_WITH: Final = {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_TCP_RX_SEG_SIZE": "64k"}
-"""What UCX has where nobody says anything, said, so that kvd's choice does not come instead."""
+"""UCX's own defaults, set explicitly so that kvd does not set its own."""
 
 _SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "UCX as it comes": _COMES_WITH,
@@ -47,7 +47,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """GB/s by what was measured, a figure a turn."""
+    """GB/s by what was measured, one mapping per turn."""
 
     turns: Sequence[Mapping[str, float]]
 
@@ -56,7 +56,7 @@ class Wire:
         return statistics.median(turn[what] for turn in self.turns)
 
     def ratio(self, what: str) -> float:
-        """How much of one stream of iperf3 in the same turn, the median."""
+        """The rate over that of one iperf3 stream in the same turn, the median."""
         return statistics.median(turn[what] / turn[YARDSTICK] for turn in self.turns)
 
     def as_dict(self) -> dict[str, object]:
@@ -66,14 +66,14 @@ class Wire:
 
 
 def why_not() -> str | None:
-    """What is missing here for this measurement; None where nothing is."""
+    """What this machine lacks for the measurement; None if nothing."""
     if shutil.which("iperf3") is None:
-        return "iperf3 is what kvd is measured against here: apt-get install iperf3"
+        return "iperf3, which kvd is measured against, is missing: apt-get install iperf3"
     return hosts.why_not()
 
 
 def measure(turns: int, rounds: int, progress: Callable[[], None]) -> Wire:
-    """Measures everything in turns, of `rounds` reads each; calls `progress` once a turn."""
+    """Measures everything in turns of `rounds` reads each; calls `progress` after each turn."""
     found = []
     with Hosts("producer", "consumer") as (producer, consumer):
         for _ in range(turns):
@@ -106,7 +106,7 @@ def _iperf(source: Host, sink: Host, streams: int) -> float:
 
 
 def read_between(producer: Host, consumer: Host, rounds: int, settings: Mapping[str, str]) -> Rates:
-    """Has the consumer's host read from the producer's, with these environment variables on both."""
+    """Reads from the producer's host on the consumer's, with `settings` in the environment of both."""
     command = [*consumer.within, sys.executable, "-m", "benchmarks.hosts.wire", str(rounds)]
     command += [producer.namespace, producer.address, consumer.address]
     environment = {**os.environ, "UCX_TLS": "tcp", **settings}
@@ -132,7 +132,7 @@ def _read(rounds: int, places: Mapping[str, Place]) -> Rates:
 
 
 def main() -> None:
-    """The reading side; leaves without NIXL's teardown (`kvd.transport.nixl.transport`)."""
+    """The reading side; exits without NIXL's teardown (see `kvd.transport.nixl.transport`)."""
     rounds, namespace, producer, consumer = sys.argv[1:]
     within = ("ip", "netns", "exec", namespace)
     rates = _read(int(rounds), {"producer": Place(within, producer), "consumer": Place((), consumer)})

@@ -1,7 +1,4 @@
-"""How a daemon with a thousand peers and ten thousand leases keeps its word, beside one with hardly any.
-
-`run` runs the real actors in this process on a real clock, among simulated peers (`tests.simulator.simulated_peers`).
-"""
+"""Runs the real actors in this process, on a real clock, among simulated peers (`tests.simulator.simulated_peers`)."""
 
 import asyncio
 import gc
@@ -60,33 +57,33 @@ _SECRET = bytes(16)
 _OFFERS_PER_WORKER = 4000
 _START_SECONDS = 60.0
 _PAUSE = 0.003
-"""Between two questions: what happens once a heartbeat must fall between some of them."""
+"""Seconds between two requests, so that what happens once per heartbeat falls between some of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Crowded:
-    """One daemon with so many peers and leases; times in seconds, memory in bytes."""
+class Measured:
+    """Figures of a daemon with that many peers and leases; times in seconds, memory in bytes."""
 
     peers: int
     leases: int
     met_seconds: float
     """Until every peer was ready."""
     longest_stall: float
-    """The longest that the loop was kept from other work meanwhile."""
+    """The longest time the event loop was blocked meanwhile."""
     status: tuple[float, float]
-    """Median and 99th percentile of a status, and of a pull of one block."""
+    """Median and 99th percentile of a status; `pull` the same of a pull of one block."""
     status_bytes: int
     pull: tuple[float, float]
     first_pull: tuple[float, float]
-    """The same for the first pull from each peer, which works the route out."""
+    """The same for the first pull from each peer, which computes the route."""
     busy: float
-    """Processor seconds a second while nothing is asked for: heartbeats and renewals."""
+    """Processor seconds per second when idle: heartbeats and renewals."""
     memory: int
-    """That the process took for daemon and crowd together."""
+    """Taken by the process, for daemon and peers together."""
 
 
 class _Worker:
-    """A worker in this process; `ask` gives the answers that `take` wants."""
+    """A worker in this process."""
 
     def __init__(self, port: LoopbackWorkers, number: int) -> None:
         self._port, self._number = port, number
@@ -104,7 +101,7 @@ class _Worker:
         self._port.heard[self._session] = lambda frame: self._take(codec.worker_replies.decode(frame))
 
     async def ask(self, message: Message, wanted: type[Message]) -> Message:
-        """The next answer of that kind."""
+        """Sends the message; returns the next reply of type `wanted`."""
         frame = WorkerFrame(self._session, codec.encode(message), _UID)
         return await self._reply(wanted, lambda: self._port.on_event(frame))
 
@@ -132,7 +129,7 @@ class _Supervisor:
 
 
 class _Daemon:
-    """The house, its crowd, and workers."""
+    """The actors, their simulated peers, and workers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         settings = Settings(daemon="self", incarnation=1 << 40)
@@ -170,7 +167,7 @@ class _Daemon:
         return worker
 
     async def meet(self, peers: int) -> tuple[float, float]:
-        """Meets them all; seconds until they were ready, and the loop's longest stall meanwhile."""
+        """Connects to all peers; returns the seconds until they were ready, and the loop's longest stall meanwhile."""
         started = last = time.perf_counter()
         longest = 0.0
         self.context.handshake.tell(ExpectPeers(frozenset(_address(number) for number in range(peers))))
@@ -181,7 +178,7 @@ class _Daemon:
         return last - started, longest
 
     async def fill(self, peers: int, leases: int) -> None:
-        """Offers, and claims of all of them by the peers, as many each, who renew them."""
+        """Makes `leases` offers and has the peers claim them, evenly; the peers renew them."""
         held: list[int] = []
         for index in range(leases):
             if index % _OFFERS_PER_WORKER == 0:
@@ -209,13 +206,13 @@ def _ticket(peer: int, number: int) -> str:
     return Ticket(tokens_of(1), (rank,), (_BLOCK,)).encode()
 
 
-def run(peers: int, leases: int, rounds: int) -> Crowded:
-    """Fills a daemon, then asks `rounds` times for a status and for a pull, one after the other."""
+def run(peers: int, leases: int, rounds: int) -> Measured:
+    """Fills a daemon, then takes turns `rounds` times between a status and a pull."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(peers, leases, rounds))
 
 
-async def _measure(peers: int, leases: int, rounds: int) -> Crowded:
+async def _measure(peers: int, leases: int, rounds: int) -> Measured:
     before = _resident()
     daemon = _Daemon(asyncio.get_running_loop())
     asker = await daemon.worker(1)
@@ -243,7 +240,7 @@ async def _measure(peers: int, leases: int, rounds: int) -> Crowded:
         await asyncio.sleep(_PAUSE)
     daemon.consumers.leave()
     gc.unfreeze()
-    return Crowded(
+    return Measured(
         peers=peers,
         leases=leases,
         met_seconds=met,

@@ -1,7 +1,7 @@
-"""What `kvd bench vllm` found: as tables and as a picture. Figures are medians over rounds, with an interval.
+"""What `python -m benchmarks.vllm` found, as tables and as a picture. Figures are medians over rounds.
 
-An interval is what the median does in 95 % of samples drawn from the rounds with replacement (bootstrap); that of a
-ratio draws the same rounds for both sides, as they met the same moments of the machine.
+Each comes with its 95 % bootstrap interval. A ratio's interval draws the same rounds for both sides, because those ran
+at the same time.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _SAMPLES: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median, or a ratio of medians, and where 95 % of its resampled values lie."""
+    """A median, or a ratio of medians, and its 95 % interval."""
 
     value: float
     low: float
@@ -33,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How a figure is shown: `factor` makes `unit` of what was measured; `best` says which of two is better."""
+    """How a figure is shown: `factor` converts the measured value to `unit`; `best` says which of two is better."""
 
     name: str
     text: str
@@ -47,10 +47,10 @@ FIGURES: Final = (
     Figure("handover", "handover: end of prefill to first token of decode"),
     Figure("at_decode", "time to first token at the decode side, another decoding"),
     Figure("transfer", "in transfer: first post to last byte"),
-    Figure("posting", "posts of it, which copy on the same host"),
+    Figure("posting", "posts of a transfer, which copy on the same host"),
     Figure("pull", "one pull, with claim and fence"),
-    Figure("bytes", "bytes of a pull", 1e-6, "MB", "most"),
-    Figure("descriptors", "descriptors", 1, ""),
+    Figure("bytes", "bytes per pull", 1e-6, "MB", "most"),
+    Figure("descriptors", "descriptors per pull", 1, ""),
     Figure("quiet_p50", "between tokens, nothing arriving, p50"),
     Figure("quiet_p99", "between tokens, nothing arriving, p99"),
     Figure("quiet_worst", "between tokens, nothing arriving, worst"),
@@ -82,10 +82,10 @@ def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Es
 
 
 def tables(sides: Sequence[Side]) -> list[Table]:
-    """One for each placement, with those sides that have a round; the last column is kvd over the best of the others.
+    """One per placement, with the sides that finished a round; the last column is kvd over the best of the others.
 
     Raises:
-        ValueError: No round ended.
+        ValueError: No round finished.
 
     """
     found = []
@@ -109,11 +109,11 @@ def tables(sides: Sequence[Side]) -> list[Table]:
 
 
 def plot(sides: Sequence[Side], path: Path) -> None:
-    """A panel a figure: medians with their intervals, of all sides and placements, as a PNG.
+    """A PNG with one panel per figure: medians and intervals of all sides and placements.
 
     Raises:
         ImportError: matplotlib is not installed (it comes with the extra `plot`).
-        ValueError: No round ended.
+        ValueError: No round finished.
 
     """
     import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
@@ -147,12 +147,12 @@ def plot(sides: Sequence[Side], path: Path) -> None:
 def _by_placement(sides: Sequence[Side]) -> list[tuple[str, list[Side]]]:
     measured = [side for side in sides if side.rounds]
     if not measured:
-        raise ValueError("no round ended in the time that was given; raise --seconds")
+        raise ValueError("no round finished in time; raise --seconds")
     return [(placement, list(group)) for placement, group in groupby(measured, key=lambda side: side.placement)]
 
 
 def _shown(side: Side) -> list[Figure]:
-    """Every figure, and a throughput for each number of requests at once that was measured."""
+    """All figures, and one throughput per measured number of concurrent requests."""
     numbers = [name.removeprefix(_THROUGHPUT) for name in side.rounds[0] if name.startswith(_THROUGHPUT)]
     at_once = [Figure(_THROUGHPUT + n, f"tokens a second, {n} at once", 1, "/s", "most") for n in numbers]
     return [*FIGURES, *at_once]

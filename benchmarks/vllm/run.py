@@ -1,9 +1,9 @@
 """Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
 
-vLLM runs as its users start it: engine and worker spin while they wait for each other. NixlConnector runs twice: as it
-comes, with four threads of NIXL, and without them, which is better where cores are few. All servers take turns, so that
-whatever else the machine does meets all alike; those that wait for theirs are suspended. Each pair has two turns a
-round: pinned, one server a core, and unpinned. Daemons run where they like.
+vLLM runs as users start it: engine and worker spin while they wait for each other. NixlConnector runs twice: with its
+default of four NIXL threads, and without them, which is better if cores are few. The pairs take turns, so that whatever
+else the machine does hits all alike; those that wait are suspended. Each pair has two turns per round: pinned, with one
+core per server, and unpinned. Daemons are never pinned.
 """
 
 import asyncio
@@ -28,27 +28,27 @@ from tests.vllm.testbed.service import start_all, stop_all
 
 MODEL: Final = "bench"
 BLOCKS: Final = 384
-"""Of a KV cache: 16 prompts of 600 tokens, and what decodes beside them."""
+"""Blocks of a KV cache: 16 prompts of 600 tokens, and a request that decodes meanwhile."""
 ANSWER_TOKENS: Final = 8
 SETTLING_TOKENS: Final = 30
-"""Tokens before, and again between, the arrivals whose effect on a decoding request is measured."""
+"""Tokens before, and between, the arrivals whose effect on a decoding request is measured."""
 WAKING_TOKENS: Final = 64
-"""Of the first request after a pause, which is not measured."""
+"""Tokens of the first request after a pause, which is not measured."""
 ARRIVALS: Final = 6
-"""Requests of a turn whose blocks arrive, one after the other, beside one decoding request."""
+"""Requests per turn whose blocks arrive one after the other while another request decodes."""
 ENDLESS_TOKENS: Final = 1800
 TOKENS_SECONDS: Final = 120.0
-"""How long the decoding request may take for the tokens that are waited for: seconds, where nothing is wrong."""
+"""Seconds the decoding request may take for the tokens awaited; if all is well it takes a few."""
 
 PLACEMENTS: Final = ("pinned", "unpinned")
 
 Figures = dict[str, float]
-"""What one turn gave, by the names of `benchmarks.vllm.report.FIGURES`; seconds, bytes, and numbers."""
+"""Results of one turn, by the names of `benchmarks.vllm.report.FIGURES`: seconds, bytes, counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: `rounds`, cut off after `seconds` in all; requests at once, one throughput for each."""
+    """How much is measured: `rounds`, stopped after `seconds`; one throughput per number in `concurrent`."""
 
     prompt_tokens: int
     rounds: int
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Side:
-    """What was measured with one connector, a round after the other, with its servers placed so."""
+    """The rounds measured with one connector in one placement."""
 
     name: str
     placement: str
@@ -66,14 +66,14 @@ class Side:
 
 
 async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
-    """Measures all pairs into `sides`, the one with kvd first in each placement; `advance` is called after each step.
+    """Measures all pairs into `sides`, kvd's first in each placement; calls `advance` after each step.
 
-    What has been measured stays in `sides` where this raises.
+    If this raises, `sides` keeps what has been measured.
 
     Raises:
-        HttpError: A server refused or broke off.
+        HttpError: A server refused a request or broke the connection.
         ProcessEndedError: A server ended.
-        TimeoutError: The time of the plan is over.
+        TimeoutError: The plan's time is over.
 
     """
     pairs: list[Pair] = [
@@ -86,7 +86,7 @@ async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], adv
     sides += [side for _, side in turns]
     try:
         async with asyncio.timeout(plan.seconds):
-            for pair in pairs:  # one after the other: those that are up and wait keep their cores busy
+            for pair in pairs:  # one by one: waiting servers keep their cores busy
                 await start_all(pair.services)
                 # The first request of a pair pays for handshakes and page faults.
                 await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
@@ -121,7 +121,7 @@ def _resume(pair: Pair, placement: str) -> None:
 
 
 async def _turn(pair: Pair, plan: Plan, first: int) -> Figures:
-    """Seeds of its prompts are the hundred from `first` on."""
+    """One turn; its prompts have the hundred seeds from `first` on."""
     seeds = itertools.count(first)
     await pair.complete(make_prompt(WAKING_TOKENS, next(seeds)), ANSWER_TOKENS)
     figures = await _alone(pair, make_prompt(plan.prompt_tokens, next(seeds)))
@@ -142,7 +142,7 @@ async def _alone(pair: Pair, prompt: list[int]) -> Figures:
 
 
 async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
-    """A request decodes on the decode side, alone and then while blocks of others arrive one after the other."""
+    """A request decodes alone, then while blocks of others arrive one after the other."""
     bodies = [make_body(MODEL, prompt, 1) for prompt in prompts]
     offered = [body | {"kv_transfer_params": await prefill(pair.prefill.url, body)} for body in bodies]
     busy: list[tuple[float, float]] = []
@@ -178,7 +178,7 @@ def _spread(name: str, gaps: Sequence[float]) -> Figures:
 
 
 def split_gaps(times: Sequence[float], busy: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The gaps between `times` that lie outside all intervals of `busy`, and those that share a moment with one."""
+    """The gaps between `times` outside all intervals of `busy`, and those that overlap one."""
     quiet: list[float] = []
     during: list[float] = []
     for earlier, later in itertools.pairwise(times):
@@ -189,7 +189,7 @@ def split_gaps(times: Sequence[float], busy: Sequence[tuple[float, float]]) -> t
 
 @contextlib.asynccontextmanager
 async def _decoding(pair: Pair) -> AsyncIterator[Completion]:
-    """A request that the decode side computes alone, for as long as the context lasts."""
+    """A request that the decode side computes by itself while the context lasts."""
     completion = Completion()
     body = make_body(MODEL, make_prompt(64, seed=0), ENDLESS_TOKENS)
     task = asyncio.create_task(complete(pair.decode.url, body, completion))
@@ -202,7 +202,7 @@ async def _decoding(pair: Pair) -> AsyncIterator[Completion]:
 
 
 async def _tokens(completion: Completion, more: int) -> None:
-    """Returns when there are so many more tokens; TimeoutError if they do not come."""
+    """Waits for `more` tokens; raises TimeoutError if they do not come."""
     enough = len(completion.tokens) + more
     async with asyncio.timeout(TOKENS_SECONDS):
         while len(completion.tokens) < enough:  # noqa: ASYNC110 - tokens come every few milliseconds
@@ -210,7 +210,7 @@ async def _tokens(completion: Completion, more: int) -> None:
 
 
 async def _together(pair: Pair, prompts: Sequence[list[int]]) -> float:
-    """Tokens a second of requests that are sent at once, prompts included."""
+    """Tokens per second, prompts included, of requests sent at once."""
     start = time.perf_counter()
     await asyncio.gather(*(pair.complete(prompt, ANSWER_TOKENS) for prompt in prompts))
     return sum(len(prompt) + ANSWER_TOKENS for prompt in prompts) / (time.perf_counter() - start)
@@ -222,10 +222,10 @@ def _processor_seconds_of_daemons(pair: Pair) -> float:
 
 
 async def _counted(pair: Pair) -> Mapping[str, float]:
-    """What the decode side has counted so far.
+    """The decode side's counters.
 
-    `transfer` is from the first post of a read to its last byte, as NixlConnector sees it with its engine's steps;
-    `posting` is what its posts took, which copy on the same host; `pull` is kvd's whole, with claim and fence.
+    `transfer` is from the first post of a read to its last byte, which NixlConnector sees only at engine steps;
+    `posting` is the time of the posts, which copy on the same host; `pull` is all of kvd's pull, with claim and fence.
     """
     if isinstance(pair, KvdPair):
         daemon = await scrape(pair.daemons["decode"])

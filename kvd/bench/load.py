@@ -1,4 +1,4 @@
-"""Under load: how quick the daemon stays while one pull of 1 GiB runs, and how many small pulls it sustains."""
+"""The daemon under load: how quick it stays during a pull of 1 GiB, and how many small pulls it sustains."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ _WAIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Seconds. A small pull is one block; `alone` without and `beside` in the middle of a pull of 1 GiB."""
+    """Seconds. A small pull is one block: `alone`, and `beside` (during) a pull of 1 GiB."""
 
     big_pull: float
     status_p50: float
@@ -39,14 +39,14 @@ class Interference:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A sustained stream of small pulls; memory in bytes and open descriptors of both daemons, at both ends."""
+    """A sustained stream of small pulls; memory (bytes) and open descriptors of both daemons, before and after."""
 
     seconds: float
     pulls: int
     warm_up: int
-    """Pulls before that: until the memory was steady, or a bound was reached."""
+    """Pulls made before: until memory was steady or a bound was reached."""
     poll_seconds: float
-    """What one `poll()` of the client takes that finds nothing."""
+    """One `poll()` of the client that finds nothing."""
     memory: tuple[int, int]
     descriptors: tuple[int, int]
 
@@ -57,12 +57,12 @@ class Rate:
 
 
 def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Interference:
-    """Runs `rounds` pulls of 1 GiB; during each, asks for the status over and over and pulls one block."""
+    """Runs `rounds` pulls of 1 GiB; during each, asks for the status repeatedly and pulls one block."""
     count = GIB // _BLOCK
     pool = pair.pool("big", count + 16, _BLOCK)
     big, small = list(range(count)), [count]
     alone = [pool.pull(ticket, small) for ticket in pool.tickets(small, 50)]
-    pool.pull(pool.tickets(big, 1)[0], big)  # the first touch of memory is not what is measured
+    pool.pull(pool.tickets(big, 1)[0], big)  # warm-up: the first touch of memory is slow
     beside, statuses, whole = [], [], []
     for ticket, small_ticket in zip(pool.tickets(big, rounds), pool.tickets(small, rounds), strict=True):
         started = time.perf_counter()
@@ -70,7 +70,7 @@ def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Inter
         statuses += [_timed(pool.worker.status) for _ in range(20)]
         beside.append(pool.pull(small_ticket, small))
         if not pool.is_open(request):
-            raise InternalError(ErrorCode.INTERNAL, "the big pull was over before the small one: nothing was measured")
+            raise InternalError(ErrorCode.INTERNAL, "the pull of 1 GiB ended before the small one; run again")
         while pool.is_open(request):
             statuses.append(_timed(pool.worker.status))
             pool.collect(0)
@@ -93,7 +93,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], None]) -> Rate:
-    """Pulls one 16 KiB block after the other, `window` at a time, for so long."""
+    """Pulls 16 KiB blocks one by one, `window` at a time, for `seconds`."""
     pool = pair.pool("small", 2 * window, _SMALL)
     poll_seconds = min(_timed(pool.worker.poll) for _ in range(1000))
     warm_up = _warm_up(pair, pool, window, progress)
@@ -108,7 +108,7 @@ def sustained(pair: Pair, seconds: float, window: int, progress: Callable[[], No
 
 
 def _warm_up(pair: Pair, pool: Pool, window: int, progress: Callable[[], None]) -> int:
-    """Pulls until what is remembered has come to its bounds: the memory has been steady for a while, or never is."""
+    """Pulls until the daemons' memory is steady, or a limit is reached; returns how many pulls that took."""
     found: list[int] = []
     for _ in range(_MOST_STREAMS):
         _stream(pool, window, _OFFERS_AT_ONCE)
@@ -120,7 +120,7 @@ def _warm_up(pair: Pair, pool: Pool, window: int, progress: Callable[[], None]) 
 
 
 def _stream(pool: Pool, window: int, number: int) -> tuple[float, int]:
-    """`number` pulls, `window` at a time; offers are made beforehand, so that pulls alone are timed."""
+    """`number` pulls, `window` at a time. Offers are made beforehand, so only pulls are timed."""
     tickets = pool.tickets([0], number)
     started = time.perf_counter()
     free, busy = list(range(window)), {}

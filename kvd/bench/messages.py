@@ -1,4 +1,4 @@
-"""What the measuring process and the producer's process tell each other: JSON, a line a message."""
+"""Messages between the measuring process and the producer's process: JSON, one per line."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(Message, frozen=True):
-    """Attach to the daemon at `socket` as `worker`, with a pool as `flat_spec` says, and fill it."""
+    """Attach to the daemon at `socket` as `worker`, with a pool laid out by `flat_spec`, and fill it."""
 
     socket: str
     worker: str
@@ -27,9 +27,9 @@ class Offer(Message, frozen=True):
 
 
 class OpenRaw(Message, frozen=True):
-    """Open a NIXL agent of this process's own over the pool, and keep it going until `CloseRaw`.
+    """Open a NIXL agent over the pool and keep it going until `CloseRaw`.
 
-    It looks at the network every `pause` seconds: over TCP the side that is read from has to send.
+    It looks at the network every `pause` seconds, because over TCP the side that is read has to send.
     """
 
     worker: str
@@ -37,11 +37,7 @@ class OpenRaw(Message, frozen=True):
 
 
 class CloseRaw(Message, frozen=True):
-    """Stop keeping the agents going: they would take time from what is measured next."""
-
-
-class Stop(Message, frozen=True):
-    """End."""
+    """Stop the agents, which would take time from the next measurement."""
 
 
 class Attached(Message, frozen=True):
@@ -64,8 +60,8 @@ class RawOpened(Message, frozen=True):
 
 
 class Closed(Message, frozen=True):
-    """As asked."""
+    """The agents have stopped."""
 
 
-Request = Attach | Offer | OpenRaw | CloseRaw | Stop
+Request = Attach | Offer | OpenRaw | CloseRaw
 Reply = Attached | Offered | RawOpened | Closed

@@ -1,4 +1,4 @@
-"""Two daemons, the producer's process, and this process as the consumer: what every measurement runs on."""
+"""What every measurement runs on: two daemons, the producer's process, and this process as the consumer."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _PORT = 7710
 
 
 class Pool:
-    """The same pool on both sides, as `flat_spec` says, the producer's filled with a pattern.
+    """The same pool on both sides, laid out by `flat_spec`; the producer's is filled with a pattern.
 
     `bytes` are this side's, uint8 [layers * blocks, block_bytes]: see `rows`.
     """
@@ -50,19 +50,19 @@ class Pool:
         self._open: set[str] = set()
 
     def descriptors(self, source: Sequence[int], destination: Sequence[int]) -> Descriptors:
-        """What kvd plans for these blocks."""
+        """The descriptors that kvd plans for these blocks."""
         ids = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
         there, here = ids
         return self._planner.plan([Span(0, there, 0, here)])
 
     def rows(self, ids: Sequence[int]) -> list[int]:
-        """Which rows of `bytes` these blocks are: each block's layers, or where those lie apart each layer's blocks."""
+        """The rows of `bytes` that these blocks occupy, in the layout's order."""
         if self._cross_layer:
             return [block * self._layers + layer for block in ids for layer in range(self._layers)]
         return [layer * self.blocks + block for layer in range(self._layers) for block in ids]
 
     def tickets(self, ids: Sequence[int], times: int) -> list[str]:
-        """As many offers of the producer's blocks."""
+        """Offers the producer's blocks `times` times."""
         return self._pair.ask(Offer(self.name, list(ids), times), Offered).tickets
 
     def start_pull(self, ticket: str, destination: Sequence[int]) -> str:
@@ -74,10 +74,10 @@ class Pool:
         return request
 
     def collect(self, timeout: float) -> list[str]:
-        """Waits for outcomes, at most so many seconds; the names of the pulls that are done now.
+        """Waits for outcomes at most `timeout` seconds; returns the names of the pulls that are done.
 
         Raises:
-            InternalError: a pull ended otherwise.
+            InternalError: a pull failed.
 
         """
         done = []
@@ -89,7 +89,7 @@ class Pool:
         return done
 
     def is_open(self, request: str) -> bool:
-        """Whether the pull has no outcome yet, as far as `collect` and `status` have seen."""
+        """Whether `collect` has not seen the pull's outcome yet."""
         return request in self._open
 
     def pull(self, ticket: str, destination: Sequence[int]) -> float:
@@ -101,7 +101,7 @@ class Pool:
         return time.perf_counter() - started
 
     def raw(self, descriptors: Descriptors) -> float:
-        """Seconds that raw NIXL takes for the same."""
+        """Seconds that raw NIXL takes to read the same."""
         if self._raw is None:
             agent = RawAgent(f"raw-consumer-{self.name}", self.bytes.ctypes.data, self.bytes.nbytes)
             opened = self._pair.ask(OpenRaw(self.name, PROMPT if self._pair.remote else RECENT), RawOpened)
@@ -126,17 +126,17 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A host for one side: what makes a command run there, and its address."""
+    """A host for one side: the command prefix that runs a command there, and its address."""
 
     within: tuple[str, ...]
     address: str
 
 
 class Pair:
-    """Starts everything under `folder`, and ends it when the `with` block is left.
+    """Starts everything under `folder`, and ends it with the `with` block.
 
-    With `places`, sides are on hosts of their own; this process should be on the consumer's. `daemons_within` is a
-    command that becomes the one after it, and gives daemons cores or a weight.
+    With `places`, each side is on a host of its own; this process must be on the consumer's. `daemons_within` is a
+    command prefix that places the daemons, such as `taskset`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Pair:
 
     @property
     def remote(self) -> bool:
-        """Whether the sides are on hosts of their own."""
+        """Whether each side is on a host of its own."""
         return bool(self._places)
 
     def _within(self, side: str) -> Sequence[str]:
@@ -187,7 +187,7 @@ class Pair:
         return pool
 
     def ask(self, request: Request, kind: type[R]) -> R:
-        """Has the producer's process do something."""
+        """Sends a request to the producer's process and returns its reply."""
         self._producer.write(msgspec.json.encode(request) + b"\n")
         line = self._input.readline()
         if not line:

@@ -1,4 +1,4 @@
-"""The producer's process: fills pools, offers blocks, and serves raw NIXL, as it is told on standard input."""
+"""The producer's process: fills pools, offers blocks and serves raw NIXL, as requests on standard input say."""
 
 import os
 import sys
@@ -6,18 +6,7 @@ import sys
 import msgspec
 import numpy as np
 
-from kvd.bench.messages import (
-    Attach,
-    Attached,
-    Closed,
-    Offer,
-    Offered,
-    OpenRaw,
-    RawOpened,
-    Reply,
-    Request,
-    Stop,
-)
+from kvd.bench.messages import Attach, Attached, Closed, Offer, Offered, OpenRaw, RawOpened, Reply, Request
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import flat_spec, pattern, tokens_of
 from kvd.client import Blocks, Worker
@@ -34,7 +23,7 @@ class Producer:
         self._offers = 0
 
     def handle(self, request: Request) -> Reply:
-        """Does what is asked, and says so."""
+        """Does what the request says and returns the reply."""
         match request:
             case Attach():
                 return self._attach(request)
@@ -57,7 +46,7 @@ class Producer:
 
     def _offer(self, request: Offer) -> Offered:
         worker = self._workers[request.worker]
-        worker.poll()  # released offers: nothing to do, but they must be acknowledged
+        worker.poll()  # acknowledges released offers
         blocks = [Blocks(group=0, first=0, ids=request.ids)]
         tickets = []
         for _ in range(request.times):
@@ -75,14 +64,11 @@ class Producer:
 
 
 def main() -> None:
-    """Serves requests until `Stop` or the end of the input; leaves without NIXL's teardown."""
+    """Serves requests until the input ends; exits without NIXL's teardown."""
     producer = Producer()
-    decoder = msgspec.json.Decoder(Request)
+    decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
     for line in sys.stdin.buffer:
-        request: Request = decoder.decode(line)
-        if isinstance(request, Stop):
-            break
-        sys.stdout.buffer.write(msgspec.json.encode(producer.handle(request)) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(producer.handle(decoder.decode(line))) + b"\n")
         sys.stdout.buffer.flush()
     os._exit(0)
 

@@ -1,14 +1,17 @@
-"""What the measurements look like: tables, JSON and a picture."""
+"""How measurements are shown: progress, tables, JSON and a picture."""
 
+import contextlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.hosts.wire import BLOCK, BLOCKS, Wire
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
 from kvd.limits import KIB, MIB
@@ -17,8 +20,22 @@ WIDTH = 150
 """Columns that the widest table needs, on a terminal or not."""
 
 
-def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+@contextlib.contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; yields the function that moves it one step."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def write_json(path: Path | None, figures: Mapping[str, object]) -> None:
+    """Writes the figures and the machine's description to `path`, if there is one."""
+    if path is not None:
+        document = {"machine": _machine(), **figures}
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def _machine() -> dict[str, object]:
     cpu = next(
         (
             line.split(":", 1)[1].strip()
@@ -31,8 +48,8 @@ def machine() -> dict[str, object]:
 
 
 def transfers_table(results: Sequence[Measured], busy: int) -> Table:
-    """One row a case; throughputs in GB/s, latencies in microseconds; `busy` processes spun beside."""
-    table = Table(title=f"one pull: request sent to done received, claim and fence included{_beside(busy)}")
+    """One row per case: throughputs in GB/s, latencies in microseconds. `busy` processes spun meanwhile."""
+    table = Table(title=f"one pull, from the request to Done, with claim and fence{_beside(busy)}")
     for heading in (
         "blocks",
         "",
@@ -64,36 +81,27 @@ def transfers_table(results: Sequence[Measured], busy: int) -> Table:
 
 
 def interference_table(result: Interference, busy: int) -> Table:
-    """How quick the daemon stays, `busy` processes spinning beside."""
+    """How quick the daemon stays during a big pull."""
     table = Table("what", "value", title=f"while a pull of 1 GiB runs{_beside(busy)}")
     table.add_row("pull of 1 GiB", f"{result.big_pull * 1e3:.0f} ms")
     table.add_row(f"status round trip, p50 of {result.statuses}", f"{result.status_p50 * 1e3:.2f} ms")
     table.add_row("status round trip, p99", f"{result.status_p99 * 1e3:.2f} ms")
     table.add_row("pull of one 256 KiB block, alone", f"{result.small_alone * 1e6:.0f} us")
-    table.add_row("the same, sent into the middle", f"{result.small_beside * 1e6:.0f} us")
-    table.add_row("times its time alone", f"{result.slowdown:.1f}")
+    table.add_row("the same, during the pull of 1 GiB", f"{result.small_beside * 1e6:.0f} us")
+    table.add_row("slowdown", f"{result.slowdown:.1f}")
     return table
 
 
 def rate_table(result: Rate, busy: int) -> Table:
-    """What is sustained, and what it leaves behind, `busy` processes spinning beside."""
-    table = Table("what", "value", title=f"one 16 KiB block a pull, for {result.seconds:.0f} s{_beside(busy)}")
+    """The sustained rate, and the memory and descriptors it leaves behind."""
+    table = Table("what", "value", title=f"pulls of one 16 KiB block, for {result.seconds:.0f} s{_beside(busy)}")
     table.add_row("pulls a second", f"{result.per_second:.0f}")
-    table.add_row("pulls, and those of the warm-up before", f"{result.pulls}, {result.warm_up}")
+    table.add_row("pulls measured, pulls of the warm-up", f"{result.pulls}, {result.warm_up}")
     table.add_row(
-        "memory of both daemons, before and after", " -> ".join(f"{size / MIB:.1f} MiB" for size in result.memory)
+        "memory of both daemons, before -> after", " -> ".join(f"{size / MIB:.1f} MiB" for size in result.memory)
     )
-    table.add_row("their open descriptors, before and after", " -> ".join(map(str, result.descriptors)))
+    table.add_row("open descriptors of both daemons, before -> after", " -> ".join(map(str, result.descriptors)))
     table.add_row("one empty poll() of the client", f"{result.poll_seconds * 1e6:.1f} us")
-    return table
-
-
-def wire_table(wire: Wire) -> Table:
-    """TCP between two hosts, in GB/s."""
-    title = f"{_size(BLOCKS * BLOCK)} over TCP between two network namespaces, medians of {len(wire.turns)} turns"
-    table = Table("what", "GB/s", "of one stream", title=title)
-    for what in wire.turns[0]:
-        table.add_row(what, f"{wire.rate(what):.2f}", f"{wire.ratio(what):.2f}")
     return table
 
 
@@ -114,7 +122,7 @@ def plot(results: Sequence[Measured], path: Path) -> None:
         rows = sorted((row for row in results if row.case.scattered is scattered), key=lambda row: row.case.bytes)
         for block_bytes, style in ((16 * KIB, "--"), (256 * KIB, "-")):
             _lines(axis, [row for row in rows if row.case.block_bytes == block_bytes], style, _size(block_bytes))
-        axis.set(xscale="log", yscale="log", xlabel="bytes a pull", title="scattered" if scattered else "adjacent")
+        axis.set(xscale="log", yscale="log", xlabel="bytes per pull", title="scattered" if scattered else "adjacent")
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].set_ylabel("GB/s")
     axes[1].legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""Processes that spin, as engines do that wait for each other: what is measured beside them shares its cores."""
+"""Processes that spin, as engines do while they wait for each other, and so compete for the cores."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from kvd.processes import Processes
 
 
 class Spinners(Processes):
-    """So many processes that compute without a pause, from the beginning to the end of the `with` block."""
+    """`count` processes that compute without a pause while the `with` block runs."""
 
     def __init__(self, count: int, logs: Path) -> None:
         super().__init__(logs)

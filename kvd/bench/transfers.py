@@ -1,4 +1,4 @@
-"""Transfers: memcpy, raw NIXL and kvd for the same blocks, taking turns so that a noisy moment hits all three."""
+"""memcpy, raw NIXL and kvd move the same blocks in turns, so that whatever else the machine does hits all three."""
 
 import statistics
 import time
@@ -12,14 +12,14 @@ from kvd.limits import KIB, MIB
 
 GIGA = 1e9
 _TURN = 4
-"""Measurements of one kind in a row: each warms the caches of other processes, so that every kind starts cold once."""
+"""Measurements of one kind in a row, so that each kind starts with cold caches once per turn, not every time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`count` blocks of `block_bytes` bytes a layer, adjacent or scattered over the pools, measured `rounds` times.
+    """`count` blocks of `block_bytes` bytes per layer, adjacent or scattered over the pools, measured `rounds` times.
 
-    With `cross_layer` all layers of a block lie together, else all blocks of a layer.
+    With `cross_layer`, all layers of a block lie together; otherwise all blocks of a layer do.
     """
 
     block_bytes: int
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a case took, in seconds: the median of the rounds, and for kvd and raw NIXL the 99th percentile."""
+    """Seconds a case took: the median of its rounds and, for kvd and raw NIXL, the 99th percentile."""
 
     case: Case
     descriptors: int
@@ -58,7 +58,7 @@ class Measured:
         return self.kvd - self.raw
 
     def rate(self, seconds: float) -> float:
-        """GB/s of something that took so long."""
+        """GB/s if the case takes `seconds`."""
         return self.case.bytes / seconds / GIGA
 
     def as_dict(self) -> dict[str, object]:
@@ -79,12 +79,6 @@ def cases(*, quick: bool) -> list[Case]:
             Case(block_bytes, count, scattered, rounds) for scattered in ((False, True) if count > 1 else (True,))
         ]
     return found
-
-
-def layout_cases(*, quick: bool) -> list[Case]:
-    """64 blocks of 80 layers, 80 MiB: per layer and cross-layer."""
-    rounds = 5 if quick else 30
-    return [Case(16 * KIB, 64, True, rounds, layers=80, cross_layer=cross_layer) for cross_layer in (False, True)]
 
 
 def measure(pair: Pair, chosen: Sequence[Case], progress: Callable[[], None]) -> Iterator[Measured]:

@@ -1,4 +1,4 @@
-"""`kvd`: one command, one file a subcommand, imported only when it is called."""
+"""`kvd`: each subcommand is a module of its name, imported only when it is called."""
 
 import argparse
 import importlib
@@ -10,15 +10,14 @@ from kvd.errors import KvdError
 
 COMMANDS = {
     "serve": "run the daemon",
-    "status": "one look at a daemon: pools, peers, leases, transfers, paths",
-    "top": "a daemon, live in the terminal",
-    "doctor": "check this host for what kvd needs, each finding with its fix",
-    "drain": "stop a daemon after its work is finished",
-    "keys": "make and show the keys that daemons know each other by",
-    "demo": "prefill in one process, decode in another, kvd between them",
+    "status": "show a daemon: pools, peers, leases, transfers, paths",
+    "top": "watch a daemon live in the terminal",
+    "doctor": "check this host for what kvd needs, and say how to fix it",
+    "drain": "stop a daemon once its work is finished",
+    "keys": "make and show the keys by which daemons know each other",
+    "demo": "run prefill in one process and decode in another, with kvd between them",
     "bench": "measure pulls against memcpy and raw NIXL in one run",
-    "plan": "explain a transfer: bytes and descriptors, by group",
-    "sim": "run daemons on a virtual clock under random faults and check the promises",
+    "plan": "explain a transfer: bytes and descriptors per group",
     "protos": "write or check the description of the protocol",
 }
 

@@ -8,10 +8,10 @@ from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, Worker
 from kvd.protocol import codec
 from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached
-from tests.simulator.fabric import SimFabric
-from tests.simulator.fleet import Daemon
-from tests.simulator.network import UID, Network
-from tests.simulator.world import World
+from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import UID, Network
+from tests.simulator.virtual.world import World
 
 SPEC = flat_spec(16, 16).encode()
 

@@ -17,9 +17,9 @@ from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import VERSION, Span
 from kvd.protocol.worker import Attach, Notifications, Offer, Pull
 from kvd.transport.interface import Deregistered, Described, Landed, PeerAdded, ReadFailed, Registered
-from tests.simulator.cache import make_cache
-from tests.simulator.loop import VirtualLoop
-from tests.simulator.memory import SimStamps
+from tests.simulator.virtual.cache import make_cache
+from tests.simulator.virtual.loop import VirtualLoop
+from tests.simulator.virtual.memory import SimStamps
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20

@@ -9,7 +9,7 @@ from kvd.protocol.peer import Fence
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Offer, Offered, StatusRequest
 from tests.actors.lone import Lone
-from tests.simulator.network import UID
+from tests.simulator.virtual.network import UID
 
 FRAMES = 70_000
 

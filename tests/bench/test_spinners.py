@@ -5,7 +5,7 @@ import pytest
 
 from kvd.bench.spinners import Spinners
 from kvd.cli.main import main
-from tests.e2e.fleet import until
+from tests.support.fleet import until
 
 
 def processor_time(pid: int) -> int:
@@ -22,7 +22,7 @@ def test_spinners_compute_without_a_pause_and_are_gone_after(tmp_path: Path) -> 
     with Spinners(2, tmp_path):
         started = children() - before
         assert len(started) == 2
-        for _ in until(30, "both have computed"):
+        for _ in until("both have computed"):
             if all(processor_time(pid) > 20 for pid in started):
                 break
     assert children() == before

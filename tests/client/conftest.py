@@ -24,7 +24,8 @@ from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Notification, Notifications, Refused
 
 T = TypeVar("T")
-WAIT = 10
+WAIT = 60
+"""Seconds for what takes milliseconds on an idle machine."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from kvd.client.pulls import GRACE_SECONDS
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.worker import Attached, Cancel, Pull
-from tests.simulator.cache import make_cache
-from tests.simulator.line import SimConnection, SimPool
-from tests.simulator.loop import Process
-from tests.simulator.network import Network, SimWorkerPort
-from tests.simulator.world import World
+from tests.simulator.virtual.cache import make_cache
+from tests.simulator.virtual.line import SimConnection, SimPool
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.network import Network, SimWorkerPort
+from tests.simulator.virtual.world import World
 
 
 class Host:

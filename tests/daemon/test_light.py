@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import Fleet, until
+from tests.support.fleet import Fleet, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 

@@ -11,7 +11,7 @@ from kvd.actors.runtime.supervisor import LoggingSupervisor
 from kvd.daemon import logs
 from kvd.errors import BadRequest, ErrorCode
 from kvd.metrics import Metrics
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 SECRET = "kvd1-a-ticket"  # noqa: S105
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvd.processes import Child
-from tests.e2e.fleet import until
+from tests.support.fleet import until
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy/systemd"
@@ -126,7 +126,7 @@ class Machine:
 
     def _find_leader(self) -> int:
         children = Path(f"/proc/{self._container.pid}/task/{self._container.pid}/children")
-        for _ in until(BOOT_SECONDS, "the container's first process"):
+        for _ in until("the container's first process", BOOT_SECONDS):
             if self._container.wait(0):
                 raise self._container.ended()
             for child in children.read_text().split():
@@ -136,7 +136,7 @@ class Machine:
         raise AssertionError("unreachable")
 
     def _await_boot(self) -> None:
-        for _ in until(BOOT_SECONDS, "systemd is up"):
+        for _ in until("systemd is up", BOOT_SECONDS):
             state = self.try_run("systemctl", "is-system-running")
             if state.stdout.strip() in ("running", "degraded"):
                 break

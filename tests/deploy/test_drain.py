@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.fleet import Daemon, Fleet, RemoteError, Worker, send, until
+from tests.support.fleet import PATIENCE, Daemon, Fleet, RemoteError, Worker, send, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 PULLS = 200
@@ -18,14 +18,14 @@ GRACE = 40
 
 def readiness(daemon: Daemon) -> int:
     try:
-        with urllib.request.urlopen(f"http://{daemon.serving()['http']}/readyz", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{daemon.serving()['http']}/readyz", timeout=PATIENCE) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
 
 
 def sample(daemon: Daemon, name: str) -> float:
-    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=PATIENCE) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
@@ -54,18 +54,18 @@ def test_a_drained_consumer_finishes_200_pulls_in_flight_and_takes_no_new_one(fl
     with source.paused():  # nothing can finish before the drain has begun
         for number, ticket in enumerate(offers):
             decode.call("pull", name=f"r{number}", ticket=ticket, ids=[number], timeout=GRACE)
-        for _ in until(40, "every pull is accepted"):
+        for _ in until("every pull is accepted"):
             if sample(target, "kvd_pulls_active") == PULLS:
                 break
         assert readiness(target) == 200
         began = time.monotonic()
         command = [sys.executable, "-m", "kvd.cli.main", "drain", "--socket", str(target.socket), "--wait", str(GRACE)]
         drain = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        for _ in until(40, "the drain begins"):
+        for _ in until("the drain begins"):
             if readiness(target) == 503:
                 break
         decode.call("pull", name="late", ticket=offers[0], ids=[PULLS], timeout=5)
-        refused = [event for event in decode.call("wait", timeout=5) if event.get("request") == "late"]
+        refused = [event for event in decode.call("wait", timeout=30) if event.get("request") == "late"]
         assert [event["kind"] for event in refused] == ["Failed"]
         assert "shutting_down" in str(refused[0])
     assert outcomes(decode) == {f"r{number}": "Done" for number in range(PULLS)}
@@ -87,12 +87,12 @@ def test_a_drained_producer_is_read_to_the_end_by_all_who_claimed_and_offers_not
     offers = tickets(prefill)
     for number, ticket in enumerate(offers):
         decode.call("pull", name=f"r{number}", ticket=ticket, ids=[number], timeout=GRACE)
-    for _ in until(40, "every offer is claimed"):
+    for _ in until("every offer is claimed"):
         if sample(source, 'kvd_claims_total{answer="granted"}') == PULLS:
             break
     began = time.monotonic()
     send(source.child, signal.SIGTERM)
-    for _ in until(10, "the daemon is unready or gone"):
+    for _ in until("the daemon is unready or gone"):
         if source.child.wait(0) or readiness(source) == 503:
             break
     if not source.child.wait(0):

@@ -10,7 +10,7 @@ from kvd.doctor.finding import Level
 from kvd.doctor.loopback import check_transfer
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
-from tests.e2e.fleet import Fleet
+from tests.support.fleet import Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 BLOCKS = [1, 2, 3, 4]
@@ -28,7 +28,7 @@ def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_a
     prefill, decode_worker = fleet.worker(source, "prefill-0"), fleet.worker(target, "decode-0")
     prefill.call("fill", ids=BLOCKS, value=7)
     decode_worker.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=BLOCKS), ids=BLOCKS)
-    assert decode_worker.outcome("r", 20)["kind"] == "Done"
+    assert decode_worker.outcome("r")["kind"] == "Done"
 
     with Inquiry(str(target.socket)) as inquiry:
         assert inquiry.identity.pid == target.child.pid

@@ -10,7 +10,7 @@ from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.path import Kind, is_copied, kind_of, why_slow
-from tests.e2e.fleet import Fleet
+from tests.support.fleet import Fleet
 
 BLOCKS = [1, 2, 3]
 
@@ -68,7 +68,7 @@ def pulled(fleet: Fleet) -> StatusReport:
     source, target = fleet.daemon("p"), fleet.daemon("d")
     prefill, decode_worker = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
     decode_worker.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=BLOCKS), ids=BLOCKS)
-    assert decode_worker.outcome("r", 20)["kind"] == "Done"
+    assert decode_worker.outcome("r")["kind"] == "Done"
     with Inquiry(str(target.socket)) as inquiry:
         return decode(inquiry.status(10))
 

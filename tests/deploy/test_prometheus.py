@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import Daemon, Fleet, until
+from tests.support.fleet import PATIENCE, Daemon, Fleet, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(150)]
 RULES = Path(__file__).parents[2] / "deploy/prometheus/kvd.rules.yml"
@@ -48,7 +48,7 @@ class Prometheus:
     def get(self, path: str, **query: str) -> dict:
         address = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
                 return json.loads(answer.read())["data"]
         except OSError:
             return {}  # not up yet
@@ -82,8 +82,8 @@ def test_prometheus_scrapes_a_pair_and_sees_a_pull_and_an_alert(
     source, target = pair
     prefill, decode = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
     decode.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=BLOCKS), ids=BLOCKS)
-    assert decode.outcome("r", 20)["kind"] == "Done"
-    for _ in until(60, "both daemons are scraped, and the pull with them"):
+    assert decode.outcome("r")["kind"] == "Done"
+    for _ in until("both daemons are scraped, and the pull with them"):
         if prometheus.value("sum(kvd_ready)") == 2 and prometheus.value('kvd_pulls_total{outcome="done"}') == 1:
             break
     assert prometheus.value("sum(up)") == 2
@@ -92,7 +92,7 @@ def test_prometheus_scrapes_a_pair_and_sees_a_pull_and_an_alert(
     (group,) = prometheus.get("rules")["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
     source.kill()
-    for _ in until(30, "the lost daemon is an alert"):
+    for _ in until("the lost daemon is an alert"):
         alerts = {alert["labels"]["alertname"] for alert in prometheus.get("alerts").get("alerts", [])}
         if "KvdDown" in alerts:
             break

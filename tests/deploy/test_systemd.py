@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.deploy.machine import Machine, tree, why_not
-from tests.e2e.fleet import RemoteError, Worker, until
+from tests.support.fleet import RemoteError, Worker, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
 BLOCKS = list(range(32))
@@ -63,7 +63,7 @@ def pull(prefill: Worker, decode: Worker, number: int) -> str:
 
 
 def restarted(machine: Machine, unit: str, before: str) -> None:
-    for _ in until(120, f"{unit} is restarted"):
+    for _ in until(f"{unit} is restarted", 120):
         if machine.show(unit, "MainPID") not in (before, "0") and machine.show(unit, "ActiveState") == "active":
             return
 
@@ -89,7 +89,7 @@ def test_a_stopped_daemon_is_restarted_by_the_watchdog_and_its_worker_goes_on(
     restarted(machine, "kvd@1", before)
     assert int(machine.show("kvd@1", "NRestarts")) >= 1
     assert "atchdog" in machine.run("journalctl", "--no-pager", "--unit=kvd@1", "--lines=60")
-    for _ in until(60, "the worker pulls again"):
+    for _ in until("the worker pulls again"):
         if pull(prefill, decode, 1000 + next(COUNT)) == "Done":
             break
     assert not decode.child.wait(0)
@@ -108,7 +108,7 @@ def test_a_restart_under_load_keeps_the_pools_bytes_and_the_workers(
         outcomes.append(pull(prefill, decode, 2000 + next(COUNT)))
     restart.start()
     after_restart = 0
-    for _ in until(120, "pulls are done again after the restart"):
+    for _ in until("pulls are done again after the restart", 120):
         outcomes.append(pull(prefill, decode, 2000 + next(COUNT)))
         after_restart += outcomes[-1] == "Done" and not restart.is_alive()
         if after_restart >= 5:
@@ -133,6 +133,6 @@ def test_the_store_keeps_a_pool_whose_worker_is_gone_too(machine: Machine) -> No
     held = int(machine.show("kvd@0", "NFileDescriptorStore"))
     second.call("detach")
     second.child.stop()
-    for _ in until(20, "the store gives an ended pool back"):
+    for _ in until("the store gives an ended pool back"):
         if int(machine.show("kvd@0", "NFileDescriptorStore")) < held:
             break

@@ -16,9 +16,9 @@ from kvd.client import Blocks, Done, Failed, Released, Worker
 from kvd.layout import CacheSpec, Shard
 from kvd.layout.models import LayerKind, Model, even_stages, model_spec
 from kvd.protocol import ticket
-from tests.e2e.fleet import Daemon
 from tests.plan.layout_reference import Blocks as Table
 from tests.plan.layout_reference import contents, positions_needed
+from tests.support.fleet import Daemon
 
 SECONDS = 30.0
 NAMES = itertools.count(1)

@@ -20,7 +20,7 @@ FLAGS = {
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_the_demo_gives_the_tokens_of_a_single_engine(flags):
     command = [sys.executable, "-m", "kvd.cli.main", "demo", "--requests", "6", "--tokens", "3", "--json", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert report["total"]["tokens_equal"]

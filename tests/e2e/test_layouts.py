@@ -9,7 +9,7 @@ from kvd.layout import Chunked, Full, Sliding, State
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, Section
 from tests.e2e.engines import as_blocks, engines, fill, model, move, noise, outcome, seeded, specs
-from tests.e2e.fleet import Fleet, until, without_lease
+from tests.support.fleet import Fleet, until, without_lease
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,7 @@ def sample():
     return [(*pair, next(sizes), next(blocks), next(stages)) for pair in pairs]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("ours", "theirs", "tp", "block", "pp"), sample(), ids=str)
 def test_any_layout_fills_any_other(daemons, ours, theirs, tp, block, pp):
     producer = specs(ATTENTION, ours, tp=tp[0], pp=pp[0], block=block[0])
@@ -60,6 +61,7 @@ def test_any_layout_fills_any_other(daemons, ours, theirs, tp, block, pp):
         move(*both, TOKENS, seeded(str((ours, theirs))))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tp", [(1, 2), (4, 1), (2, 4)], ids=str)
 @pytest.mark.parametrize("what", [MLA, HYBRID, LOCAL, RECURRENT], ids=["mla", "sliding", "chunked", "mamba2"])
 def test_any_kind_of_cache_is_moved_from_ranks_to_ranks(daemons, what, tp):
@@ -99,7 +101,7 @@ def test_a_pull_is_done_only_when_every_rank_has_contributed(daemons):
         (worker,) = consumer.workers
         with second.paused():
             consumer.pull("slow", text, wanted)
-            for _ in until(5, "only the second rank is waited for"):
+            for _ in until("only the second rank is waited for"):
                 if worker.status()["scheduler"]["transfers"] == {"claiming": 1}:
                     break
             assert worker.poll() == []

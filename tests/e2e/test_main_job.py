@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.fleet import RemoteError, send, until
+from tests.support.fleet import PATIENCE, RemoteError, send, until
 
 pytestmark = pytest.mark.e2e
 
@@ -23,19 +23,19 @@ def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(pair):
     prefill.call("fill", ids=[9], value=8)
     ticket = prefill.call("offer", name="r", ids=[1, 2, 9])
     decode.call("pull", name="r", ticket=ticket, ids=[30, 4, 50])
-    assert decode.outcome("r", 10)["kind"] == "Done"
+    assert decode.outcome("r")["kind"] == "Done"
     assert decode.call("values", ids=[30, 4, 50]) == [7, 7, 8]
     assert decode.call("untouched", ids=[30, 4, 50], value=0)
-    assert prefill.outcome("r", 10) == {"kind": "Released", "offer": "r", "reason": "read"}
+    assert prefill.outcome("r") == {"kind": "Released", "offer": "r", "reason": "read"}
 
 
 def test_a_pull_may_come_before_its_offer(pair):
     _, _, prefill, decode = pair
     ticket = prefill.call("offer", name="early", ids=[1])
     prefill.call("cancel", name="early")
-    assert prefill.outcome("early", 10)["reason"] == "withdrawn"
+    assert prefill.outcome("early")["reason"] == "withdrawn"
     decode.call("pull", name="late", ticket=ticket, ids=[1])
-    ended = decode.outcome("late", 10)
+    ended = decode.outcome("late")
     assert (ended["kind"], ended["code"]) == ("Failed", "offer_gone")
     assert "withdrawn" in ended["text"]
 
@@ -50,9 +50,9 @@ def test_a_withdrawn_offer_that_is_overwritten_in_mid_read_never_ends_as_done(fl
         ticket = prefill.call("offer", name=f"r{turn}", ids=every)
         decode.call("pull", name=f"r{turn}", ticket=ticket, ids=every)
         prefill.call("cancel", name=f"r{turn}")
-        assert prefill.outcome(f"r{turn}", 10)["kind"] == "Released"
+        assert prefill.outcome(f"r{turn}")["kind"] == "Released"
         prefill.call("fill", ids=every, value=2)
-        if decode.outcome(f"r{turn}", 20)["kind"] == "Done":  # the fence came before the withdrawal
+        if decode.outcome(f"r{turn}")["kind"] == "Done":  # the fence came before the withdrawal
             assert decode.call("values", ids=every) == [1] * 256
 
 
@@ -72,10 +72,10 @@ def test_bad_requests_are_refused_with_what_was_wrong_and_change_nothing(pair):
         ("more", ticket, [3, 4], "bad_blocks"),
     ):
         decode.call("pull", name=request, ticket=text, ids=ids)
-        ended = decode.outcome(request, 10)
+        ended = decode.outcome(request)
         assert (ended["kind"], ended["code"], ended["quarantined"]) == ("Failed", code, False), ended
     decode.call("pull", name="right", ticket=ticket, ids=[3])
-    assert decode.outcome("right", 10)["kind"] == "Done"
+    assert decode.outcome("right")["kind"] == "Done"
     assert decode.call("untouched", ids=[], value=0)
 
 
@@ -83,7 +83,7 @@ def test_a_worker_that_comes_back_finds_its_pool_and_its_bytes(fleet, pair):
     producer, _, prefill, decode = pair
     prefill.call("fill", ids=[5], value=9)
     prefill.kill()
-    for _ in until(20, "the pool is free for a successor"):
+    for _ in until("the pool is free for a successor"):
         try:
             again = fleet.worker(producer, "prefill")
         except RemoteError as error:
@@ -93,7 +93,7 @@ def test_a_worker_that_comes_back_finds_its_pool_and_its_bytes(fleet, pair):
     assert again.attached["kept"]
     ticket = again.call("offer", name="r", ids=[5])
     decode.call("pull", name="r", ticket=ticket, ids=[6])
-    assert decode.outcome("r", 10)["kind"] == "Done"
+    assert decode.outcome("r")["kind"] == "Done"
     assert decode.call("values", ids=[6]) == [9]
 
 
@@ -103,12 +103,12 @@ def test_a_daemon_that_was_killed_gets_its_pools_back_from_the_workers(pair, sid
     prefill.call("fill", ids=[5], value=9)
     (producer if side == "producer" else consumer).restart()
     worker = prefill if side == "producer" else decode
-    for _ in until(20, "the worker is attached again"):
+    for _ in until("the worker is attached again"):
         if any(event["kind"] == "Reattached" for event in worker.call("wait", timeout=1)):
             break
     ticket = prefill.call("offer", name="r", ids=[5])
     decode.call("pull", name="r", ticket=ticket, ids=[6])
-    assert decode.outcome("r", 15)["kind"] == "Done"
+    assert decode.outcome("r")["kind"] == "Done"
     assert decode.call("values", ids=[6]) == [9]
 
 
@@ -116,8 +116,8 @@ def test_sigterm_ends_a_daemon_cleanly_and_its_worker_is_told(pair):
     producer, _, prefill, _ = pair
     prefill.call("offer", name="r", ids=[1])
     send(producer.child, signal.SIGTERM)
-    assert prefill.outcome("r", 10)["reason"] == "shutdown"
-    assert producer.child.wait(10)
+    assert prefill.outcome("r")["reason"] == "shutdown"
+    assert producer.child.wait(PATIENCE)
     entries = [json.loads(line) for line in producer.log.read_text().splitlines()]
     assert entries[-1]["event"] == "stopped"
     assert "status 0" in str(producer.child.ended())
@@ -128,7 +128,7 @@ def test_the_http_port_answers_for_prometheus_and_probes(pair):
     http = producer.serving()["http"]
 
     def get(path):
-        with urllib.request.urlopen(f"http://{http}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{http}{path}", timeout=PATIENCE) as answer:
             return answer.status, answer.read().decode()
 
     assert get("/livez") == (200, "alive\n")

@@ -25,7 +25,7 @@ main()
 def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp_path):
     flags = ["serve", "--name", "d", "--socket", str(tmp_path / "d.sock")]
     command = [sys.executable, "-c", SERVE_UNTIL_READY, *flags, "--http", "127.0.0.1:0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("objects")]
     frozen, left = map(int, line.split()[1:])
     assert frozen > 50_000
@@ -41,7 +41,7 @@ def test_a_daemons_threads_are_ordinary_ones(fleet):
     for turn in range(2):  # with the first read of a peer each thread learns that it copies
         ticket = prefill.call("offer", name=f"r{turn}", ids=every)
         decode.call("pull", name=f"r{turn}", ticket=ticket, ids=every)
-        assert decode.outcome(f"r{turn}", 20)["kind"] == "Done"
+        assert decode.outcome(f"r{turn}")["kind"] == "Done"
     tasks = [int(task) for daemon in (producer, consumer) for task in os.listdir(f"/proc/{daemon.child.pid}/task")]
     assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {os.getpriority(os.PRIO_PROCESS, 0)}
     assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_OTHER}

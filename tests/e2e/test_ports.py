@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.ports import endpoint, listening
+from tests.support.ports import endpoint, listening
 
 pytestmark = pytest.mark.e2e
 

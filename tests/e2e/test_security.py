@@ -6,14 +6,14 @@ import urllib.request
 import pytest
 
 from tests.discovery.responder import Responder
-from tests.e2e.fleet import Fleet, send, until
-from tests.e2e.keyring import Keyring
+from tests.support.fleet import PATIENCE, Fleet, send, until
+from tests.support.keyring import Keyring
 
 pytestmark = pytest.mark.e2e
 
 
 def rejected(daemon, reason):
-    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=PATIENCE) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith(f'kvd_peers_rejected_total{{reason="{reason}"}}'):
                 return float(line.split()[1])
@@ -28,14 +28,14 @@ def test_blocks_move_between_daemons_on_the_list_until_sighup_takes_one_off(flee
     prefill.call("fill", ids=[1], value=7)
     ticket = prefill.call("offer", name="r", ids=[1])
     decode.call("pull", name="r", ticket=ticket, ids=[3])
-    assert decode.outcome("r", 20)["kind"] == "Done"
+    assert decode.outcome("r")["kind"] == "Done"
     assert decode.call("values", ids=[3]) == [7]
 
     ring.write("p")
     _read_list_again(producer)
     late = prefill.call("offer", name="late", ids=[1])
     decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
-    ended = decode.outcome("late", 20)
+    ended = decode.outcome("late")
     assert ended["kind"] == "Failed", ended
     assert decode.call("values", ids=[4]) == [0]
     assert rejected(producer, "unknown_key") > 0
@@ -51,8 +51,8 @@ def test_a_daemon_reads_the_pools_that_its_line_names_and_no_others(fleet: Fleet
     decode = fleet.worker(consumer, "decode")
     for worker, name, value, kind in ((prefill, "may", 7, "Done"), (other, "may-not", 8, "Failed")):
         worker.call("fill", ids=[1], value=value)
-        decode.call("pull", name=name, ticket=worker.call("offer", name=name, ids=[1]), ids=[3], timeout=5.0)
-        ended = decode.outcome(name, 20)
+        decode.call("pull", name=name, ticket=worker.call("offer", name=name, ids=[1]), ids=[3])
+        ended = decode.outcome(name)
         assert ended["kind"] == kind, ended
         assert decode.call("values", ids=[3]) == [7]
     assert "other" in ended["text"]
@@ -61,7 +61,7 @@ def test_a_daemon_reads_the_pools_that_its_line_names_and_no_others(fleet: Fleet
     _read_list_again(producer)
     late = prefill.call("offer", name="late", ids=[1])
     decode.call("pull", name="late", ticket=late, ids=[4], timeout=5.0)
-    assert decode.outcome("late", 20)["kind"] == "Failed"
+    assert decode.outcome("late")["kind"] == "Failed"
     assert decode.call("values", ids=[4]) == [0]
 
 
@@ -71,13 +71,13 @@ def test_a_daemon_without_a_key_moves_nothing(fleet: Fleet, tmp_path):
     prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
     ticket = prefill.call("offer", name="r", ids=[1])
     decode.call("pull", name="r", ticket=ticket, ids=[3])
-    ended = decode.outcome("r", 20)
+    ended = decode.outcome("r")
     assert ended["kind"] == "Failed"
     assert "uses CURVE and this one does not; give it `curve_key` and `curve_peers`" in ended["text"]
 
 
 def has_met(daemon):
-    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{daemon.serving()['http']}/metrics", timeout=PATIENCE) as answer:
         return 'kvd_peers{state="ready"} 1.0' in answer.read().decode()
 
 
@@ -88,7 +88,7 @@ def test_a_daemon_in_the_peer_file_is_met_before_anybody_pulls(fleet: Fleet, tmp
     producer, consumer = start_p(), start_d(peers=str(peers))
     place = producer.serving()["address"].partition("#")[0]
     peers.write_text(f"p {place}\n")
-    for _ in until(20, "the daemons have met"):
+    for _ in until("the daemons have met"):
         if has_met(consumer):
             break
 
@@ -102,7 +102,7 @@ def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_p
         responder.records["_kvd._tcp.p.example", "SRV"] = (5, f"0 0 {port} p.example.")
         responder.records["p.example", "A"] = (5, "127.0.0.1")
         consumer = start_d(peers_dns="_kvd._tcp.p.example", dns_server=responder.address)
-        for _ in until(20, "the daemons have met"):
+        for _ in until("the daemons have met"):
             if has_met(consumer):
                 break
 
@@ -110,6 +110,6 @@ def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_p
 def _read_list_again(producer) -> None:
     """Has a daemon read its allow-list again, which takes a right from somebody: returns when a pool has new keys."""
     send(producer.child, signal.SIGHUP)
-    for _ in until(10, "the pool has new keys"):
+    for _ in until("the pool has new keys"):
         if '"pool registered anew"' in producer.log.read_text():
             break

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvd.transport.nixl.transport import STOP_SECONDS
-from tests.e2e.fleet import send, until
+from tests.support.fleet import send, until
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ def ended(child):
 
 def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # a paused producer stalls a read over TCP
-    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1")
+    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1", heartbeat="10")
     prefill = fleet.worker(producer, "prefill", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     decode = fleet.worker(consumer, "decode", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     prefill.call("fill", ids=IDS, value=7)
@@ -40,7 +40,7 @@ def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, m
         decode.call("clear")
         ticket = prefill.call("offer", name=f"r{turn}", ids=IDS)
         decode.call("pull", name=f"r{turn}", ticket=ticket, ids=IDS, timeout=60.0)
-        for _ in until(20, "the first bytes have landed"):
+        for _ in until("the first bytes have landed"):
             if 7 in decode.call("values", ids=IDS):
                 break
         with producer.paused():
@@ -51,11 +51,11 @@ def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, m
             while listens(consumer.socket):
                 time.sleep(0.01)
             closed = time.monotonic()
-            for _ in until(STOP_SECONDS + 10, "the daemon has ended"):
+            for _ in until("the daemon has ended", STOP_SECONDS + 30):
                 if ended(consumer.child):
                     break
             assert time.monotonic() - closed < STOP_SECONDS / 2
-            failed = decode.outcome(f"r{turn}", 20)
+            failed = decode.outcome(f"r{turn}")
             assert (failed["kind"], failed["code"]) == ("Failed", "shutting_down")
             return
     pytest.fail("the producer was never paused in the middle of a read")

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.e2e.fleet import send, until
+from tests.support.fleet import send, until
 
 pytestmark = pytest.mark.e2e
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -59,8 +59,8 @@ def test_the_spans_of_both_daemons_reach_a_collector_as_one_trace(fleet, collect
     decode = fleet.worker(fleet.daemon("d"), "decode")
     ticket = prefill.call("offer", name="o", ids=[1, 2])
     decode.call("pull", name="r", ticket=ticket, ids=[1, 2], traceparent=TRACEPARENT)
-    assert decode.outcome("r", 20)["kind"] == "Done"
-    for _ in until(20, "the spans of both daemons"):
+    assert decode.outcome("r")["kind"] == "Done"
+    for _ in until("the spans of both daemons"):
         if {"kvd.pull", "kvd.transfer", "kvd.claim"} <= {span.name for _, span in collector.spans}:
             break
     by_name = {span.name: (daemon, span) for daemon, span in collector.spans}
@@ -76,7 +76,7 @@ def test_a_collector_that_does_not_answer_costs_no_pull_and_delays_no_exit(fleet
     source, target = fleet.daemon("p"), fleet.daemon("d")
     prefill, decode = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
     decode.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=[1]), ids=[1])
-    assert decode.outcome("r", 20)["kind"] == "Done"
+    assert decode.outcome("r")["kind"] == "Done"
     send(target.child, signal.SIGTERM)
     assert target.child.wait(8)
     assert "Exporter" in target.log.read_text() or "export" in target.log.read_text()

@@ -16,7 +16,7 @@ from kvd.client import Blocks, Done, Worker
 from kvd.errors import KvdError
 
 BLOCKS, BLOCK_BYTES = 16, 16 * 1024
-PULL_SECONDS = 10.0
+PULL_SECONDS = 30.0
 PAUSE_SECONDS = 0.003
 START_SECONDS = 60.0
 

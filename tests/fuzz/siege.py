@@ -14,7 +14,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.stage import Resources, Stage, resources
 
 SAMPLE_SECONDS = 0.2
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 60.0
 """How long the daemon may take to be what it was: links, sessions and pools of attackers end by time-outs."""
 STEADY_BYTES = 1 << 20
 END_SECONDS = 5.0

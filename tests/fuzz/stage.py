@@ -1,11 +1,8 @@
 """What is attacked: a daemon with its honest neighbour, and what can be seen of it from outside."""
 
-import contextlib
 import json
 import os
-import re
 import select
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,14 +16,15 @@ from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
 from kvd.processes import Child, Processes
 from kvd.protocol.status import StatusReport, decode
-from tests.e2e.fleet import Fleet
-from tests.e2e.keyring import Keyring
 from tests.fuzz.attack import Place
 from tests.fuzz.attackers import Counts, Orders
 from tests.fuzz.honest import Pulls
+from tests.support.fleet import Fleet
+from tests.support.keyring import Keyring
+from tests.support.ports import listening
 
 T = TypeVar("T")
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 30.0
 START_SECONDS = 90.0
 MIB = 1 << 20
 
@@ -48,22 +46,6 @@ def resources(pid: int) -> Resources:
         raise ProcessLookupError(pid)
     resident = int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])
     return Resources(1024 * resident, len(os.listdir(process / "fd")), int(fields["Threads"]))
-
-
-def listening(pid: int) -> tuple[str, ...]:
-    """TCP addresses, `host:port`, that a process listens on."""
-    inodes = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")):
-                inodes.add(match[1])
-    found = []
-    for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = row.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            host, port = (bytes.fromhex(part) for part in fields[1].split(":"))
-            found.append(f"{socket.inet_ntoa(host[::-1])}:{int.from_bytes(port, 'big')}")
-    return tuple(sorted(found))
 
 
 class Lines:
@@ -131,12 +113,13 @@ class Stage:
         """Where the target is attacked."""
         near, target = (self._status(daemon) for daemon in (self.near, self.target))
         own = (target.http, target.address.partition("#")[0].removeprefix("tcp://"))
+        ports = sorted(f"{host}:{port}" for host, port in listening(self.target.child.pid))
         return Place(
             pid=self.target.child.pid,
             socket=str(self.target.socket),
             address=target.address,
             http=target.http,
-            ports=tuple(each for each in listening(self.target.child.pid) if each not in own),
+            ports=tuple(port for port in ports if port not in own),
             near=near.address,
             key=self._evil,
         )

@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from benchmarks.hosts.namespaces import Hosts, why_not
-from tests.e2e.fleet import Fleet
-from tests.e2e.keyring import Keyring
 from tests.hosts.stage import HEARTBEAT, PORT, Stage
+from tests.support.fleet import Fleet
+from tests.support.keyring import Keyring
 
 MISSING = why_not()
 

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tests.e2e.fleet import RemoteError, until
+from tests.support.fleet import PATIENCE, RemoteError, until
 
 PORT = 7710
 HEARTBEAT = 1.0
@@ -20,7 +20,7 @@ class Stage:
         self._turn = 0
 
     def _attach(self, name):
-        for _ in until(30, f"{name} is attached"):
+        for _ in until(f"{name} is attached"):
             with contextlib.suppress(RemoteError):  # the daemon has not seen yet that its predecessor is dead
                 return self._fleet.worker(self.daemons[name], name, blocks=BLOCKS, block_bytes=BLOCK_BYTES)
         raise AssertionError("unreachable")
@@ -36,13 +36,13 @@ class Stage:
 
     def wait_landing(self, consumer, value):
         """Until the first blocks of a pull have landed, and most have not."""
-        for _ in until(20, f"{consumer} reads in mid-transfer"):
+        for _ in until(f"{consumer} reads in mid-transfer"):
             landed = self.workers[consumer].call("values", ids=LONG).count(value)
             if landed:
                 assert landed < len(LONG) // 2
                 break
 
-    def arrived(self, consumer, name, value, seconds):
+    def arrived(self, consumer, name, value, seconds=PATIENCE):
         ended = self.workers[consumer].outcome(name, seconds)
         assert ended["kind"] == "Done", f"{ended}, {self.workers[consumer].call('status')}"
         assert self.workers[consumer].call("values", ids=LONG) == [value] * len(LONG)
@@ -55,7 +55,7 @@ class Stage:
 
     def recover(self, producer, consumer, seconds=30):
         """The quarantine ends by itself, and a pull arrives again."""
-        for _ in until(seconds, "the quarantine is over"):
+        for _ in until("the quarantine is over", seconds):
             if not self.workers[consumer].call("status")["scheduler"]["quarantined"]:
                 break
         self.arrived(consumer, *self.pull(producer, consumer, timeout=seconds), seconds=seconds)
@@ -66,7 +66,7 @@ class Stage:
         self.hosts[name].readdress(address)
         self.daemons[name].flags["listen"] = f"tcp://{address}:{PORT}"
         self.daemons[name].start()
-        for _ in until(20, f"the worker of {name} is attached again"):
+        for _ in until(f"the worker of {name} is attached again"):
             if any(event["kind"] == "Reattached" for event in self.workers[name].call("wait", timeout=1)):
                 break
 

@@ -8,13 +8,13 @@ from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from tests.e2e.engines import engines, model, move, seeded, specs
-from tests.e2e.ports import endpoint, listening
 from tests.hosts.stage import HEARTBEAT, MEGABITS, SHORT
+from tests.support.ports import endpoint, listening
 
 pytestmark = pytest.mark.timeout(180)
 ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))
-FOUND = 4 * HEARTBEAT + 0.5
-"""Three heartbeats without an answer, seen at the next one; and what this machine may take for it."""
+FOUND = 4 * HEARTBEAT + 3.0
+"""Three heartbeats without an answer, noticed at the next one, and what a busy machine may add."""
 CUTS = {
     "both ways": (lambda p, d: p.unplug(), lambda p, d: p.plug()),
     "from producer to consumer": (lambda p, d: p.mute(d), lambda p, d: p.unmute(d)),
@@ -63,13 +63,13 @@ def test_a_link_that_is_cut_in_mid_transfer_costs_its_own_pulls_and_comes_back_b
     spared = stage.pull("p1", "d1", timeout=60.0)
     sever(*ends)
     severed = time.monotonic()
-    ended = stage.workers["d0"].outcome(hurried, 0.7 + 0.5)
+    ended = stage.workers["d0"].outcome(hurried, 0.7 + 3.0)
     assert (ended["kind"], ended["code"]) == ("Failed", "deadline")
     ended = stage.workers["d0"].outcome(patient, FOUND)
     assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
     assert time.monotonic() - severed < FOUND
     assert stage.peer("d0", "p0")["state"] == "greeting"
-    stage.arrived("d1", *spared, seconds=20)
+    stage.arrived("d1", *spared)
     mend(*ends)
     stage.recover("p0", "d0")
     move_between_engines(stage)
@@ -85,7 +85,7 @@ def test_a_host_that_loses_power_in_mid_transfer_is_missed_in_time_and_welcome_w
     if victim == "p0":
         ended = stage.workers["d0"].outcome(torn, FOUND)
         assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
-    stage.arrived("d1", *spared, seconds=20)
+    stage.arrived("d1", *spared)
     stage.boot(victim)
     stage.recover("p0", "d0")
     move_between_engines(stage)

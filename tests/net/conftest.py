@@ -47,7 +47,7 @@ class Inbox:
         self._arrived.set()
 
     async def until(self, condition: Callable[[list[Any]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition(self.events):
                 self._arrived.clear()
                 await self._arrived.wait()

@@ -18,6 +18,7 @@ GATED_DELTA_NET = (Section("q", 8, 2), Section("k", 8, 2), Section("v", 8, 3))
 MAMBA1 = (Section("x", 16, 1),)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("consumer", LAYOUTS)
 @pytest.mark.parametrize("producer", LAYOUTS)
 def test_any_layout_fills_any_other_at_every_pair_of_sizes(producer: str, consumer: str) -> None:
@@ -27,6 +28,7 @@ def test_any_layout_fills_any_other_at_every_pair_of_sizes(producer: str, consum
         assert move(sources, destinations[turn * 3 % theirs], tokens=18).bytes > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("consumer", ["packed-nhd", "cross-layer-nhd"])
 @pytest.mark.parametrize("producer", ["packed-nhd", "cross-layer-nhd"])
 def test_latents_and_their_indexer_come_from_one_rank_at_every_pair_of_sizes(producer: str, consumer: str) -> None:
@@ -36,6 +38,7 @@ def test_latents_and_their_indexer_come_from_one_rank_at_every_pair_of_sizes(pro
         assert len(move(sources, destinations[turn * 3 % theirs], tokens=18).plans) == 1
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("sections", [MAMBA1, MAMBA2, GATED_DELTA_NET], ids=["mamba1", "mamba2", "gated-delta-net"])
 @pytest.mark.parametrize(
     "layouts", list(itertools.product(["packed-nhd", "cross-layer-nhd"], repeat=2)), ids="-to-".join

@@ -32,6 +32,7 @@ def plans(case: Case) -> list[tuple[int, Descriptors]]:
     ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("few", [0, 1 << 20], ids=["in arrays", "one by one"])
 @pytest.mark.parametrize("part", range(6))  # cut, so that no part comes near the time that a test may take
 @thorough

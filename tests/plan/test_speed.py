@@ -1,4 +1,4 @@
-"""The figures that planning is held to (`kvd bench --plan` prints them), and that it does not loop over blocks."""
+"""The figures that planning must meet (`python -m benchmarks.plan` prints them); it must not loop over blocks."""
 
 import sys
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvd.client import Offered
 from kvd.engines.vllm.metadata import OfferOrder, PullOrder
-from kvd.engines.vllm.transfer_params import Handover
+from kvd.engines.vllm.transfer_params import TransferParams
 from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol import worker as wire
@@ -162,7 +162,7 @@ def test_a_stamp_is_of_the_secret_the_generation_and_the_proof() -> None:
         Pull(1, "r", f"kvd1.{SECRET.decode()}", (), 1.0),
         wire.Offered(1, f"kvd1.{SECRET.decode()}"),
         Offered("o", f"kvd1.{SECRET.decode()}"),
-        Handover(f"kvd1.{SECRET.decode()}", 7),
+        TransferParams(f"kvd1.{SECRET.decode()}", 7),
         OfferOrder("r", "o", 7, (), SECRET),
         PullOrder("r", "p", f"kvd1.{SECRET.decode()}", (), waits=True),
     ],

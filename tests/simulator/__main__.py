@@ -1,7 +1,8 @@
-"""`kvd sim`: runs simulated worlds by seed, checks the promises in each, and shows the trace of a violation."""
+"""`python -m tests.simulator`: runs simulated worlds by seed, checks the promises, shows the trace of a violation."""
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -10,18 +11,18 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tests.simulator.pieces import ON, WAITING, Piece
 from tests.simulator.run import Result, run_seed
+from tests.simulator.traffic.pieces import ON, WAITING, Piece
 
 _TAIL = 60
-"""Lines of the trace that are shown of a violation."""
+"""Lines of the trace that are shown before a violation."""
 _CHUNK = 20
-"""Seeds that a process is given at a time."""
+"""Seeds given to a process at a time."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds this command."""
-    parser = subparsers.add_parser("sim", help="simulate fleets and check the promises", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the seeds; returns 1 if one of them breaks a promise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator", description="Simulates fleets by seed.")
     parser.add_argument("--seeds", type=int, default=500, help="how many seeds (default 500)")
     parser.add_argument("--from", dest="start", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, help="only this seed")
@@ -34,14 +35,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=list(Piece),
         action="append",
         default=[],
-        help="generate this too: " + ", ".join(sorted(WAITING)),
+        help="also generate one of these: " + ", ".join(sorted(WAITING)),
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes to use (default 1)")
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs the seeds; 1 where one of them breaks a promise."""
+    args = parser.parse_args(arguments)
     console, pieces = Console(), ON | set(args.also)
     if args.seed is not None:
         return _show(console, run_seed(args.seed, pieces=pieces), whole=args.trace)
@@ -70,21 +67,11 @@ def _results(seeds: range, jobs: int, pieces: frozenset[Piece]) -> Iterator[Resu
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> "Iterator[_Advance]":
+def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Advance(progress, total)
-
-
-class _Advance:
-    """One step of the progress bar at each call."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("seeds", total=total)
-
-    def __call__(self) -> None:
-        self._progress.advance(self._task)
+        task = progress.add_task("seeds", total=total)
+        yield lambda: progress.advance(task)
 
 
 def _show(console: Console, result: Result, *, whole: bool) -> int:
@@ -100,12 +87,12 @@ def _show(console: Console, result: Result, *, whole: bool) -> int:
 
 
 def _end(result: Result) -> int:
-    """One past the first violation."""
+    """The index after the first violation."""
     return next(index for index, line in enumerate(result.trace) if line[1] == "VIOLATION") + 1
 
 
 def _readable(line: tuple[object, ...]) -> str:
-    """One line of a trace, its frame decoded."""
+    """A line of the trace with its frame decoded."""
     words = list(line[1:])
     if words and isinstance(words[-1], bytes):
         try:
@@ -113,3 +100,7 @@ def _readable(line: tuple[object, ...]) -> str:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             words[-1] = words[-1].hex()
     return f"{line[0]:9.4f}  " + " ".join(str(word) for word in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

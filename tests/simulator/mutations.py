@@ -31,9 +31,9 @@ from kvd.state import lease as lease_machine
 from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
-from tests.simulator import bounds as small
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
+from tests.simulator.checks import bounds as small
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
 from tests.support.fake_fabric import FakeFabric, FakeRead, Fault
 from tests.support.fake_transport import FakeTransport
 

@@ -1,20 +1,20 @@
-"""One run: a seed makes a world, things happen and go wrong in it, it is healed, and must come to rest."""
+"""One run: a seed makes a world; requests and faults happen; it is healed and must become idle."""
 
 from dataclasses import dataclass, field
 
 from kvd.layout.presets import LAYOUTS
-from tests.simulator import quiescence as rest
-from tests.simulator.bounds import small_bounds
-from tests.simulator.engines import Router, make_engine
-from tests.simulator.fabric import SimFabric
-from tests.simulator.fleet import Daemon
-from tests.simulator.hostile import Hostile
-from tests.simulator.inspector import Inspector
-from tests.simulator.network import Network
-from tests.simulator.pieces import ON, Piece
-from tests.simulator.promises import Promise
-from tests.simulator.schedule import ACTIVE, Schedule
-from tests.simulator.world import World
+from tests.simulator.checks import quiescence
+from tests.simulator.checks.bounds import small_bounds
+from tests.simulator.checks.inspector import Inspector
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.engines import Router, make_engine
+from tests.simulator.traffic.hostile import Hostile
+from tests.simulator.traffic.pieces import ON, Piece
+from tests.simulator.traffic.schedule import ACTIVE, Schedule
+from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import Network
+from tests.simulator.virtual.world import World
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Result:
 
 
 def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = ON) -> Result:
-    """Runs the world of `seed`, of `pieces`; equal ones give equal results, to the hash of the trace."""
+    """Runs the world of `seed` and `pieces`; equal arguments give equal results, down to the hash of the trace."""
     world = World(seed, pieces)
     with small_bounds(wanted=Piece.SMALL_BOUNDS in world.pieces):
         router = _run(world)
@@ -47,7 +47,7 @@ def run_seed(seed: int, *, keep_trace: bool = True, pieces: frozenset[Piece] = O
 
 
 def _run(world: World) -> Router:
-    """From the making of a world to its rest."""
+    """Runs a world from its making until it is idle."""
     rng = world.rng
     network, fabric = Network(world), SimFabric(world)
     daemons = [Daemon(world, network, fabric, f"d{number}") for number in range(rng.randint(2, 4))]
@@ -76,7 +76,7 @@ def _run(world: World) -> Router:
     try:
         world.loop.run_until(ACTIVE + 0.1)
         schedule.heal()
-        rest.settle(world, daemons, router)
+        quiescence.settle(world, daemons, router)
     except Exception as error:  # noqa: BLE001 - whatever is raised in a world is what the run found
         world.violate(Promise.SOUND, f"{type(error).__name__}: {error}")
         world.crash = error

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.simulator.loop import Process, VirtualLoop
+from tests.simulator.virtual.loop import Process, VirtualLoop
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
-"""Every mechanism behind a promise is missed by the simulator when it is taken out."""
+"""The simulator notices when any mechanism behind a promise is removed."""
 
 import os
 
 import pytest
 
+from tests.simulator.checks.promises import Promise
 from tests.simulator.mutations import MUTATIONS
-from tests.simulator.pieces import WAITING
-from tests.simulator.promises import Promise
 from tests.simulator.run import run_seed
+from tests.simulator.traffic.pieces import WAITING
 
 MOST = 2000
 QUICK = "KVD_ALL_MUTATION_SEEDS" not in os.environ
@@ -15,6 +15,7 @@ QUICK = "KVD_ALL_MUTATION_SEEDS" not in os.environ
 which seeds find each: `-o junit_logging=all --junit-xml=FILE`."""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_simulator_finds_that(mutation, monkeypatch, record_property):

@@ -1,4 +1,4 @@
-"""Rights are withdrawn in the middle of everything else that goes wrong."""
+"""Rights are withdrawn in the middle of all other faults."""
 
 import random
 
@@ -6,14 +6,14 @@ import pytest
 
 from kvd.actors.pools.messages import RenewPool
 from tests.simulator.run import run_seed
-from tests.simulator.schedule import ACTIVE, Schedule
+from tests.simulator.traffic.schedule import ACTIVE, Schedule
 
 SEEDS, BATCH = 60, 10
 
 
 @pytest.fixture
 def withdrawals(monkeypatch):
-    """Pools are registered anew at moments of their own, which leaves the rest of a seed's world as it is."""
+    """Registers pools anew at times drawn separately, which leaves the rest of a seed's world as it is."""
     plan, done = Schedule.plan, []
 
     def also(schedule):
@@ -35,6 +35,7 @@ def withdrawals(monkeypatch):
     return done
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_no_promise_is_broken_where_pools_are_registered_anew(withdrawals, first):
     for seed in range(first, first + BATCH):

@@ -1,4 +1,4 @@
-"""A daemon in a crowd: what it keeps and what it answers does not grow with those who ask nothing of it."""
+"""A daemon among many peers: what it keeps and answers does not grow with idle peers."""
 
 import asyncio
 import json
@@ -8,11 +8,11 @@ from kvd import limits
 from kvd.protocol.worker import Status, StatusRequest
 
 
-def test_a_crowd_is_met_and_served():
-    crowded = run(peers=40, leases=300, rounds=20)
-    assert (crowded.peers, crowded.leases) == (40, 300)
-    assert crowded.pull[0] > 0
-    assert crowded.status_bytes > 0
+def test_many_peers_are_met_and_served():
+    measured = run(peers=40, leases=300, rounds=20)
+    assert (measured.peers, measured.leases) == (40, 300)
+    assert measured.pull[0] > 0
+    assert measured.status_bytes > 0
 
 
 async def test_a_status_counts_leases_and_tells_of_so_many_peers_at_most():

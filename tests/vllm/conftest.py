@@ -7,8 +7,6 @@ import pytest
 
 from tests.vllm.testbed.catalog import write_models
 
-pytest.register_assert_rewrite("same_tokens", "load")
-
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is there is looked at, not used
 TEST_SECONDS = 600
@@ -18,7 +16,7 @@ TEST_SECONDS = 600
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == HERE]
     found = importlib.util.find_spec("vllm")
-    installed = found is not None and found.origin is not None  # this folder alone could pass for a namespace package
+    installed = found is not None and found.origin is not None  # a folder named vllm could pass for a namespace package
     for item in ours:
         item.add_marker(pytest.mark.e2e)
         item.add_marker(pytest.mark.timeout(TEST_SECONDS))

@@ -14,7 +14,7 @@ from kvd.protocol.ticket import Ticket, TicketRank, proof
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Attached, Error, Offer, Offered, Pull, Refused, Status, StatusRequest
 from tests.actors.lone import Lone
-from tests.simulator import fleet
+from tests.simulator.virtual import fleet
 
 STRANGER = 1001
 ATTEMPTS = 1000

@@ -2,7 +2,7 @@
 
 from kvd.actors.handshake.messages import ExpectPeers
 from tests.actors.lone import Lone
-from tests.simulator.fleet import PEER_IDLE
+from tests.simulator.virtual.fleet import PEER_IDLE
 
 IDLE = 3 * PEER_IDLE
 

@@ -2,7 +2,7 @@ import pytest
 
 from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.runtime.actor import Actor, Dispatcher
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 
 class Owner(Actor):

@@ -9,7 +9,7 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached, Notifications, Offer, Released
 from kvd.transport.interface import RegisterFailed
 from tests.actors.stage import CACHE, SECRET, Memory, Stage, ids, make_claim, welcome_of
-from tests.simulator.cache import make_cache
+from tests.simulator.virtual.cache import make_cache
 
 OTHER = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
 

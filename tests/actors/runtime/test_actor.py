@@ -3,7 +3,7 @@ import pytest
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Dispatcher, OnFailure, Probe, handles
 from kvd.errors import InternalError
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 
 class Supervisor:

@@ -3,7 +3,7 @@ import pytest
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Dispatcher
 from kvd.actors.runtime.batch import InBatches
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 
 class Owner(Actor):

@@ -6,7 +6,7 @@ from kvd.layout import CacheSpec, Full, Group, Shard
 from kvd.layout.presets import FLASH_HND, Attention, Placement
 from kvd.protocol.types import Span
 from tests.actors.stage import ids
-from tests.simulator.cache import make_cache
+from tests.simulator.virtual.cache import make_cache
 
 SEPARATE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=2).spec
 

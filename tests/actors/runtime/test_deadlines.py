@@ -1,7 +1,7 @@
 import pytest
 
 from kvd.actors.runtime.deadlines import Deadlines
-from tests.simulator.loop import VirtualLoop
+from tests.simulator.virtual.loop import VirtualLoop
 
 
 @pytest.fixture

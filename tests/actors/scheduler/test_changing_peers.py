@@ -12,7 +12,7 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Done, Freed
 from tests.actors.scheduler.pulling import outcome
 from tests.actors.stage import CACHE, SECRET, ids, make_ticket, welcome_of
-from tests.simulator.cache import make_cache
+from tests.simulator.virtual.cache import make_cache
 
 
 def test_a_known_peer_is_asked_again_for_a_pool_that_it_has_not_named(stage):

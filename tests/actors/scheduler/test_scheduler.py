@@ -22,7 +22,7 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed, Pull
 from tests.actors.scheduler.pulling import outcome, start_reading
 from tests.actors.stage import Stage, ids, make_ticket, welcome_of
-from tests.simulator.cache import make_cache
+from tests.simulator.virtual.cache import make_cache
 
 
 def test_a_pull_claims_reads_fences_and_is_done(stage):

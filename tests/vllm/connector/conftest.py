@@ -10,7 +10,7 @@ from kvd.processes import Processes
 
 with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
     warnings.simplefilter("ignore")  # of vLLM and torch about themselves
-    import connector_engine  # noqa: F401
+    import tests.vllm.connector.connector_engine  # noqa: F401
 
 
 @pytest.fixture

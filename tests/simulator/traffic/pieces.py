@@ -1,4 +1,4 @@
-"""The kinds of things that worlds are made of: which of them a run may generate, and which of those a world has.
+"""Features that a simulated world may have: which a run may generate, and which a world has.
 
 Each is drawn for each world by dice of its own, so that worlds keep what else they have when a piece is switched on.
 """
@@ -8,28 +8,28 @@ from enum import StrEnum
 from typing import Final
 
 _LIKELY: Final = 0.25
-"""Of a piece to be part of a world."""
+"""Probability that a world has a piece."""
 
 
 class Piece(StrEnum):
-    """One kind, by the name that `kvd sim --with` takes."""
+    """One feature, by the name that `python -m tests.simulator --with` takes."""
 
     BACKWARD_CLOCKS = "backward-clocks"
-    """A daemon's run has a lower incarnation than the one before it."""
+    """A restarted daemon has a lower incarnation than before."""
     BRIEF_OFFERS = "brief-offers"
-    """Offers whose time is over before their reads are, which claims must keep alive."""
+    """Offers that expire before their reads end, so that claims must keep them alive."""
     CHANGING_PATHS = "changing-paths"
-    """Some reads of one peer are made by the kernel, others by a network card, whose reads outlive the process."""
+    """Some reads of a peer are done by the kernel, others by a network card, whose reads outlive the process."""
     HOSTILE_PEERS = "hostile-peers"
-    """An admitted peer, and another user's process, send what they like."""
+    """An admitted peer and another user's process send what they like."""
     OLD_TICKETS = "old-tickets"
-    """A ticket is pulled again, long after."""
+    """A ticket is pulled again much later."""
     REUSED_NAMES = "reused-names"
     """An offer has the name, the tokens and the blocks of one that has ended."""
     SEVERAL_CONSUMERS = "several-consumers"
     """A ticket is pulled by several engines."""
     SMALL_BOUNDS = "small-bounds"
-    """Queues, tables and batches are short, and full now and then."""
+    """Queues, tables and batches are short, and sometimes full."""
     TWO_ADDRESSES = "two-addresses"
     """Tickets spell the address of one daemon in two ways."""
     VANISHING_WORKERS = "vanishing-workers"
@@ -37,7 +37,7 @@ class Piece(StrEnum):
 
 
 WAITING: Final[frozenset[Piece]] = frozenset()
-"""Those that daemons do not bear yet: generated only where they are asked for."""
+"""Those that daemons cannot handle yet: generated only on request."""
 
 ON: Final = frozenset(Piece) - WAITING
 

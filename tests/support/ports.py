@@ -1,5 +1,6 @@
-"""What a process listens on, as the kernel tells it."""
+"""Where a process listens, by the kernel's tables."""
 
+import contextlib
 import ipaddress
 import os
 from pathlib import Path
@@ -11,9 +12,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """Address and port of every TCP socket that a process listens on."""
     inodes = set()
     for entry in os.listdir(f"/proc/{pid}/fd"):
-        name = os.readlink(f"/proc/{pid}/fd/{entry}")
-        if name.startswith("socket:["):
-            inodes.add(name[len("socket:[") : -1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            name = os.readlink(f"/proc/{pid}/fd/{entry}")
+            if name.startswith("socket:["):
+                inodes.add(name[len("socket:[") : -1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -32,6 +34,6 @@ def _address(text: str) -> str:
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """The same of `host:port`, with or without `tcp://`."""
+    """Address and port of `host:port`, with or without `tcp://`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)

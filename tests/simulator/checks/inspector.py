@@ -1,23 +1,21 @@
-"""Looks at all daemons every now and then: whether claims are held for nobody."""
+"""Checks now and then that no daemon holds a claim that no consumer wants."""
 
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.state.claim import State
-from tests.simulator.bounds import over
-from tests.simulator.fleet import Daemon
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.bounds import over
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.world import World
 
 _EVERY = 0.12
-"""Seconds between two looks: a claim that nobody wants lasts several of them."""
+"""Seconds between two looks; an unwanted claim lasts several of them."""
 _LOOKS = 3
-"""How often in a row a claim may be seen without its transfer: what ends one travels for a moment."""
+"""How often in a row a claim may be seen without its transfer, since its release takes a moment to arrive."""
 
 
 class Inspector:
-    """Runs for as long as the world does."""
-
     def __init__(self, world: World, daemons: list[Daemon]) -> None:
         self._world = world
         self._daemons = daemons
@@ -40,7 +38,7 @@ class Inspector:
                 self._world.violate(Promise.SOUND, f"{daemon.name}: {text}")
 
     def _find_claims_for_nobody(self) -> None:
-        """A consumer that ends a transfer tells the producer so: the claim need not lapse."""
+        """A consumer that ends a transfer tells the producer, so that the claim need not expire."""
         seen: dict[tuple[str, int], int] = {}
         for daemon in self._daemons:
             if not daemon.alive:

@@ -15,13 +15,13 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.state import lease as lease_machine
-from tests.simulator.fabric import SimFabric, SimTransport
-from tests.simulator.loop import Process
-from tests.simulator.memory import SimProvider, SimStamps
-from tests.simulator.network import UID, Network, SimPeerPort, SimWorkerPort
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.fabric import SimFabric, SimTransport
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.memory import SimProvider, SimStamps
+from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
+from tests.simulator.virtual.world import World
 
 HEARTBEAT = 0.3
 CLAIM_TTL = 0.6
@@ -32,13 +32,13 @@ PEER_IDLE = 1.5
 T = TypeVar("T")
 
 _ALLOCATION = 0.01
-"""Seconds that an allocation takes at most."""
+"""Seconds an allocation takes at most."""
 _METRICS = Metrics(CollectorRegistry())
-"""One for all: nothing reads them here, and making them takes longer than a daemon's start."""
+"""Shared by all: nothing reads them, and making them takes longer than starting a daemon."""
 
 
 class Daemon:
-    """A daemon with a name, of which one run after the other may be alive."""
+    """A named daemon; its runs follow one another."""
 
     def __init__(
         self, world: World, network: Network, fabric: SimFabric, name: str, rules: tuple[Rule, ...] = ()
@@ -117,7 +117,7 @@ class Daemon:
         build_actors(self.context, dependencies)
 
     def start_again(self) -> None:
-        """As `start`, unless a run is up."""
+        """Like `start`, unless a run is up."""
         if not self.alive:
             self.start()
 
@@ -163,7 +163,7 @@ class Daemon:
         self.world.kernel.close_all(self.process.name)
 
     def drain(self, grace: float) -> None:
-        """SIGTERM: takes nothing new, ends what runs within `grace`, and goes."""
+        """SIGTERM: accepts nothing new, finishes what runs within `grace`, and ends."""
         self.world.note(self.name, "drains")
         self.world.disturb(self.name)
         for actor in (self.context.gateway, self.context.leases, self.context.scheduler):
@@ -193,7 +193,7 @@ class Daemon:
         process.call_later(0.01, self.crash)
 
     def stamps_are_free(self) -> bool:
-        """Whether every word for stamps can be had."""
+        """Whether every stamp word is free."""
         leases = self.context.leases
         assert isinstance(leases, LeasesActor)
         return len(leases._offers._stamps._free) == len(self._stamps.words)
@@ -204,14 +204,12 @@ class Daemon:
             self.process.call_soon(self._stop, self.process)
 
     def pause(self) -> None:
-        """SIGSTOP."""
         self.world.note(self.name, "pauses")
         self.world.disturb(self.name)
         self.pauses += 1
         self.process.pause()
 
     def resume(self) -> None:
-        """SIGCONT."""
         self.world.note(self.name, "resumes")
         self.world.disturb(self.name)
         self.pauses += 1
@@ -220,12 +218,11 @@ class Daemon:
     # --- supervision ------------------------------------------------------------------------------------------------
 
     def failed(self, actor: Actor, message: object, error: Exception) -> None:
-        """An actor raised, which it never should: the daemon dies where that is the actor's rule."""
+        """An actor raised, which it never should; the daemon dies if that is the actor's rule."""
         self.world.violate(Promise.SOUND, f"{actor.name} of {self.name} cannot handle {message!r}: {error!r}")
         if actor.on_failure is OnFailure.STOP:
             self.crash()
 
     def fail(self, reason: str) -> None:
-        """The transport died."""
         self.world.violate(Promise.SOUND, f"{self.name}: {reason}")
         self.crash()

@@ -1,4 +1,4 @@
-"""Every table of an actor, found by walking its attributes: what a world at rest must have empty."""
+"""Finds every table of an actor by walking its attributes: they must be empty in an idle world."""
 
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -17,7 +17,7 @@ _OTHERS = (
     "Network",
     "Settings",
 )
-"""Classes whose objects are not part of who holds them."""
+"""Classes whose objects do not belong to the object that refers to them."""
 _SKIPPED = ("_heap", "handlers")
 """Deadlines that were unset stay in their heap until they come up, which is bounded; an actor's handlers are fixed."""
 _TABLES = (dict, set, list, deque)
@@ -25,7 +25,7 @@ _MODULES = ("kvd.actors", "kvd.transport")
 
 
 def tables(name: str, thing: object) -> Iterator[tuple[str, Sized]]:
-    """(path, table) of each that `thing` has, or that one of its parts has."""
+    """Yields (path, table) of each table of `thing` and its parts."""
     seen: set[int] = set()
     pending = deque([(name, thing)])  # the shortest path to each names it
     while pending:

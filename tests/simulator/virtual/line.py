@@ -8,15 +8,15 @@ from kvd.client.pool import PoolMap
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
-from tests.simulator.fleet import Daemon
-from tests.simulator.loop import Process
-from tests.simulator.memory import File, Kernel
-from tests.simulator.network import Session
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.memory import File, Kernel
+from tests.simulator.virtual.network import Session
 
 _SESSION, _REQUESTS = 1, 2
-"""What stands for the two sockets' descriptors."""
+"""Stand-ins for the two sockets' descriptors."""
 _PROCESS = 0
-"""What stands for the descriptor of a daemon's process, which the kernel of files knows nothing of."""
+"""Stand-in for the pidfd of a daemon's process."""
 
 
 class SimPool(PoolMap):
@@ -33,7 +33,7 @@ class SimPool(PoolMap):
 
 
 class Line:
-    """One session after it was connected; implements `tests.simulator.network.Receiver`."""
+    """One session after it was connected; implements `tests.simulator.virtual.network.Receiver`."""
 
     def __init__(self, wake: Callable[[bytes], None]) -> None:
         self.answers: deque[tuple[bytes, tuple[int, ...]]] = deque()
@@ -75,7 +75,7 @@ class SimConnection(Connection):
 
     @property
     def listened_to(self) -> bool:
-        """Whether somebody is there to connect to."""
+        """Whether a daemon is listening."""
         return self._home.worker_port.listening
 
     # --- the poller -------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class SimConnection(Connection):
         return [*readable, (_REQUESTS, 1)] if line.frames else readable
 
     def register(self, fileno: int, events: int) -> None:
-        """Nothing to do: both are looked at anyhow."""
+        """Nothing to do: both are always polled."""
 
     def unregister(self, fileno: int) -> None:
         """Nothing to do."""
@@ -101,11 +101,11 @@ class SimConnection(Connection):
 
     @property
     def unsent(self) -> bool:
-        """Nothing waits for room."""
+        """Never blocks."""
         return False
 
     def filenos(self) -> tuple[int, ...]:
-        """Of the sockets that there are."""
+        """Descriptors of the open sockets."""
         return (_SESSION, _REQUESTS) if self.phase is Phase.ATTACHED else (_SESSION,)
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
@@ -122,7 +122,7 @@ class SimConnection(Connection):
         return self._lender is not None and self._lender.dead
 
     def flush(self) -> None:
-        """Nothing waits for room."""
+        """Never blocks."""
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
         """As `Connection.receive_session`."""
@@ -142,7 +142,6 @@ class SimConnection(Connection):
         raise BadRequest(ErrorCode.BAD_MESSAGE, "an answer that nothing was asked for by")
 
     def attach(self, attached: Attached, process: int) -> None:
-        """Connects the requests' socket."""
         assert self.session is not None
         self.session.connect_requests(attached.session)
         self._lender = self.session.port.process
@@ -154,7 +153,6 @@ class SimConnection(Connection):
         self.session.send_session(codec.encode(Detach()))
 
     def send(self, frame: bytes) -> bool:
-        """Sends a request."""
         if self.session is not None:
             self.session.send(frame)
         return self.session is not None
@@ -169,12 +167,11 @@ class SimConnection(Connection):
             self._kernel.close(descriptor)
 
     def drop(self) -> None:
-        """Hangs up."""
         session, self.session, self._line = self.session, None, Line(lambda _frame: None)
         if session is not None:
             session.hang_up(lose=True)
         self.phase = Phase.DOWN
 
     def close(self) -> None:
-        """As `drop`: nothing is left of a process that ended."""
+        """Like `drop`: nothing is left of a process that ended."""
         self.drop()

@@ -1,4 +1,4 @@
-"""`kvd bench vllm` around the measurement, which is played."""
+"""`python -m benchmarks.vllm` around a measurement that is faked."""
 
 import importlib.util
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import pytest
 from benchmarks.vllm import __main__ as bench_vllm
 from benchmarks.vllm import run as vllm
 from benchmarks.vllm.report import FIGURES
-from kvd.cli.main import main
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def test_what_was_measured_before_the_time_was_over_is_printed_and_kept(
 
     monkeypatch.setattr(vllm, "measure", measure)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["bench", "vllm", "--json", str(tmp_path / "figures.json")]) == 2
+    assert bench_vllm.main(["--json", str(tmp_path / "figures.json")]) == 2
     said = capsys.readouterr()
     assert "NixlConnector" in said.out
     assert "ended before the last round: TimeoutError" in said.err
@@ -42,5 +41,5 @@ def test_what_was_measured_before_the_time_was_over_is_printed_and_kept(
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("flags", [("--rounds", "0"), ("--concurrent", "4", "0"), ("--prompt-tokens", "9999")])
 def test_a_plan_that_measures_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "vllm", *flags]) == 2
+    assert bench_vllm.main(flags) == 2
     assert flags[0] in capsys.readouterr().err

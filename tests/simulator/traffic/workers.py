@@ -12,22 +12,22 @@ from kvd.errors import ErrorCode, KvdError
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
-from tests.simulator.cache import Cache, content
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import SCRAP, Ledger, Offering, Pulling
-from tests.simulator.line import SimConnection, SimPool
-from tests.simulator.loop import Handle, Process
-from tests.simulator.memory import File
-from tests.simulator.network import Session
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
+from tests.simulator.checks.promises import Promise
+from tests.simulator.virtual.cache import Cache, content
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.line import SimConnection, SimPool
+from tests.simulator.virtual.loop import Handle, Process
+from tests.simulator.virtual.memory import File
+from tests.simulator.virtual.network import Session
+from tests.simulator.virtual.world import World
 
 _STEP = 0.008
-"""Seconds between two polls of an engine, at most."""
+"""Seconds between two polls of an engine at most."""
 
 
 class Worker(Ledger):
-    """One rank of an engine, through all its processes."""
+    """One rank of an engine, over all its processes."""
 
     def __init__(self, world: World, daemon: Daemon, name: str, cache: Cache) -> None:
         super().__init__(world, daemon, name, cache)
@@ -38,23 +38,21 @@ class Worker(Ledger):
         self.process.kill()
         self._poll_due = 0.0
         self._last_file: File | None = None
-        self._unheard = 0
-        """The daemon's run that was asked for the pool and has not answered: it may keep one that was never seen."""
         """The pool that this worker, or its predecessor, had last."""
+        self._unheard = 0
+        """The daemon's run that has not answered an attach: it may keep a pool that the worker never saw."""
 
     @property
     def alive(self) -> bool:
-        """Whether its process is up."""
         return not self.process.dead
 
     @property
     def attached(self) -> bool:
-        """Whether it can ask for something."""
+        """Whether it can send requests."""
         return self.alive and not self.process.paused and self.driver.connected and not self.detaching
 
     @property
     def session(self) -> Session | None:
-        """Its connection with its daemon."""
         return self.connection.session if self.runs else None
 
     def start(self) -> None:
@@ -68,23 +66,22 @@ class Worker(Ledger):
         self.driver = Driver("", self.name, self.cache.raw, self.cache.spec.pool_bytes, dependencies)
         self.core = self.driver.core
         self.calls: dict[int, tuple[Promise, str]] = {}
-        """Requests made wrong on purpose: the promise that refuses them, and what each was."""
+        """Requests made wrong on purpose: the promise they test, and what each was."""
         self.detaching = False
         self._incarnation = 0
         self._poll: Handle | None = None
         self._strays = 1 << 40
         self._stray_pulls: dict[int, str] = {}
-        """Pulls made past the core, by call."""
+        """Pulls sent without the core, by call."""
         self.world.note(self.name, "starts", self.runs)
         self._poll_at(0.0)
 
     def start_again(self) -> None:
-        """As `start`, unless a process runs already: the end of the world's faults starts all that are down."""
+        """Like `start`, unless a process is running."""
         if not self.alive and not self.gone:
             self.start()
 
     def crash(self) -> None:
-        """SIGKILL."""
         if self.process.dead:
             return
         self.world.note(self.name, "crashes")
@@ -96,19 +93,17 @@ class Worker(Ledger):
         self.world.kernel.close_all(self.process.name)
 
     def pause(self) -> None:
-        """SIGSTOP."""
         self.trouble += 1
         self.process.pause()
 
     def resume(self) -> None:
-        """SIGCONT."""
         self.trouble += 1
         self.process.resume()
 
     # --- the session ------------------------------------------------------------------------------------------------
 
     def _map(self, descriptor: int, _size: int) -> SimPool:
-        """The pool, when it is lent to this process for the first time."""
+        """Takes the pool when it is first lent to this process."""
         pool = SimPool(self.world.kernel, descriptor)
         # A successor, or the first: it may do what it likes, so nothing may write there any more.
         self.file = pool.file
@@ -117,7 +112,7 @@ class Worker(Ledger):
         return pool
 
     def _attached(self) -> None:
-        """The daemon lent the pool, perhaps again."""
+        """Handles a pool that the daemon lent, perhaps again."""
         attached = self.core.attached
         if attached.kept and self._last_file is not None and self._last_file is not self.file:
             self.world.violate(Promise.SURVIVES, f"{self.name}: the pool that was kept for it is another one")
@@ -127,7 +122,7 @@ class Worker(Ledger):
             self.give_up_strays()
 
     def detach(self) -> None:
-        """Gives the pool back and, once that is done, starts over as another process."""
+        """Gives the pool back, then starts over as another process."""
         self.world.note(self.name, "detaches")
         self.world.disturb(self.name)
         self.trouble += 1
@@ -142,7 +137,7 @@ class Worker(Ledger):
     # --- polling ----------------------------------------------------------------------------------------------------
 
     def _heard(self, frame: bytes) -> None:
-        """Something has arrived, perhaps the end of the session."""
+        """Handles what has arrived, perhaps the end of the session."""
         if frame:
             self._check_reply(codec.worker_replies.decode(frame))
         elif self.session is not None and not self.session.open:
@@ -161,7 +156,7 @@ class Worker(Ledger):
         self._poll = self.process.call_later(max(0.0, when - self.world.loop.now), self.poll)
 
     def poll(self) -> None:
-        """One step of the engine: takes what has happened, sends what the core has to say."""
+        """One step of the engine: handles events, sends what the core wants to send."""
         self._poll = None
         now, was = self.world.loop.now, self.connection.phase
         self._before_opening()
@@ -182,7 +177,7 @@ class Worker(Ledger):
             self._poll_at(max(due, now) + self.world.rng.random() * _STEP)
 
     def _before_opening(self) -> None:
-        """A daemon that was asked for the pool once may keep one that was never seen."""
+        """A daemon that was asked for the pool may keep one that the worker never saw."""
         if self.connection.phase is Phase.DOWN and self.connection.listened_to:
             if self._unheard == self.daemon.runs:
                 self._last_file = None
@@ -249,7 +244,6 @@ class Worker(Ledger):
         return True
 
     def pull(self, request: str, ticket: str, pulling: Pulling, timeout: float) -> None:
-        """Pulls into blocks that were taken for it."""
         assert self.session is not None
         now = self.world.loop.now
         frame = self.core.pull(request, ticket, pulling.blocks, timeout, now, consumer=pulling.sequence)
@@ -270,14 +264,14 @@ class Worker(Ledger):
         self.session.send(frame)
 
     def send_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> None:
-        """Sends a request that must be refused; `make` gets its call."""
+        """Sends a request that must be refused; `make` builds it from its call number."""
         assert self.session is not None
         self._strays += 1
         self.calls[self._strays] = (promise, what)
         self.session.send(codec.encode(make(self._strays)))
 
     def pull_wrongly(self, request: str, wrong: str, pulling: Pulling, timeout: float) -> None:
-        """Pulls with a ticket that is wrong, past the core; it must not be done."""
+        """Pulls with a wrong ticket, without the core; it must not end as done."""
         assert self.session is not None
         self._strays += 1
         self._stray_pulls[self._strays] = request

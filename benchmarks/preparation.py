@@ -1,4 +1,4 @@
-"""NIXL's own preparation of a list of descriptors, as the measure of what planning it costs."""
+"""NIXL's own preparation of a descriptor list: the yardstick for the cost of planning it."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +8,9 @@ from kvd.plan import Descriptors
 
 
 class Preparation:
-    """Two agents of this process over one region of memory: preparing moves no byte.
+    """Two agents of this process over one region of memory; preparing moves no byte.
 
-    The region is made and registered when a pool larger than all before is asked for, so that of several calls for
-    one pool only the first pays for it.
+    The region is registered when a pool larger than all before is asked for, so only the first call for a pool pays.
     """
 
     def __init__(self) -> None:

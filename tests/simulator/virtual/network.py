@@ -21,8 +21,8 @@ from kvd.net.interface import (
     WorkerEvent,
     WorkerFrame,
 )
-from tests.simulator.loop import Process
-from tests.simulator.world import LONG_DELAY, World
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.world import LONG_DELAY, World
 
 _PREFIX = "sim://"
 _ROOT = "."
@@ -33,7 +33,7 @@ _LOCAL = 0.0002
 
 
 def alias(address: str) -> str:
-    """Another spelling of an address, as DNS has of every name."""
+    """Another spelling of an address, as DNS allows for every name."""
     return address + _ROOT
 
 
@@ -49,9 +49,9 @@ class Network:
         self.peer_ports: dict[str, SimPeerPort] = {}
         self.worker_ports: dict[str, SimWorkerPort] = {}
         self.overheard: Callable[[bytes], None] = lambda _frame: None
-        """Called with every ask of a daemon."""
+        """Called with every request of a daemon to a peer."""
         self._last: dict[tuple[str, str], float] = {}
-        """When the last message from one daemon to another arrives, where they stay in order."""
+        """When the last message from one daemon to another arrives, if they stay in order."""
 
     def carry(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Takes one message from daemon to daemon, or loses it."""
@@ -75,7 +75,7 @@ class Network:
 
 
 class _Inbox:
-    """What has arrived at a port and was not admitted yet."""
+    """Events that have arrived at a port and were not admitted yet."""
 
     def __init__(self) -> None:
         self._events: deque[Any] = deque()
@@ -83,7 +83,6 @@ class _Inbox:
         self.intake: Intake = OPEN
 
     def put(self, event: Any) -> None:
-        """An event arrives."""
         self._events.append(event)
         self._hand_on()
 
@@ -106,7 +105,7 @@ class SimPeerPort:
         self._last_link = 0
         self._inbox = _Inbox()
         self.answers_to_stranger: list[bytes] = []
-        """What garbage was answered with."""
+        """Answers to garbage."""
 
     @property
     def address(self) -> str:
@@ -114,12 +113,10 @@ class SimPeerPort:
         return _PREFIX + self.daemon
 
     def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
-        """Binds."""
         self._inbox.on_event, self._inbox.intake = on_event, intake
         self._network.peer_ports[self.daemon] = self
 
     def connect(self, address: str) -> int:
-        """Opens a link."""
         if not address.startswith(_PREFIX):
             raise BadRequest(ErrorCode.BAD_TICKET, f"{address!r} is no address of a daemon")
         self._last_link += 1
@@ -127,7 +124,6 @@ class SimPeerPort:
         return self._last_link
 
     def ask(self, link: int, frame: bytes) -> bool:
-        """Sends on a link."""
         address = self.links[link]
         network = self._network
         network.world.note(self.daemon, "asks", address, frame)
@@ -147,11 +143,9 @@ class SimPeerPort:
         self.inject_ask(routing, frame)
 
     def inject_ask(self, sender: bytes, frame: bytes) -> None:
-        """A frame arrives."""
         self._process.call_soon(self._inbox.put, PeerAsked(sender, frame))
 
     def inject_answer(self, link: int, frame: bytes) -> None:
-        """A frame arrives on a link."""
         self._process.call_soon(self._inbox.put, PeerAnswered(link, frame))
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
@@ -174,11 +168,9 @@ class SimPeerPort:
         return True
 
     def disconnect(self, link: int) -> None:
-        """Closes a link."""
         del self.links[link]
 
     def close(self) -> None:
-        """Closes everything."""
         if self._network.peer_ports.get(self.daemon) is self:
             del self._network.peer_ports[self.daemon]
 
@@ -207,7 +199,7 @@ class Session:
         self.routing = b""
         self.open = True
         self.lost = False
-        """What was under way is lost too."""
+        """Messages under way are lost too."""
 
     def connect_requests(self, routing: bytes) -> None:
         """Connects the ZMQ socket under the id that the daemon gave."""
@@ -219,11 +211,10 @@ class Session:
         self.port.from_worker(self, SessionFrame(self.number, frame, self.port.duplicate(descriptors, to_daemon=True)))
 
     def send(self, frame: bytes) -> None:
-        """A request for the daemon."""
         self.port.from_worker(self, WorkerFrame(self.routing, frame, UID))
 
     def hang_up(self, *, lose: bool) -> None:
-        """The connection is gone; with `lose`, also what was under way in both directions."""
+        """Drops the connection and, with `lose`, what is under way in both directions."""
         if not self.open:
             return
         self.open, self.lost = False, lose
@@ -249,20 +240,17 @@ class SimWorkerPort:
 
     @property
     def endpoint(self) -> str:
-        """Where workers connect."""
         return f"ipc://{self.daemon}"
 
     def on_event(self, event: WorkerEvent) -> None:
-        """Something arrives."""
         self._inbox.put(event)
 
     def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
-        """Listens."""
         self._inbox.on_event, self._inbox.intake, self.listening = on_event, intake, True
         self._network.worker_ports[self.daemon] = self
 
     def later(self, process: Process, callback: Callable[..., None], *args: object) -> None:
-        """A local message's time passes, then `callback` runs in `process`."""
+        """Runs `callback` in `process` after the time that a local message takes."""
         self._network.world.loop.call_later(_LOCAL, process.call_soon, callback, *args)
 
     def duplicate(self, descriptors: tuple[int, ...], *, to_daemon: bool, worker: str = "") -> tuple[int, ...]:
@@ -272,7 +260,6 @@ class SimWorkerPort:
         return tuple(kernel.open(owner, kernel.file(descriptor)) for descriptor in descriptors)
 
     def accept(self, process: Process, receiver: "Receiver") -> Session:
-        """A worker connects."""
         self._last += 1
         session = Session(self, self._last, process, receiver)
         self.sessions[session.number] = session
@@ -292,11 +279,11 @@ class SimWorkerPort:
         self._network.world.loop.call_later(_LOCAL, deliver)
 
     def inject(self, session: bytes, frame: bytes, uid: int = UID) -> None:
-        """A frame of nobody in particular arrives on the request socket."""
+        """Delivers a frame from an unknown sender on the request socket."""
         self.process.call_soon(self.on_event, WorkerFrame(session, frame, uid))
 
     def inject_session(self, frame: bytes) -> int:
-        """Somebody connects to the session socket and sends `frame`."""
+        """Connects to the session socket and sends `frame`."""
         self._last += 1
         self.process.call_soon(self.on_event, SessionOpened(self._last, 1, UID, UID))
         self.process.call_soon(self.on_event, SessionFrame(self._last, frame, ()))
@@ -304,7 +291,6 @@ class SimWorkerPort:
         return self._last
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """A frame for a worker."""
         session = self.sessions.get(connection)
         self._network.world.note(self.daemon, "lends", connection, frame)
         if session is None:
@@ -321,7 +307,6 @@ class SimWorkerPort:
         self._network.world.loop.call_later(_LOCAL, deliver)
 
     def close_session(self, connection: int) -> None:
-        """Hangs up."""
         session = self.sessions.pop(connection, None)
         if session is not None and session.open:
             session.open = False
@@ -329,7 +314,6 @@ class SimWorkerPort:
             self.later(session.process, session.receiver.on_closed)
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
-        """Closes descriptors."""
         for descriptor in descriptors:
             self._network.world.kernel.close(descriptor)
 
@@ -352,7 +336,6 @@ class SimWorkerPort:
         return True
 
     def close(self) -> None:
-        """Closes everything."""
         self.listening = False
         for session in list(self.sessions.values()):
             session.hang_up(lose=True)

@@ -1,4 +1,4 @@
-"""Real daemons and workers as processes, for the end-to-end tests."""
+"""Real daemons and workers as processes: the harness of every test that needs one."""
 
 import contextlib
 import json
@@ -16,6 +16,8 @@ import msgspec
 from kvd.processes import Child, Processes
 from kvd.protocol import ticket as tickets
 
+PATIENCE = 60.0
+"""Seconds to wait for what takes a moment on an idle machine: a test fails for being wrong, not for a busy machine."""
 ANSWER_SECONDS = 90.0
 
 
@@ -28,7 +30,7 @@ class RemoteError(Exception):
 
 
 class Daemon:
-    """A `kvd serve` that can be killed, paused and started again at the same place."""
+    """A `kvd serve` that can be killed, paused, and restarted at the same socket."""
 
     def __init__(
         self, processes: Processes, folder: Path, name: str, flags: dict[str, str], within: Sequence[str] = ()
@@ -41,7 +43,7 @@ class Daemon:
 
     def start(self) -> None:
         self.starts += 1
-        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", "heartbeat": "0.3", **self.flags}
+        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", **self.flags}
         arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
         run = f"{self.name}-{self.starts}"
         self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments, within=self._within)
@@ -49,7 +51,7 @@ class Daemon:
 
     def kill(self) -> None:
         send(self.child, signal.SIGKILL)
-        assert self.child.wait(10)
+        assert self.child.wait(PATIENCE)
 
     def restart(self) -> None:
         self.kill()
@@ -61,8 +63,8 @@ class Daemon:
             yield
 
     def serving(self) -> dict[str, Any]:
-        """What the log says of where the daemon serves; waits for it."""
-        for _ in until(20, f"{self.name} serves"):
+        """The log entry that says where the daemon serves; waits for it."""
+        for _ in until(f"{self.name} serves"):
             for line in self.log.read_text().splitlines():
                 entry = json.loads(line)
                 if entry.get("event") == "serving":
@@ -77,18 +79,18 @@ class Worker:
         self, processes: Processes, daemon: Daemon, name: str, run: str, blocks: int, block_bytes: int
     ) -> None:
         self.name = name
-        self.child = processes.start(run, "tests.e2e.worker_main", piped=True)
+        self.child = processes.start(run, "tests.support.worker_main", piped=True)
         self._unread = b""
         self.attached = self.call(
             "attach", socket=str(daemon.socket), name=name, blocks=blocks, block_bytes=block_bytes
         )
 
     def order(self, order: str, **arguments: Any) -> None:
-        """Starts a call without waiting for its answer."""
+        """Starts a call; `answer` waits for it."""
         self.child.write(json.dumps([order, arguments]).encode() + b"\n")
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """The answer to the oldest order that has none yet."""
+        """The answer to the oldest order without one."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._unread:
             ready, _, _ = select.select([self.child.source], [], [], max(0.0, deadline - time.monotonic()))
@@ -107,8 +109,8 @@ class Worker:
         self.order(order, **arguments)
         return self.answer()
 
-    def outcome(self, request: str, seconds: float) -> dict[str, Any]:
-        """The event that ends `request`, within so many seconds; other events are dropped."""
+    def outcome(self, request: str, seconds: float = PATIENCE) -> dict[str, Any]:
+        """The event that ends `request`, within `seconds`; other events are dropped."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for event in self.call("wait", timeout=max(0.05, deadline - time.monotonic())):
@@ -120,7 +122,7 @@ class Worker:
 
     def kill(self) -> None:
         send(self.child, signal.SIGKILL)
-        assert self.child.wait(10)
+        assert self.child.wait(PATIENCE)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,8 +167,8 @@ def paused(child: Child) -> Iterator[None]:
             send(child, signal.SIGCONT)
 
 
-def until(seconds: float, what: str) -> Iterator[None]:
-    """Yields until the caller stops asking, at most so many seconds: for conditions that nobody announces."""
+def until(what: str, seconds: float = PATIENCE) -> Iterator[None]:
+    """Yields until the caller breaks off, for conditions that nobody announces; fails with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield
@@ -175,7 +177,7 @@ def until(seconds: float, what: str) -> Iterator[None]:
 
 
 def without_lease(text: str) -> str:
-    """The ticket as a worker would make it by itself: it must be claimed and fenced by messages."""
+    """The ticket without lease fields, so that it is claimed and fenced by messages."""
     ticket = tickets.decode(text)
     ranks = tuple(msgspec.structs.replace(rank, generation=0, epoch=0, stamp=0) for rank in ticket.ranks)
     return msgspec.structs.replace(ticket, ranks=ranks).encode()

@@ -1,4 +1,4 @@
-"""Bad input: what must be refused with a typed error, and change nothing."""
+"""Bad input, which must be refused with a typed error and change nothing."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,18 @@ from kvd.protocol import codec, ticket
 from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import Pulling
-from tests.simulator.promises import Promise
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import Pulling
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.world import World
 
 _TOKENS = 99
 _GUESS = b"a bad guess 0123"
 """Longer than any sequence: a ticket that says so is wrong already."""
 
 
-class Mischief:
+class BadInput:
     """Sends one piece of bad input at a time."""
 
     def __init__(self, world: World, daemons: list[Daemon], workers: list[Worker]) -> None:
@@ -30,7 +30,7 @@ class Mischief:
         self._made = 0
 
     def do(self) -> None:
-        """Something that a careful sender would not do."""
+        """Sends one piece of bad input."""
         kinds = (
             self._garbage_peer,
             self._garbage_session,

@@ -1,4 +1,4 @@
-"""Virtual time: callbacks run in one order that a seed decides, and the clock jumps to whatever comes next.
+"""Virtual time: the seed decides the order of callbacks, and the clock jumps to the next one.
 
 Each process of the simulated world (a daemon, a worker) has a view of the loop of its own, which can be killed (nothing
 of it ever runs again) and stopped as by SIGSTOP (its callbacks wait, time goes on).
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 _MAX_CALLBACKS = 400_000
-"""In one run; a run that needs more does not come to rest."""
+"""Callbacks per run; a run that needs more never becomes idle."""
 
 
 class Handle:
@@ -25,7 +25,6 @@ class Handle:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Makes it not happen."""
         self.cancelled = True
 
 
@@ -40,7 +39,6 @@ class VirtualLoop:
         self._pushes = 0
 
     def time(self) -> float:
-        """Seconds since the run began."""
         return self.now
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> Handle:
@@ -50,7 +48,7 @@ class VirtualLoop:
         return handle
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Calls back `delay` seconds from now; equal times in the order they were asked for."""
+        """Calls back in `delay` seconds; callbacks due at the same time run in the order of the calls."""
         return self.push(delay, Handle(None, callback, args))
 
     def push(self, delay: float, handle: Handle) -> Handle:
@@ -63,7 +61,7 @@ class VirtualLoop:
         """Runs everything that is due up to and including `end`.
 
         Raises:
-            RuntimeError: the world does not come to rest (a loop that feeds itself without time going on).
+            RuntimeError: the world never becomes idle (callbacks call each other without time passing).
 
         """
         ready, heap = self.ready, self._heap
@@ -103,7 +101,6 @@ class Process:
         self.backlog: list[Handle] = []
 
     def time(self) -> float:
-        """Seconds since the run began."""
         return self.world.now
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> Handle:
@@ -113,20 +110,19 @@ class Process:
         return handle
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Calls back `delay` seconds from now, or later where the process is stopped then."""
+        """Calls back in `delay` seconds, or later if the process is stopped then."""
         return self.world.push(delay, Handle(self, callback, args))
 
     def kill(self) -> None:
-        """Nothing of this process runs any more."""
+        """Runs nothing of this process from now on."""
         self.dead = True
         self.backlog.clear()
 
     def pause(self) -> None:
-        """SIGSTOP."""
         self.paused = True
 
     def resume(self) -> None:
-        """SIGCONT: what was due meanwhile runs now, in its order."""
+        """SIGCONT: runs what was due meanwhile, in order."""
         self.paused = False
         self.world.ready.extend(self.backlog)
         self.backlog.clear()

@@ -1,4 +1,4 @@
-"""What a worker knows of its blocks, offers and pulls; checks what it is told against that.
+"""What a worker knows of its blocks, offers and pulls, and checks of what it is told against that.
 
 A worker that is told that blocks are its own again writes over them at once, so that whoever reads them late shows.
 """
@@ -10,23 +10,23 @@ from kvd.client import events
 from kvd.client.blocks import Blocks
 from kvd.errors import ErrorCode
 from kvd.protocol import worker as wire
-from tests.simulator.cache import Cache, content
-from tests.simulator.fleet import Daemon
-from tests.simulator.memory import File
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import FATAL, World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.cache import Cache, content
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.memory import File
+from tests.simulator.virtual.world import FATAL, World
 
 _SLACK = 0.05
-"""Seconds that an outcome may come after its deadline: the daemon's turn and the way to the worker."""
+"""Seconds an outcome may come after its deadline: the daemon must run and the worker be reached."""
 _AFTERMATH = 1.2
-"""Seconds for which a fault may excuse failures: what daemons need to find out that one of them is silent."""
+"""Seconds for which a fault excuses failures: what daemons need to notice that one is silent."""
 _HEARD = 0.1
-"""Seconds that a message takes, with its answer, where none is lost or late."""
+"""Seconds for a message and its answer if none is lost or late."""
 _AT_ONCE = 0.45
-"""Seconds within which a pull must fail that cannot be done; no claim has waited its time out by then."""
+"""Seconds within which an impossible pull must fail; no claim has timed out by then."""
 SCRAP = 0xEE
-"""What a worker writes over blocks that are its own again."""
+"""The byte that a worker writes over blocks it has got back."""
 
 
 @dataclass(slots=True)
@@ -39,18 +39,18 @@ class Pulling:
     blocks: tuple[Blocks, ...]
     deadline: float
     began: float
-    """When its sequence did."""
+    """When its sequence began."""
     concerned: tuple[str, ...]
-    """Daemons and workers that have a part in it."""
+    """The daemons and workers involved."""
     trouble: int
-    """What had happened between this worker and its daemon, when it began."""
+    """The worker's and daemon's count of disturbances when it began."""
     stray: bool = False
-    """Made wrong on purpose: anything but done is right."""
+    """Made wrong on purpose: any outcome but done is right."""
     brief: bool = False
-    """A message that is late may cost it."""
+    """A late message may make it fail."""
     sent: float = 0.0
     stale: bool = False
-    """Its ticket names a run of a daemon that is over: it fails at once."""
+    """Its ticket names a daemon's run that is over: it must fail at once."""
     outcomes: int = 0
     spoilt: bool = False
     """Cancelled, its offer withdrawn, or given too little time: it may fail."""
@@ -58,18 +58,18 @@ class Pulling:
 
 @dataclass(slots=True)
 class Offering:
-    """An offer that stands, or is about to."""
+    """An offer that is active, or about to be."""
 
     blocks: tuple[Blocks, ...]
     answered: Callable[[str], None] | None
     secret: bytes
     stands: bool = False
     ticket: str = ""
-    """The daemon's own, which names the lease."""
+    """The daemon's own ticket, which names the lease."""
 
 
 class Ledger:
-    """The books of one worker, through all its processes."""
+    """The ledger of one worker, over all its processes."""
 
     def __init__(self, world: World, daemon: Daemon, name: str, cache: Cache) -> None:
         self.world = world
@@ -82,7 +82,7 @@ class Ledger:
         self.open_books()
 
     def open_books(self) -> None:
-        """A new process knows nothing of the one before."""
+        """Forgets everything, as a new process does."""
         self.file: File | None = None
         self.free = [list(range(group.num_blocks)) for group in self.cache.spec.groups]
         self.pulls: dict[str, Pulling] = {}
@@ -130,7 +130,7 @@ class Ledger:
                 self.blocks_are_free(item.request)
 
     def offer_ended(self, offer: str) -> None:
-        """Its blocks are the worker's own again."""
+        """Takes its blocks back."""
         offering = self.offers.pop(offer, None)
         if offering is not None:
             self.give_back(offering.blocks)
@@ -152,7 +152,7 @@ class Ledger:
         self.on_end(request, "done")
 
     def pull_failed(self, event: events.Failed | events.Cancelled) -> None:
-        """Promise 7: something must have happened that explains it."""
+        """Promise 7: there must be a fault that explains it."""
         pulling = self.pulls.get(event.request)
         if pulling is None:
             return
@@ -179,7 +179,7 @@ class Ledger:
         self.on_end(event.request, str(cause))
 
     def blocks_are_free(self, request: str) -> None:
-        """From here on nothing may write to the blocks of this pull."""
+        """Forbids all writes to the blocks of this pull from here on."""
         pulling = self.pulls.pop(request, None)
         if pulling is None:
             return
@@ -187,21 +187,21 @@ class Ledger:
         self.give_back(pulling.blocks)
 
     def give_back(self, blocks: tuple[Blocks, ...]) -> None:
-        """The blocks are this worker's own: it uses them for something else."""
+        """Overwrites the blocks, which are the worker's own again."""
         if self.file is not None:
             self.file.data[self.cache.bytes_of(blocks)] = SCRAP
         for part in blocks:
             self.free[part.group].extend(part.ids)
 
     def lend(self, blocks: tuple[Blocks, ...], *, lent: bool) -> None:
-        """Lets a transport write to the blocks, or no more."""
+        """Allows or forbids a transport to write to the blocks."""
         if self.file is not None:
             self.file.writable[self.cache.bytes_of(blocks)] = lent
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def take_blocks(self, wanted: list[range]) -> tuple[Blocks, ...] | None:
-        """Free blocks for the positions `wanted` of each group; None where there are too few."""
+        """Free blocks for the positions `wanted` of each group; None if there are too few."""
         if any(len(positions) > len(self.free[group]) for group, positions in enumerate(wanted)):
             return None
         taken = []
@@ -213,7 +213,7 @@ class Ledger:
         return tuple(taken)
 
     def take_again(self, before: tuple[Blocks, ...]) -> tuple[Blocks, ...] | None:
-        """The same blocks as `before`; None where they are not all free."""
+        """The same blocks as `before`; None if one is not free."""
         if any(not set(part.ids) <= set(self.free[part.group]) for part in before):
             return None
         for part in before:
@@ -221,6 +221,6 @@ class Ledger:
         return before
 
     def give_up_strays(self) -> None:
-        """Their daemon is gone, or their time long over: what the core does for its own pulls."""
+        """Gives up pulls whose daemon is gone or whose time is over, as the core does with its own."""
         for request in [request for request, pulling in self.pulls.items() if pulling.stray]:
             self.blocks_are_free(request)

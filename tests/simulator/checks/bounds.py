@@ -1,4 +1,4 @@
-"""Small bounds for a world, so that it meets them; and whether they are kept.
+"""Small bounds for a world, so that it reaches them, and a check that they are kept.
 
 `SMALL` says what a bound of `kvd.limits` is in a world that has small ones. `over` counts what each bounds.
 """
@@ -29,7 +29,7 @@ SMALL: Final = {
 }
 
 SEEN = dict(SMALL)
-"""What kvd is made to see of them."""
+"""The bounds that kvd is made to see."""
 COUNTED: Final = (
     "MAX_CLAIMS_PER_OFFER",
     "MAX_CLAIMS_WAITING",
@@ -37,12 +37,12 @@ COUNTED: Final = (
     "MAX_REQUESTS_PER_WORKER",
     "MAX_TOMBSTONES",
 )
-"""Those whose keeping shows in the tables of a daemon."""
+"""Those that show in the tables of a daemon."""
 
 
 @contextmanager
 def small_bounds(*, wanted: bool) -> Iterator[None]:
-    """Has all of kvd see small bounds, where they are `wanted`."""
+    """Makes all of kvd see small bounds if `wanted`."""
     before = {name: getattr(limits, name) for name in SMALL}
     try:
         for name, value in SEEN.items() if wanted else ():
@@ -54,7 +54,7 @@ def small_bounds(*, wanted: bool) -> Iterator[None]:
 
 
 def over(context: ActorContext) -> list[str]:
-    """The bounds that a daemon does not keep just now."""
+    """The bounds that a daemon currently exceeds."""
     return [f"{name} is {SMALL[name]}, there are {count}" for name, count in _counts(context) if count > SMALL[name]]
 
 

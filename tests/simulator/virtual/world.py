@@ -1,4 +1,4 @@
-"""What everything in a simulated world shares: the clock, the dice, what may go wrong just now, and the record."""
+"""What everything in a simulated world shares: clock, dice, current faults, and trace."""
 
 import hashlib
 import random
@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from tests.simulator.loop import VirtualLoop
-from tests.simulator.memory import Kernel
-from tests.simulator.pieces import ON, Piece, draw
-from tests.simulator.promises import Promise
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import ON, Piece, draw
+from tests.simulator.virtual.loop import VirtualLoop
+from tests.simulator.virtual.memory import Kernel
 
 _KEPT_VIOLATIONS = 20
 
@@ -27,11 +27,11 @@ class Knobs:
     read_slow: float = 0.0
     read_sticks: float = 0.0
     strike: float = 0.0
-    """A pull is cancelled, its offer withdrawn, or somebody who has a part in it dies or stops, in the middle of it."""
+    """In the middle of a pull, it is cancelled, its offer withdrawn, or a process involved dies or stops."""
     die_while_read: float = 0.0
     """A daemon dies while its memory is being read."""
     forge: float = 0.0
-    """Somebody pulls with a ticket that was changed on its way."""
+    """A worker pulls with a ticket that was changed on its way."""
     queue_full: float = 0.0
     """A worker's queue takes no message."""
     add_peer_fails: float = 0.0
@@ -39,21 +39,18 @@ class Knobs:
     registration_fails: float = 0.0
 
     def clear(self) -> None:
-        """Heals."""
         for each in fields(self):
             setattr(self, each.name, 0.0)
 
 
 FATAL = 1000
-"""What a fault weighs that may well fail a request; a lost message weighs 1."""
+"""The weight of a fault that may fail a request; a lost message weighs 1."""
 
 LONG_DELAY = 0.8
 """Seconds."""
 
 
 class World:
-    """One run."""
-
     def __init__(self, seed: int, pieces: frozenset[Piece] = ON) -> None:
         self.rng = random.Random(seed)  # noqa: S311 - dice, not secrets
         self.pieces = draw(seed, pieces)
@@ -65,18 +62,17 @@ class World:
         self.violations: list[str] = []
         self.trace: list[tuple[object, ...]] = []
         self._faults: dict[str, list[tuple[float, int]]] = {}
-        """What was done to a daemon or worker, or to messages or reads of its, and when."""
+        """Faults of each daemon or worker, its messages and its reads, with their times."""
         self.orderly = False
-        """Whether messages between two daemons arrive once and in order, where they arrive."""
+        """Whether messages between two daemons that arrive do so once and in order."""
         self.queues_fill = False
-        """Whether this world has, or had, workers' queues that take nothing: what they should have had comes late."""
+        """Whether this world has had full workers' queues, which delay notifications."""
         self.on_death: Callable[[str], None] = lambda _agent: None
         """Called with the agent whose process is to die."""
         self.crash: Exception | None = None
         """What was raised outside of any actor."""
 
     def chance(self, probability: float) -> bool:
-        """Throws the dice."""
         return probability > 0.0 and self.rng.random() < probability
 
     def note(self, *what: object) -> None:
@@ -84,24 +80,24 @@ class World:
         self.trace.append((self.loop.now, *what))
 
     def violate(self, promise: Promise, text: str) -> None:
-        """A promise is broken."""
+        """Records that a promise is broken."""
         line = f"[{promise}] {text}"
         self.note("VIOLATION", line)
         if len(self.violations) < _KEPT_VIOLATIONS:
             self.violations.append(line)
 
     def disturb(self, *daemons: str) -> None:
-        """A fault concerns these daemons: what they have in hand may fail because of it."""
+        """Records a fault of these daemons, which excuses failures of their current requests."""
         for daemon in daemons:
             self._faults.setdefault(daemon, []).append((self.loop.now, FATAL))
 
     def disturb_message(self, *daemons: str) -> None:
-        """A message between two daemons was lost, or late: one of them in a request's time must be got over."""
+        """Records a lost or late message between two daemons; a request must survive one of them."""
         for daemon in daemons:
             self._faults.setdefault(daemon, []).append((self.loop.now, 1))
 
     def faults_since(self, since: float, name: str) -> int:
-        """What was done to a daemon or a worker from `since` on."""
+        """Faults of a daemon or worker from `since` on."""
         return sum(weight for when, weight in reversed(self._faults.get(name, [])) if when >= since)
 
     def trace_hash(self) -> str:

@@ -50,20 +50,18 @@ class Kernel:
         return self._files[descriptor][1]
 
     def close(self, descriptor: int) -> None:
-        """Closes one descriptor; closing it twice is an error of whoever does it."""
+        """Closes a descriptor; raises if it is closed twice."""
         del self._files[descriptor]
 
     def close_all(self, owner: str) -> None:
-        """The owner died."""
         self._files = {number: entry for number, entry in self._files.items() if entry[0] != owner}
 
     def held_by(self, owner: str) -> list[int]:
-        """Descriptors that `owner` holds."""
         return [number for number, (holder, _) in self._files.items() if holder == owner]
 
 
 class SimStamps:
-    """Few enough words that they run out at times; implements `kvd.memory.stamps.StampMemory`."""
+    """So few words that they run out at times; implements `kvd.memory.stamps.StampMemory`."""
 
     def __init__(self, map_bytes: Callable[[NDArray[np.uint8]], int]) -> None:
         self.words: NDArray[np.uint64] = np.zeros(4, np.uint64)
@@ -87,12 +85,10 @@ class SimMemory:
         self.base = base
 
     def close(self) -> None:
-        """Unmaps and closes."""
         self.provider.unmap(self.base)
         self.provider.kernel.close(self.descriptor)
 
     def free(self) -> None:
-        """Unmaps, gives the bytes back, and closes."""
         file = self.provider.kernel.file(self.descriptor)
         file.data[:], file.ended = 0, True
         self.close()
@@ -128,13 +124,11 @@ class SimProvider:
         return SimMemory(self, self.map(descriptor), size, descriptor)
 
     def allocate(self, name: str, size: int) -> SimMemory:
-        """A new pool."""
         if self._is_full():
             raise Unavailable(ErrorCode.OVERLOADED, f"no memory for the {size} bytes of {name!r}")
         return self._map(self.kernel.create(self.owner, size), size)
 
     def adopt(self, descriptor: int, size: int) -> SimMemory:
-        """The pool behind a descriptor that a worker kept."""
         file = self.kernel.file(descriptor)
         if not file.sealed or file.size != size or file.ended:
             self.kernel.close(descriptor)
@@ -143,5 +137,5 @@ class SimProvider:
         return self._map(descriptor, size)
 
     def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that nobody needs."""
+        """Closes an unneeded descriptor."""
         self.kernel.close(descriptor)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from kvd.transport.interface import Event, RegisterFailed
 from kvd.transport.nixl.queue import Slices
-from tests.simulator.loop import Process
-from tests.simulator.memory import File
-from tests.simulator.pieces import Piece
-from tests.simulator.promises import Promise
-from tests.simulator.world import World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.memory import File
+from tests.simulator.virtual.world import World
 from tests.support.fake_fabric import Agent, FakeFabric, FakeRead, Fault, Flight
 from tests.support.fake_transport import FakeTransport
 

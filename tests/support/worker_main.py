@@ -41,7 +41,7 @@ class Remote:
         blocks = [Blocks(group=0, first=0, ids=ids)]
         return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl)
 
-    def pull(self, name, ticket, ids, timeout=10.0, traceparent=None):
+    def pull(self, name, ticket, ids, timeout=60.0, traceparent=None):
         blocks = [Blocks(group=0, first=0, ids=ids)]
         self.worker.pull(name, ticket, blocks=blocks, timeout=timeout, traceparent=traceparent)
 

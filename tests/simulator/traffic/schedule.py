@@ -1,4 +1,4 @@
-"""What happens to a world, and when: drawn from the seed, a mixture of its own for each run.
+"""What happens to a world and when, drawn from the seed.
 
 Each run switches some kinds of faults on and leaves the others out, so that both quiet and rough worlds come up, and
 kinds meet in all combinations.
@@ -6,20 +6,20 @@ kinds meet in all combinations.
 
 from functools import partial
 
-from tests.simulator.bad_input import Mischief
-from tests.simulator.engines import Router, Sequence
-from tests.simulator.fabric import SimFabric
-from tests.simulator.fleet import Daemon
-from tests.simulator.hostile import Hostile
-from tests.simulator.loop import Process
-from tests.simulator.pieces import Piece
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.traffic.bad_input import BadInput
+from tests.simulator.traffic.engines import Router, Sequence
+from tests.simulator.traffic.hostile import Hostile
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.world import World
 
 ACTIVE = 3.0
-"""Seconds during which things are asked for and go wrong."""
+"""Seconds during which requests are made and faults happen."""
 _STRIKE = 0.1
-"""Seconds after a pull's begin in which it is struck."""
+"""Seconds after a pull begins within which a fault hits it."""
 
 
 class Schedule:
@@ -31,7 +31,7 @@ class Schedule:
         self.daemons = daemons
         self.router = router
         self.workers = [worker for engine in router.engines for worker in engine.workers]
-        self._mischief = Mischief(world, daemons, self.workers)
+        self._bad_input = BadInput(world, daemons, self.workers)
         router.on_pull = self._strike
         world.on_death = self._kill_agent
         self._set_knobs()
@@ -64,7 +64,6 @@ class Schedule:
         self.world.queues_fill = knobs.queue_full > 0.0
 
     def plan(self) -> None:
-        """Puts everything on the clock."""
         rng = self.world.rng
         kinds = (
             (self._sequence, 1.0, 14),
@@ -80,7 +79,7 @@ class Schedule:
             (self._cancel, 0.5, 6),
             (self._withdraw, 0.5, 6),
             (self.router.pull_again, 0.5, 8),
-            (self._mischief.do, 0.5, 20),
+            (self._bad_input.do, 0.5, 20),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -88,12 +87,12 @@ class Schedule:
                     self.world.loop.call_later(0.05 + rng.random() * ACTIVE, action)
 
     def plan_hostility(self, hostile: Hostile) -> None:
-        """Has somebody do harm now and then."""
+        """Has hostile peers send something now and then."""
         for _ in range(self.world.rng.randint(1, 30)):
             self.world.loop.call_later(self.world.rng.random() * ACTIVE, hostile.do)
 
     def heal(self) -> None:
-        """Nothing goes wrong from here on, and everybody is up."""
+        """Ends all faults and starts all that are down."""
         world = self.world
         world.note("world", "healed")
         world.knobs.clear()
@@ -149,7 +148,7 @@ class Schedule:
         world.loop.call_later(world.rng.random() * 2.0, mend)
 
     def _cut(self, pair: tuple[str, str], seconds: float) -> None:
-        """One way only, and only messages."""
+        """Cuts one direction, for messages only."""
         world = self.world
         world.note("world", "cut", pair)
         world.disturb(*pair)
@@ -180,7 +179,7 @@ class Schedule:
             self.world.loop.call_later(grace + 0.1, self._restart_when_gone, daemon, daemon.process)
 
     def _restart_when_gone(self, daemon: Daemon, process: Process) -> None:
-        """One that is stopped by SIGSTOP while it drains goes later than its grace is over."""
+        """If SIGSTOP stops it while it drains, it ends after its grace is over."""
         if process.dead:
             self._restart_later(daemon)
         else:
@@ -250,11 +249,11 @@ class Schedule:
             self.router.withdraw(self.world.rng.choice(sorted(worker.offers)), worker)
 
     def _strike(self, sequence: Sequence, worker: Worker, request: str) -> None:
-        """Something happens in the middle of a pull."""
+        """Does something in the middle of a pull."""
         world = self.world
         source = world.rng.choice(sequence.source.workers)
         if world.chance(world.knobs.forge):
-            self._mischief.forge(source, sequence.offer, self._worker())
+            self._bad_input.forge(source, sequence.offer, self._worker())
         if not world.chance(world.knobs.strike):
             return
 

@@ -1,27 +1,27 @@
-"""The end of a run: a healed world serves fresh requests, and when nobody asks for anything, nothing is left over."""
+"""The end of a run: a healed world serves fresh requests; once idle, it has nothing left over."""
 
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.scheduler.actor import SchedulerActor
-from tests.simulator.engines import Router
-from tests.simulator.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
-from tests.simulator.promises import Promise
-from tests.simulator.tables import tables
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.promises import Promise
+from tests.simulator.checks.tables import tables
+from tests.simulator.traffic.engines import Router
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
+from tests.simulator.virtual.world import World
 
 _SETTLING = 6.5
-"""Seconds after which all that was asked for earlier has ended: the longest offer, the longest deadline with grace."""
+"""Seconds after which all earlier requests have ended: the longest offer, the longest deadline with grace."""
 _FRESH = 1.0
 """Seconds that fresh pulls may take in a healed world."""
 _QUIET = max(POOL_LINGER, TOMBSTONE, PEER_IDLE + 2 * HEARTBEAT, CLAIM_WAIT) + 1.0
-"""Seconds after which nothing is remembered any more."""
+"""Seconds after which nothing may be remembered."""
 
 
 def settle(world: World, daemons: list[Daemon], router: Router) -> None:
-    """Lets a healed world come to rest and checks what promises 1 to 7 say of it then."""
+    """Lets a healed world become idle and checks the promises on it."""
     workers = [worker for engine in router.engines for worker in engine.workers if not worker.gone]
     world.loop.run_until(world.loop.now + _SETTLING)
     for worker in workers:
@@ -56,7 +56,7 @@ def _check_ended(world: World, worker: Worker) -> None:
 
 
 def _check_fresh(world: World, router: Router) -> None:
-    """Every pair of engines can serve each other again."""
+    """Checks that every pair of engines can serve each other again."""
     started = []
     for source in router.engines:
         for target in router.engines:
@@ -133,7 +133,7 @@ _PER_WORKER = {
     "scheduler._targets._busy",
     "completion._logs",
 }
-"""What an actor keeps of the workers that are attached: one entry for each."""
+"""Tables with one entry per attached worker."""
 _KEPT = {
     "gateway._admission._attaches._rates": "one of each user that attached lately",
     "gateway._admission._inquiries._rates": "one of each user that asked lately",
@@ -148,4 +148,4 @@ _KEPT = {
     "SimPeerPort._askers": "of the network, not of the daemon",
     "SimPeerPort.answers_to_stranger": "of the network, not of the daemon",
 }
-"""What else is not empty in a world at rest, and why."""
+"""Other tables that are not empty in an idle world, and why."""

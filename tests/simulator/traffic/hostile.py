@@ -1,4 +1,4 @@
-"""Peers and workers that send what they like: well-formed messages with wrong contents, replays, garbage.
+"""Hostile peers and workers: they send well-formed messages with wrong contents, replays and garbage.
 
 Messages are drawn from their types, so that what the protocol gains is sent wrong from its first day on. Values are
 those that others used under the same name, or edges, or nonsense; what proves a right is never one of others'.
@@ -14,22 +14,22 @@ import msgspec
 from kvd.errors import KvdError
 from kvd.protocol import codec, peer, worker
 from kvd.protocol.types import Message
-from tests.simulator.fleet import Daemon
-from tests.simulator.loop import Process
-from tests.simulator.network import Network, SimPeerPort
-from tests.simulator.world import World
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.loop import Process
+from tests.simulator.virtual.network import Network, SimPeerPort
+from tests.simulator.virtual.world import World
 
 _SECRETS = frozenset({"secret", "proof", "digest", "generation", "stamp"})
 """Fields whose values a stranger cannot know."""
 _SEEN = 64
-"""Values of one field that are remembered."""
+"""How many values of one field are remembered."""
 _INTS = (0, 1, 2, 1 << 32, (1 << 63) - 1)
 _PEER_ASKS = typing.get_args(peer.PeerRequest)
 _WORKER_ASKS = typing.get_args(worker.Request)
 
 
 class Draws:
-    """Draws messages; learns the values of fields from those that it is shown."""
+    """Draws messages, with field values learned from messages it has seen."""
 
     def __init__(self, world: World) -> None:
         self._rng = world.rng
@@ -45,7 +45,7 @@ class Draws:
                 self._seen.setdefault(name, deque(maxlen=_SEEN)).append(value)
 
     def message(self, kind: type[Message]) -> Message:
-        """One of a kind, perhaps with values that its type does not allow."""
+        """A message of one type, perhaps with values that the type forbids."""
         hints = typing.get_type_hints(kind)
         return kind(**{name: self._value(name, hints[name]) for name in kind.__struct_fields__})
 
@@ -110,7 +110,7 @@ class Hostile:
             daemon.worker_port.inject(rng.randbytes(16), frame)
 
     def _blind(self, frame: bytes) -> bytes:
-        """Another's message, without what proves its right."""
+        """Another sender's message, without what proves its rights."""
         try:
             message = codec.peer_requests.decode(frame)
         except KvdError:

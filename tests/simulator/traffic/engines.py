@@ -11,30 +11,29 @@ from kvd.errors import KvdError
 from kvd.layout import Full
 from kvd.limits import SECRET_BYTES
 from kvd.protocol import ticket
-from tests.simulator.cache import make_cache
-from tests.simulator.fleet import Daemon
-from tests.simulator.ledger import Pulling
-from tests.simulator.network import alias
-from tests.simulator.pieces import Piece
-from tests.simulator.workers import Worker
-from tests.simulator.world import World
+from tests.simulator.checks.ledger import Pulling
+from tests.simulator.traffic.pieces import Piece
+from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.cache import make_cache
+from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import alias
+from tests.simulator.virtual.world import World
 
 MAX_TOKENS = 12
 _BRIEF = 0.15
-"""Seconds that a brief offer stands unless it is claimed: a slow read lasts longer."""
+"""Seconds that a brief offer lasts unless it is claimed; a slow read takes longer."""
 NUM_BLOCKS = 16
 
 
 @dataclass(slots=True)
 class Engine:
-    """Workers that hold one model between them."""
+    """The workers that together hold one model."""
 
     name: str
     workers: list[Worker]
 
     @property
     def daemons(self) -> list[Daemon]:
-        """Of its ranks."""
         return [worker.daemon for worker in self.workers]
 
     @property
@@ -48,31 +47,31 @@ class Sequence:
     """One request on its way from one engine to another."""
 
     name: str
-    """Of its content, which no other sequence has."""
+    """Names its content, which no other sequence has."""
     offer: str
-    """Under which it is offered; perhaps that of an earlier one."""
+    """The name it is offered under; perhaps an earlier sequence's."""
     tokens: int
     source: Engine
     target: Engine
     also: tuple[Engine, ...]
-    """Others that pull it, though it was not prefilled for them."""
+    """Other engines that pull it, though it was not prefilled for them."""
     timeout: float
     tries: int
     calm: bool
-    """Given all the time it needs, and nobody cancels: where no fault comes, it is done."""
+    """It has all the time it needs and is not cancelled: without a fault it is done."""
     began: float
     brief: bool = False
-    """Offered for so short a time that no message may be lost or late."""
+    """Offered so briefly that no message may be lost or late."""
     tickets: dict[int, str] = field(default_factory=dict)
     offered: dict[int, tuple[tuple[Blocks, ...], bytes]] = field(default_factory=dict)
     """Blocks and secret, by rank of the source, of those offers whose tickets name their leases: a careless engine
     offers both again under the same name."""
     done: set[Worker] = field(default_factory=set)
-    """Who has it."""
+    """Workers that have pulled it."""
 
     @property
     def served(self) -> bool:
-        """Whether every rank that it was prefilled for has it."""
+        """Whether every rank it was prefilled for has it."""
         return self.done.issuperset(self.target.workers)
 
 
@@ -113,7 +112,7 @@ class Router:
                 worker.on_end = self._ended
 
     def begin(self, source: Engine, target: Engine, *, calm: bool) -> Sequence | None:
-        """Prefills a sequence at `source` for `target`; None where an engine is not ready."""
+        """Prefills a sequence at `source` for `target`; None if an engine is not ready."""
         if not source.ready or not target.ready:
             return None
         rng = self.world.rng
@@ -141,7 +140,7 @@ class Router:
         return sequence
 
     def _earlier(self, source: Engine) -> Sequence | None:
-        """One that is over, and whose name is used once more."""
+        """A finished sequence whose name is used again."""
         if Piece.REUSED_NAMES not in self.world.pieces or self.world.chance(0.4):
             return None
         over = [
@@ -209,7 +208,7 @@ class Router:
                     self.world.loop.call_later(delay, self._pull, sequence, worker, joined, 10 * number + 1)
 
     def pull_again(self) -> None:
-        """Somebody pulls with a ticket of before."""
+        """An engine pulls with an old ticket."""
         over = [(sequence, text) for sequence, text in self._joined if not sequence.calm]
         if over and not self.world.pieces.isdisjoint((Piece.OLD_TICKETS, Piece.REUSED_NAMES)):
             stale = [(sequence, text) for sequence, text in over if self._is_stale(text)]
@@ -222,7 +221,7 @@ class Router:
             )
 
     def _spelled(self, text: str) -> str:
-        """A rank's ticket, which may name its daemon's address in another way."""
+        """A rank's ticket, perhaps with another spelling of its daemon's address."""
         if Piece.TWO_ADDRESSES not in self.world.pieces or self.world.chance(0.5):
             return text
         whole = ticket.decode(text)
@@ -266,7 +265,7 @@ class Router:
         return any(daemon.process.paused for daemon in (worker.daemon, *sequence.source.daemons))
 
     def _is_stale(self, text: str) -> bool:
-        """Whether all daemons that the ticket names were started anew since."""
+        """Whether all daemons that the ticket names have restarted since."""
         runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
         return all(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
 
@@ -278,7 +277,7 @@ class Router:
         ) and any(sequence.offer in worker.offers for worker in sequence.source.workers)
 
     def _wanted(self, sequence: Sequence, worker: Worker) -> list[range]:
-        """What the target needs and does not have: some of its prefix may be cached there."""
+        """What the target needs and lacks: it may have cached some of the prefix."""
         wanted = []
         for group in worker.cache.spec.groups:
             positions = group.needed(sequence.tokens)
@@ -288,7 +287,7 @@ class Router:
         return wanted
 
     def _again(self, request: str, joined: str, attempt: int) -> None:
-        """The target tries once more where it has not got it."""
+        """The ranks of the target that have not got it try again."""
         sequence, worker = self._by_request[request]
         if worker not in sequence.done:
             self._pull(sequence, worker, joined, attempt + 1)
