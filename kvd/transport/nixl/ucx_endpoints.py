@@ -18,7 +18,8 @@ _FIELD_TRANSPORTS: Final = 1 << 3
 _MAX_TRANSPORTS: Final = 64
 _NAME_CHARACTERS: Final = 31
 """A context is named after its agent, and UCX cuts the name off here (`UCP_ENTITY_NAME_MAX` less the final zero)."""
-_Visit = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+_Visit = ctypes.PYFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+"""Called under a lock of UCX. Lists keep the GIL: a thread with the GIL may want that lock, to end another agent."""
 
 
 class _Entry(ctypes.Structure):
@@ -106,13 +107,13 @@ class UcxEndpoints:
         return names
 
 
-def _loaded(library: str, symbol: str) -> ctypes.CDLL | None:
+def _loaded(library: str, symbol: str) -> ctypes.PyDLL | None:
     """The library already mapped into this process, if it has `symbol`; NIXL's wheels bring their own UCX."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{library}" in line}
     for path in sorted(paths):
         name = os.path.basename(path)
         if name.startswith((f"{library}.", f"{library}-")):
-            loaded = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            loaded = ctypes.PyDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             return loaded if hasattr(loaded, symbol) else None
     return None
