@@ -18,7 +18,7 @@ def besieged(folder, attacks, *, keyed):
 
 
 @pytest.mark.e2e
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without keys"])
 def test_a_daemon_under_attack_lives_and_serves_and_is_as_large_as_before(folder, keyed):
     assert not besieged(folder, sorted(REGISTRY.keys() - KNOWN.keys()), keyed=keyed)
