@@ -137,6 +137,8 @@ def plot(sides: Sequence[Side], path: Path) -> None:
         axis.set_title(each.text, fontsize="small")
         axis.set_ylabel(each.unit)
         axis.grid(visible=True, axis="y", alpha=0.3)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
     handles, labels = axes.flat[0].get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)

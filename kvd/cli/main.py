@@ -28,16 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvd", description=kvd.__doc__)
     parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, text in COMMANDS.items():
-        if arguments[:1] == [name]:
-            importlib.import_module(f"kvd.cli.{name}").add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=text)
-    chosen = parser.parse_args(arguments)
+    command = arguments[0] if arguments else ""
     try:
+        for name, text in COMMANDS.items():
+            if command == name:
+                importlib.import_module(f"kvd.cli.{name}").add_parser(subparsers)
+            else:
+                subparsers.add_parser(name, help=text)
+        chosen = parser.parse_args(arguments)
         status: int = chosen.run(chosen)
     except KvdError as error:
-        print(f"kvd {chosen.command}: {error}", file=sys.stderr)
+        print(f"kvd {command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = "demo" if command == "demo" else "daemon"
+        print(f"kvd {command}: {error.name} is not installed: pip install 'kvd[{extra}]'", file=sys.stderr)
         return 2
     return status
 
