@@ -17,6 +17,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_the_demo_gives_the_tokens_of_a_single_engine(flags):
     command = [sys.executable, "-m", "kvd.cli.main", "demo", "--requests", "6", "--tokens", "3", "--json", *flags]
