@@ -13,7 +13,7 @@ GIB: Final = 1024 * MIB
 MAX_MESSAGE_BYTES: Final = 16 * MIB
 """One frame on any socket. A ticket of 1,000,000 block ids is 4 MiB; four times no honest message has."""
 
-MAX_ASK_BYTES: Final = MIB
+MAX_PEER_REQUEST_BYTES: Final = MIB
 """One frame of a peer that connected to us, its routing id included. The largest, 65,536 renewals, takes 576 KiB."""
 
 MAX_NAME_BYTES: Final = 128

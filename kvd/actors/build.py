@@ -16,8 +16,8 @@ from kvd.actors.handshake.peer_server import STAMPS, PeerServer, Rights, everyth
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.background import Background
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps

@@ -50,7 +50,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     ),
     (
         zmq.MAXMSGSIZE,
-        limits.MAX_ASK_BYTES,
+        limits.MAX_PEER_REQUEST_BYTES,
         (Kind.PEER_ROUTER,),
         "the same, also during the handshake: a routing id is kept as long as its connection",
     ),

@@ -198,13 +198,13 @@ async def test_a_path_has_one_spelling_that_the_kernel_takes(tmp_path: Path, pat
 async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_it_is_kept(tmp_path: Path) -> None:
     producer = Daemon(tmp_path / "p")
     name = b"Identity"
-    size = struct.pack(">I", 2 * limits.MAX_ASK_BYTES)
+    size = struct.pack(">I", 2 * limits.MAX_PEER_REQUEST_BYTES)
     ready = (
         b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
         + bytes([len(name)])
         + name
         + size
-        + bytes(2 * limits.MAX_ASK_BYTES)
+        + bytes(2 * limits.MAX_PEER_REQUEST_BYTES)
     )
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     with running(producer), socket.socket(socket.AF_UNIX) as stranger:

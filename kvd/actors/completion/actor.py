@@ -7,7 +7,7 @@ from itertools import islice
 from kvd import limits
 from kvd.actors.completion.messages import Acknowledged, Forget, Notify, SessionDown, SessionUp
 from kvd.actors.gateway.messages import Backlog, Reported
-from kvd.actors.runtime.actor import Actor, Call, handles
+from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Report
 from kvd.protocol.worker import Notification, Notifications
@@ -59,7 +59,7 @@ class CompletionActor(Actor):
             return
         if self.waiting:
             log.flushing = True
-            self.tell(Call(self._flush, (log,)))
+            self.soon(self._flush, log)
         else:
             self._flush(log)
 

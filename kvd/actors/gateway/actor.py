@@ -9,8 +9,8 @@ from kvd.actors.gateway.requests import Requests
 from kvd.actors.gateway.sessions import Sessions
 from kvd.actors.gateway.statuses import Statuses
 from kvd.actors.runtime.actor import Actor, OnFailure, handles
-from kvd.actors.runtime.background import Background
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.net.interface import WorkerPort
 

@@ -9,10 +9,10 @@ from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned
 from kvd.actors.gateway.sessions import Connection, Sessions
 from kvd.actors.gateway.statuses import Statuses
 from kvd.actors.pools.messages import AttachPool, DetachPool, WorkerGone
-from kvd.actors.runtime.actor import Call, Component, handles
-from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.loop import Background
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerPort
@@ -42,7 +42,7 @@ class Connections(Component):
         self._background = background
         self._by_number: dict[int, Connection] = {}
         self._idle: Deadlines[int] = Deadlines(
-            context.loop, lambda number: context.gateway.tell(Call(self._close_idle, (number,)))
+            context.loop, lambda number: context.gateway.soon(self._close_idle, number)
         )
         """Those that have no pool and wait for none."""
 
@@ -111,7 +111,7 @@ class Connections(Component):
         self._idle.unset(connection.number)
         self._background(  # a long spec takes tens of milliseconds
             partial(CacheSpec.decode, request.spec),
-            lambda spec: self._context.gateway.tell(Call(self._spec_read, (event, request, quota, spec))),
+            lambda spec: self._context.gateway.soon(self._spec_read, event, request, quota, spec),
         )
 
     def _spec_read(self, event: SessionFrame, request: Attach, quota: int | None, spec: CacheSpec | KvdError) -> None:

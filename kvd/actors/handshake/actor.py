@@ -15,9 +15,9 @@ from kvd.actors.handshake.peer_server import PeerServer
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
 from kvd.actors.runtime.actor import Actor, OnFailure, handles
-from kvd.actors.runtime.background import Background
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import PeerPool, Report
 from kvd.actors.scheduler.messages import PeerDown, PeerIdle, PeerUp
 from kvd.errors import BadRequest, ErrorCode, KvdError

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import PeerPool
 from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.layout import CacheSpec

@@ -18,10 +18,10 @@ from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, Po
 from kvd.actors.pools.memory import PoolMemory
 from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Actor, Call, handles
-from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce, Report
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.memory.interface import MemoryProvider, PoolStore
@@ -51,9 +51,7 @@ class PoolsActor(Actor):
         self.serve(self._memory)
         self._records: dict[str, PoolRecord] = {}
         self._last_id = 0
-        self._patience: Deadlines[str] = Deadlines(
-            context.loop, lambda worker: self.tell(Call(self._overdue, (worker,)))
-        )
+        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.soon(self._overdue, worker))
         """How long a pool is kept, or may take to quiesce, by worker."""
 
     # --- a worker comes ---------------------------------------------------------------------------------------------

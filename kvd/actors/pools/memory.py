@@ -6,9 +6,9 @@ import structlog
 from msgspec.structs import replace
 
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Call, Component, handles
-from kvd.actors.runtime.background import Background
+from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Background
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
@@ -56,7 +56,7 @@ class PoolMemory(Component):
                 return self._provider.adopt(descriptor, size)
             return self._provider.allocate(request.worker, size)
 
-        self._background(work, lambda result: self._context.pools.tell(Call(self._made, (record, result))))
+        self._background(work, lambda result: self._context.pools.soon(self._made, record, result))
 
     def _made(self, record: PoolRecord, result: Memory | KvdError) -> None:
         if isinstance(result, KvdError):
@@ -98,7 +98,7 @@ class PoolMemory(Component):
         record = self._by_id[event.pool]
         if record.state is PoolState.RENEWING:
             move = record.mapped.move
-            self._background(move, lambda result: self._context.pools.tell(Call(self._moved, (record, result))))
+            self._background(move, lambda result: self._context.pools.soon(self._moved, record, result))
         else:
             self._release(record, record.mapped.free, None)
 
@@ -110,9 +110,7 @@ class PoolMemory(Component):
 
     def _release(self, record: PoolRecord, release: Callable[[], None], refusal: KvdError | None) -> None:
         record.state = PoolState.ENDING
-        self._background(
-            release, lambda result: self._context.pools.tell(Call(self._released, (record, refusal, result)))
-        )
+        self._background(release, lambda result: self._context.pools.soon(self._released, record, refusal, result))
 
     def _released(self, record: PoolRecord, refusal: KvdError | None, error: KvdError | None) -> None:
         if error is not None:

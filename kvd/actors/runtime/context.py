@@ -6,11 +6,12 @@ from typing import Protocol
 
 from kvd.actors.runtime.actor import Actor, Dispatcher, Supervisor
 from kvd.actors.runtime.loop import Loop
-from kvd.actors.runtime.replies import WorkerReplies
 from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
+from kvd.errors import KvdError
 from kvd.metrics import Metrics
 from kvd.protocol.types import Message
+from kvd.protocol.worker import Notifications
 
 SetCondition = Callable[[str, str | None], None]
 
@@ -23,6 +24,19 @@ class PeerMessages(Protocol):
 
     def answer(self, sender: bytes, reply: Message) -> None:
         """Answers a request of the peer with the routing id `sender`."""
+
+
+class WorkerReplies(Protocol):
+    """Sends to attached workers by name; what is for a worker without a session is dropped."""
+
+    def answer(self, worker: str, message: Message) -> None:
+        """Answers a request. Hangs up on a worker whose queue is full: it would wait for the answer forever."""
+
+    def refuse(self, worker: str, call: int, error: KvdError) -> None:
+        """Refuses the request `call`, as `answer` does; nothing has changed."""
+
+    def notify(self, worker: str, batch: Notifications) -> bool:
+        """Sends notifications; False if the worker's queue is full: send them again later."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,11 @@
-"""The part of an event loop that actors use, which asyncio's loops and the simulator's virtual-time loop have."""
+"""What actors use of an event loop, which asyncio's loops and the simulator's have, and of threads beside it."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from kvd.errors import KvdError
+
+T = TypeVar("T")
 
 
 class Timer(Protocol):
@@ -22,3 +26,10 @@ class Loop(Protocol):
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer:
         """Calls back `delay` seconds from now."""
+
+
+class Background(Protocol):
+    """Runs work that would block the loop for long (faulting in gigabytes, reading a large spec) in another thread."""
+
+    def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        """Calls `work` in a thread, then `done` on the loop with what it returned or raised."""
