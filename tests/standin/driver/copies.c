@@ -10,7 +10,7 @@ static bool lose(Context *context, CUdeviceptr address, size_t size, bool write,
     if (reached == REACHED) return false;
     context->error = refuse(CUDA_ERROR_ILLEGAL_ADDRESS, "stream", "device %d may not %s 0x%llx + %zu: %s", context->device,
                             write ? "write" : "read", address, size,
-                            reached == UNMAPPED ? "it is not mapped" : "cuMemSetAccess does not allow it");
+                            reached == UNMAPPED ? "it is not mapped" : "cuMemSetAccess or cuMemHostRegister did not allow it");
     return true;
 }
 
@@ -66,7 +66,7 @@ static bool syncs_memops(CUdeviceptr address) {
 /* Takes `copies` over. */
 static CUresult copy_later(const char *call, CUstream handle, Copy *copies, size_t count, enum Side to, enum Side from, bool sync) {
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(call, handle, &stream);
     for (size_t i = 0; i < count && !result; i++) {
         result = check(call, to, copies[i].to, copies[i].size);
@@ -172,7 +172,7 @@ API CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *to, const CUdeviceptr *fro
 /* A memset returns before it is done, on whatever stream. */
 static CUresult fill(const char *call, CUstream handle, CUdeviceptr to, uint32_t value, unsigned width, size_t count, bool sync) {
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(call, handle, &stream);
     if (!result && to % width) result = refuse(CUDA_ERROR_INVALID_VALUE, call, "0x%llx is no multiple of %u", to, width);
     if (!result) result = check(call, DEVICE, to, count * width);

@@ -28,6 +28,15 @@ typedef struct {
 extern Work work;
 extern Live live;
 
+/* arena.c */
+typedef struct {
+    size_t size; /* of an item */
+    char *start;
+    size_t used;
+} Arena;
+void *arena_add(Arena *arena); /* zeros */
+bool arena_has(const Arena *arena, const void *handle);
+
 /* context.c */
 extern pthread_mutex_t world;
 
@@ -64,7 +73,6 @@ typedef struct Object {
     bool legacy; /* made by cuMemAlloc */
     bool foreign; /* imported */
     CUmemAllocationProp prop;
-    struct Object *next;
 } Object;
 CUresult object_create(const char *call, size_t size, const CUmemAllocationProp *prop, Object **made);
 Object *object_of(const char *call, CUmemGenericAllocationHandle handle); /* NULL after saying why */
@@ -107,6 +115,7 @@ enum Reach reach(CUdeviceptr address, size_t size, int ordinal, bool write, void
 
 /* host.c */
 bool is_registered(CUdeviceptr address, size_t size);
+bool is_read_only(CUdeviceptr address); /* registered so */
 
 /* streams.c: work is done later, in order, by the thread of its stream */
 typedef struct {
@@ -152,9 +161,10 @@ CUresult stream_of(const char *call, CUstream handle, Stream **found);
 uint64_t enqueue(Stream *stream, Item item);
 CUresult await(Stream *stream, uint64_t number);
 bool is_done(Stream *stream, uint64_t number);
+void destroy_stream(Stream *stream);
 void forbid_pending(const char *call, CUdeviceptr start, size_t size);
 Stream *null_stream(Context *context);
-extern Stream *streams;
+extern Stream *streams; /* those that are not destroyed, or have work to do */
 
 /* copies.c */
 void run_copies(Context *context, const Item *item);
