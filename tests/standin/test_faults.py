@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.standin.build import build
+from tests.standin.build import NoCompiler, build
 from tests.standin.calls import (
     GRANULE,
     NON_BLOCKING,
@@ -189,7 +189,7 @@ def test_errors_have_the_names_and_texts_of_the_real_driver(standin):
 
 def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="neither is on PATH: install one"):
+    with pytest.raises(NoCompiler, match="neither is on PATH: install one"):
         build(tmp_path)
 
 

@@ -19,12 +19,20 @@ CUresult refuse(CUresult error, const char *call, const char *rule, ...) __attri
 /* For what a GPU would not notice but answer with wrong bytes or a crash later: says so, and aborts. */
 void forbid(const char *call, const char *rule, ...) __attribute__((format(printf, 2, 3), noreturn));
 
+#define WORK(name) uint64_t name;
+#define LIVE(name)
 typedef struct {
-    uint64_t copies, batches, bytes;
+#include "counters.def"
 } Work;
+#undef WORK
+#undef LIVE
+#define WORK(name)
+#define LIVE(name) uint64_t name;
 typedef struct {
-    uint64_t handles, mappings, reservations, streams, events, registrations, contexts;
+#include "counters.def"
 } Live;
+#undef WORK
+#undef LIVE
 extern Work work;
 extern Live live;
 
