@@ -22,7 +22,7 @@ from tests.standin.calls import (
     start,
     text_of,
 )
-from tests.standin.children import environment, program, run, succeed
+from tests.standin.children import abort, environment, program, run, succeed
 
 
 def test_memory_runs_out_and_comes_back(standin):
@@ -124,6 +124,16 @@ def test_a_driver_that_lacks_a_function_makes_cuda_bindings_say_which(standin):
     succeed(standin, child, LD_LIBRARY_PATH=os.fspath(older))
     standin.set(driver_version=12080)
     succeed(standin, child)
+
+
+def test_a_batch_in_the_form_of_13_0_aborts_where_that_of_12_8_was_asked_for(standin):
+    def child():
+        start()
+        address, _ = do(cu.cuGetProcAddress, b"cuMemcpyBatchAsync", 12080, 0)
+        stream = do(cu.cuStreamCreate, NON_BLOCKING)
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 8)(address)(0, 0, 0, 0, 0, 0, 0, int(stream))
+
+    assert "called in the form of CUDA 13.0" in abort(standin, child)
 
 
 def test_copies_are_held_until_they_are_released(standin):

@@ -169,6 +169,16 @@ API CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *to, const CUdeviceptr *fro
     return wrong;
 }
 
+/* The form of CUDA 12.8, for those who ask for it. */
+API CUresult cuMemcpyBatchAsync(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t count,
+                                const CUmemcpyAttributes *attributes, const size_t *first, size_t groups, size_t *failed,
+                                CUstream stream) {
+    if (is_stream(failed)) forbid(__func__, "called in the form of CUDA 13.0: in that of 12.8 the eighth argument is no stream");
+    CUresult result = cuMemcpyBatchAsync_v2(to, from, sizes, count, attributes, first, groups, stream);
+    if (failed) *failed = SIZE_MAX; /* no copy in particular */
+    return result;
+}
+
 /* A memset returns before it is done, on whatever stream. */
 static CUresult fill(const char *call, CUstream handle, CUdeviceptr to, uint32_t value, unsigned width, size_t count, bool sync) {
     pthread_mutex_lock(&world);

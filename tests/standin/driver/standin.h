@@ -169,6 +169,7 @@ CUresult stream_of(const char *call, CUstream handle, Stream **found);
 uint64_t enqueue(Stream *stream, Item item);
 CUresult await(Stream *stream, uint64_t number);
 bool is_done(Stream *stream, uint64_t number);
+bool is_stream(const void *handle);
 void destroy_stream(Stream *stream);
 void forbid_pending(const char *call, CUdeviceptr start, size_t size);
 Stream *null_stream(Context *context);

@@ -32,9 +32,10 @@ static void run(Stream *stream, const Item *item) {
             run_copies(stream->context, item);
             break;
         case WAIT:
-            if (item->wait.stream->wanted < item->wait.number && stream->wanted >= item->number)
-                item->wait.stream->wanted = item->wait.number;
-            while (item->wait.stream->done < item->wait.number) pause_briefly();
+            while (item->wait.stream->done < item->wait.number) {
+                if (stream->wanted >= item->number) is_done(item->wait.stream, item->wait.number);
+                pause_briefly();
+            }
             break;
         case CALL:
             pthread_mutex_unlock(&world);
@@ -150,6 +151,8 @@ void destroy_stream(Stream *stream) {
     if (stream != stream->context->null_stream) live.streams--;
     pthread_cond_broadcast(&moved);
 }
+
+bool is_stream(const void *handle) { return arena_has(&all, handle); }
 
 static bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) { return a < b + b_size && b < a + a_size; }
 
