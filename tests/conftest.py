@@ -28,3 +28,17 @@ def fleet(tmp_path):
 
     with Fleet(tmp_path) as started:
         yield started
+
+
+@pytest.fixture
+def standin(tmp_path_factory):
+    """A machine with a stand-in GPU. Processes that are started with its `environment` use it."""
+    from tests.standin.build import NoCompiler, build  # noqa: PLC0415 - after its asserts are registered
+    from tests.standin.driver import StandinDriver  # noqa: PLC0415
+
+    try:
+        libraries = build()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with StandinDriver(libraries, tmp_path_factory.mktemp("standin") / "control") as driver:
+        yield driver
