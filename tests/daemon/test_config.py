@@ -108,7 +108,7 @@ def own_log():
 def test_a_cuda_device_is_refused_with_what_to_do(tmp_path, capsys):
     flags = ["--name", "a", "--socket", str(tmp_path / "a.sock"), "--device", "cuda:0"]
     assert main(["serve", *flags]) == 2
-    assert "no CUDA device: " in capsys.readouterr().err
+    assert "no pools on 'cuda:0'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
