@@ -1,5 +1,7 @@
 """Holds for all tests: asserts of helper modules explain themselves, and what takes long is marked `slow`."""
 
+import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -28,3 +30,14 @@ def fleet(tmp_path):
 
     with Fleet(tmp_path) as started:
         yield started
+
+
+@pytest.fixture
+def standin(tmp_path):
+    """A machine with a stand-in GPU. Processes that are started with its `environment` use it."""
+    from tests.standin.build import build  # noqa: PLC0415 - after its asserts are registered
+    from tests.standin.driver import StandinDriver  # noqa: PLC0415
+
+    folder = Path(tempfile.gettempdir()) / f"kvd-standin-{os.getuid()}"
+    with StandinDriver(build(folder), tmp_path / "standin") as driver:
+        yield driver

@@ -1,0 +1,50 @@
+"""Builds the stand-in driver: `libcuda.so.1` and the `libnvidia-ml.so.1` that UCX links to."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "driver"
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=gnu11", *WARNINGS, "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+
+
+def build(folder: Path, without: tuple[str, ...] = ()) -> Path:
+    """The folder, below `folder`, of libraries built from these sources; they are built once for each content.
+
+    `without` names functions that the libraries are to lack, as those of an older driver do. Raises RuntimeError where
+    there is no C compiler.
+    """
+    content = hashlib.sha256(repr((FLAGS, without)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        content.update(source.name.encode() + source.read_bytes())
+    built = folder / content.hexdigest()[:16]
+    if built.exists():
+        return built
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise RuntimeError("the stand-in CUDA driver is built with gcc or cc, and neither is on PATH: install one")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        hidden = made / "hidden"
+        hidden.write_text("{ local: " + "".join(f"{name}; " for name in ("none", *without)) + "};")
+        nvml = SOURCES / "nvml.c"
+        _link(compiler, made / "libnvidia-ml.so.1", [nvml])
+        driver = [source for source in sorted(SOURCES.glob("*.c")) if source != nvml]
+        _link(compiler, made / "libcuda.so.1", driver, f"-Wl,--version-script={hidden}", "-ldl")
+        try:
+            made.rename(built)
+        except OSError:
+            if not built.exists():  # if it does, another process was faster
+                raise
+    return built
+
+
+def _link(compiler: str, library: Path, sources: list[Path], *options: str) -> None:
+    command = [compiler, *FLAGS, f"-Wl,-soname,{library.name}", "-o", library, *sources, *options]
+    subprocess.run([os.fspath(part) for part in command], check=True)

@@ -1,0 +1,57 @@
+"""The stand-in driver as a test sees it: what a process needs to use it, and the settings that it obeys."""
+
+import ctypes
+import mmap
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+
+from tests.standin.build import SOURCES
+
+_SETTINGS = re.findall(r"^SETTING\((\w+), (\d+),", (SOURCES / "settings.def").read_text(), re.MULTILINE)
+
+
+class StandinDriver:
+    """A machine with stand-in GPUs. Processes with its `environment` use them.
+
+    `set()` changes the machine at once, also for processes that run; `driver/settings.def` lists what can be set.
+    """
+
+    def __init__(self, libraries: Path, control: Path) -> None:
+        control.write_bytes(b"".join(int(value).to_bytes(8, "little") for _, value in _SETTINGS))
+        with control.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), 0)
+        self._fields = (ctypes.c_uint64 * len(_SETTINGS)).from_buffer(self._shared)
+        self.environment = {"LD_LIBRARY_PATH": os.fspath(libraries), "STANDIN_CONTROL": os.fspath(control)}
+
+    def set(self, **values: int) -> None:
+        """Raises ValueError for a name that is no setting."""
+        names = [name for name, _ in _SETTINGS]
+        for name, value in values.items():
+            self._fields[names.index(name)] = value
+
+    def __enter__(self) -> "StandinDriver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        del self._fields
+        self._shared.close()
+
+
+def _read(function: str, names: tuple[str, ...]) -> dict[str, int]:
+    numbers = (ctypes.c_uint64 * len(names))()
+    getattr(ctypes.CDLL("libcuda.so.1"), function)(numbers)
+    return dict(zip(names, numbers, strict=True))
+
+
+def work() -> dict[str, int]:
+    """What this process's driver has done so far."""
+    return _read("standin_counts", ("copies", "batches", "bytes"))
+
+
+def live() -> dict[str, int]:
+    """What this process has got from its driver and has not given back."""
+    return _read(
+        "standin_live", ("handles", "mappings", "reservations", "streams", "events", "registrations", "contexts")
+    )
