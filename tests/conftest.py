@@ -33,11 +33,11 @@ def fleet(tmp_path):
 
 
 @pytest.fixture
-def standin(tmp_path):
+def standin(tmp_path_factory):
     """A machine with a stand-in GPU. Processes that are started with its `environment` use it."""
     from tests.standin.build import build  # noqa: PLC0415 - after its asserts are registered
     from tests.standin.driver import StandinDriver  # noqa: PLC0415
 
     folder = Path(tempfile.gettempdir()) / f"kvd-standin-{os.getuid()}"
-    with StandinDriver(build(folder), tmp_path / "standin") as driver:
+    with StandinDriver(build(folder), tmp_path_factory.mktemp("standin") / "control") as driver:
         yield driver

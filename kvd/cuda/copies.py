@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.cuda.device import Device
 from kvd.cuda.driver import api, call, check
 from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, ErrorCode, InternalError
@@ -48,20 +49,22 @@ def copy(stream: Stream, targets: Words, sources: Words, lengths: Words) -> None
     check(batch(*(array.ctypes.data for array in arrays), count, int(stream.handle)), _BATCH)
 
 
-def pin(address: int, length: int, *, writable: bool) -> None:
-    """Lets the GPUs copy to and from `length` bytes of this process at `address`, whole pages, until `unpin`.
+def pin(device: Device, address: int, length: int, *, writable: bool) -> None:
+    """Lets all GPUs copy to and from `length` bytes of this process at `address`, whole pages, until `unpin`.
 
     Raises:
         DeviceError: the driver refused: they are pinned already, no pages are there, or a limit on locked memory.
 
     """
     flags = api().CU_MEMHOSTREGISTER_PORTABLE | (0 if writable else api().CU_MEMHOSTREGISTER_READ_ONLY)
-    call("cuMemHostRegister", address, length, flags)
+    with device.current():
+        call("cuMemHostRegister", address, length, flags)
 
 
-def unpin(address: int) -> None:
+def unpin(device: Device, address: int) -> None:
     """Ends `pin`; copies there must have ended."""
-    call("cuMemHostUnregister", address)
+    with device.current():
+        call("cuMemHostUnregister", address)
 
 
 @functools.cache
