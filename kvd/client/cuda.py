@@ -1,21 +1,15 @@
 """The worker's side of a pool in a GPU's memory: imported by its descriptor, which is kept for a restarted daemon."""
 
-import ctypes
-import fcntl
 import os
 import weakref
-from typing import Any, Final
+from typing import Any
 
 from kvd.client import dlpack
 from kvd.cuda.device import device_of
 from kvd.cuda.driver import call
+from kvd.cuda.mark import read_mark
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
-
-_F_DUPFD_QUERY: Final = 1027  # Linux 6.10
-_KCMP: Final = 312 if os.uname().machine == "x86_64" else 272
-_KCMP_FILE: Final = 0
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DeviceBytes:
@@ -57,20 +51,26 @@ class DevicePool:
 
     def __init__(self, descriptor: int, identity: str, size: int, length: int) -> None:
         try:
-            self.view = DeviceBytes(_import(descriptor, identity, size, length), size)
+            self._mapping = _import(descriptor, identity, size, length)
         except (BadRequest, Unavailable):
             os.close(descriptor)
             raise
         self.descriptor = descriptor
+        self.view = DeviceBytes(self._mapping, size)
 
     def is_same(self, descriptor: int) -> bool:
-        """Whether `descriptor` is of the same memory: daemons pass on the one open file that was lent at first.
+        """Whether `descriptor` is of the same memory.
 
         Raises:
-            Unavailable: `NO_DEVICE`, this kernel does not tell.
+            BadRequest: `BAD_POOL`, it cannot even be mapped like this pool.
+            Unavailable: `NO_DEVICE`, the GPU does not work.
 
         """
-        return _is_same_open_file(self.descriptor, descriptor)
+        other = _import(descriptor, self._mapping.device.uuid, self.view.size, self._mapping.length)
+        try:
+            return read_mark(other) == read_mark(self._mapping)
+        finally:
+            other.close()
 
     def close(self) -> None:
         """Closes the descriptor and lets go of the memory, which stays mapped until arrays on it are gone."""
@@ -95,17 +95,3 @@ def _unmap(mapping: Mapping) -> None:
     with mapping.device.current():
         call("cuCtxSynchronize")  # kernels may have been started that use it
     mapping.close()
-
-
-def _is_same_open_file(first: int, second: int) -> bool:
-    """All exports of a driver are the same file to stat(2), so it takes the newer fcntl(2), or kcmp(2)."""
-    try:
-        return bool(fcntl.fcntl(first, _F_DUPFD_QUERY, second))
-    except OSError:
-        pass  # an older kernel
-    order = _libc.syscall(_KCMP, os.getpid(), os.getpid(), _KCMP_FILE, first, second)
-    if order >= 0:
-        return bool(order == 0)
-    reason = os.strerror(ctypes.get_errno())
-    text = f"whether the daemon lent the same pool cannot be told: kcmp(2): {reason}"
-    raise Unavailable(ErrorCode.NO_DEVICE, f"{text}; allow kcmp in the seccomp profile, or use Linux 6.10")

@@ -1,21 +1,19 @@
 """Pools in a GPU's memory: one allocation each, which workers and peers on this host import by its descriptor.
 
-The last bytes of every allocation are a mark with the pool's size. A descriptor tells nothing about itself, and memory
-that others have mapped cannot be taken from them: when a pool ends it is zeroed, and with it the mark, so that nobody
-adopts it again. Its pages are free once the last process has unmapped them.
+Its last bytes are the pool's mark (`kvd.cuda.mark`). Memory that others have mapped cannot be taken from them: when a
+pool ends it is zeroed, and with it the mark, so that nobody adopts it again. Its pages are free once the last process
+has unmapped them.
 """
 
 import os
 import stat
-import struct
 from typing import Final
 
 from kvd.cuda.device import device
+from kvd.cuda.mark import MARK_BYTES, is_pool, mark
 from kvd.cuda.memory import Mapping, granule
 from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
 
-_MARK: Final = struct.Struct("<8sQ")
-_MAGIC: Final = b"kvd pool"
 _NO_EXPORT: Final = frozenset(
     f"CUDA_ERROR_{name}"
     for name in ("INVALID_VALUE", "INVALID_HANDLE", "INVALID_DEVICE", "MAP_FAILED", "NOT_SUPPORTED", "OPERATING_SYSTEM")
@@ -84,7 +82,7 @@ class CudaProvider:
 
     def footprint(self, size: int) -> int:
         """Bytes of memory that a pool of `size` bytes takes: with its mark, in whole granules (2 MiB)."""
-        return -(-(size + _MARK.size) // self._granule) * self._granule
+        return -(-(size + MARK_BYTES) // self._granule) * self._granule
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that is not needed."""
@@ -114,7 +112,7 @@ class CudaProvider:
             raise Unavailable(ErrorCode.OVERLOADED, text) from error
         try:
             mapping.zero()
-            mapping.write(length - _MARK.size, _MARK.pack(_MAGIC, size))
+            mark(mapping, size)
             return CudaPool(mapping, mapping.export(), size)
         except DeviceError:
             mapping.close()
@@ -158,8 +156,7 @@ class CudaProvider:
         if not mapping.is_pinned_here():
             text = f"the memory is not on {self._device}: attach to the daemon of its GPU"
             raise BadRequest(ErrorCode.BAD_POOL, text)
-        magic, marked = _MARK.unpack(mapping.read(mapping.length - _MARK.size, _MARK.size))
-        if (magic, marked) != (_MAGIC, size):
+        if not is_pool(mapping, size):
             text = f"the memory is no pool of {size} bytes, or its pool has ended meanwhile; attach without it"
             raise BadRequest(ErrorCode.BAD_POOL, text)
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvd.client import Reattached, Worker, dlpack
 from kvd.client.connection import Connection
-from kvd.client.cuda import DevicePool, _is_same_open_file
+from kvd.client.cuda import DevicePool
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -149,6 +149,11 @@ def test_a_pool_is_known_again_by_its_descriptor():
     other = provider.allocate("x", SIZE)
     assert mine.is_same(pool.descriptor)
     assert not mine.is_same(other.descriptor)
+    larger = provider.allocate("y", 2 * SIZE)
+    with pytest.raises(BadRequest, match="cannot be mapped"):
+        DevicePool(os.dup(pool.descriptor), pool.device, 2 * SIZE, larger.length)
+    assert not mine.is_same(larger.descriptor)
+    larger.close()
     successor = provider.adopt(os.dup(mine.descriptor), SIZE)  # another daemon, which lends what it was given
     assert mine.is_same(successor.descriptor)
     for each in (mine, successor, other, pool):
@@ -214,23 +219,3 @@ def test_a_pool_in_host_memory_is_no_device_pool(daemon, socket_path):
         assert worker.device == ""
         with pytest.raises(BadRequest, match="the pool is in host memory; use `pool`"):
             worker.device_pool  # noqa: B018
-
-
-def test_one_open_file_is_told_from_two_of_the_same_device(monkeypatch):
-    first, second = (os.open("/dev/null", os.O_RDWR) for _ in range(2))
-    again = os.dup(first)
-    try:
-        for _ in range(2):
-            assert _is_same_open_file(first, again)
-            assert not _is_same_open_file(first, second)
-            monkeypatch.setattr("kvd.client.cuda._F_DUPFD_QUERY", 1_000_000)  # as on an older kernel
-    finally:
-        for descriptor in (first, second, again):
-            os.close(descriptor)
-
-
-def test_a_kernel_that_does_not_tell_open_files_apart_is_named(monkeypatch):
-    monkeypatch.setattr("kvd.client.cuda._F_DUPFD_QUERY", 1_000_000)
-    monkeypatch.setattr("kvd.client.cuda._KCMP", 1_000_000)
-    with pytest.raises(Unavailable, match=r"kcmp\(2\): Function not implemented; allow kcmp in the seccomp profile"):
-        _is_same_open_file(0, 1)

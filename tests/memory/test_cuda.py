@@ -43,7 +43,7 @@ def test_a_new_pool_is_zeroed_and_says_where_it_is():
 @over_standin()
 def test_quotas_count_whole_granules_and_the_pools_mark():
     provider = provider_for("cuda:0")
-    assert [provider.footprint(size) // MIB for size in (1, 2 * MIB - 16, 2 * MIB - 15, 2 * MIB)] == [2, 2, 4, 4]
+    assert [provider.footprint(size) // MIB for size in (1, 2 * MIB - 32, 2 * MIB - 31, 2 * MIB)] == [2, 2, 4, 4]
 
 
 @over_standin()
