@@ -1,7 +1,5 @@
 """Holds for all tests: asserts of helper modules explain themselves, and what takes long is marked `slow`."""
 
-import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -38,6 +36,5 @@ def standin(tmp_path_factory):
     from tests.standin.build import build  # noqa: PLC0415 - after its asserts are registered
     from tests.standin.driver import StandinDriver  # noqa: PLC0415
 
-    folder = Path(tempfile.gettempdir()) / f"kvd-standin-{os.getuid()}"
-    with StandinDriver(build(folder), tmp_path_factory.mktemp("standin") / "control") as driver:
+    with StandinDriver(build(), tmp_path_factory.mktemp("standin") / "control") as driver:
         yield driver

@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "driver"
+CACHE = Path(tempfile.gettempdir()) / f"kvd-standin-{os.getuid()}"
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 FLAGS = ["-std=gnu11", *WARNINGS, "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
 
 
-def build(folder: Path, without: tuple[str, ...] = ()) -> Path:
+def build(folder: Path = CACHE, *, without: tuple[str, ...] = ()) -> Path:
     """The folder, below `folder`, of libraries built from these sources; they are built once for each content.
 
     `without` names functions that the libraries are to lack, as those of an older driver do. Raises RuntimeError where

@@ -110,11 +110,11 @@ def read(address, size) -> bytes:
 
 
 def batch(stream, to, sources, sizes):
-    """One cuMemcpyBatchAsync."""
+    """One cuMemcpyBatchAsync; what it returns."""
     attributes = cu.CUmemcpyAttributes()
     attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     pointers = [[cu.CUdeviceptr(address) for address in addresses] for addresses in (to, sources)]
-    do(cu.cuMemcpyBatchAsync, *pointers, sizes, len(sizes), [attributes], [0], 1, stream)
+    return cu.cuMemcpyBatchAsync(*pointers, sizes, len(sizes), [attributes], [0], 1, stream)
 
 
 def settle(ready, *arguments):

@@ -15,12 +15,15 @@ _ROOT = Path(__file__).parents[2]
 
 
 def program(child: Callable[..., None]) -> list[str]:
-    """The command that calls `child` with the texts that follow. It knows what its file imports but pytest."""
+    """The command that calls `child` with the texts that follow. It knows what its file imports."""
     file = ast.parse(Path(inspect.getfile(child)).read_text())
     imports = [node for node in file.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    known = [ast.unparse(node) for node in imports if "pytest" not in [name.name for name in node.names]]
     source = textwrap.dedent(inspect.getsource(child))
-    return [sys.executable, "-c", "\n".join(["import sys", *known, source, f"{child.__name__}(*sys.argv[1:])"])]
+    return [
+        sys.executable,
+        "-c",
+        "\n".join(["import sys", *map(ast.unparse, imports), source, f"{child.__name__}(*sys.argv[1:])"]),
+    ]
 
 
 def environment(driver: StandinDriver, **more: str) -> dict[str, str]:

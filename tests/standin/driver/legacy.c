@@ -70,9 +70,9 @@ API CUresult cuMemAllocManaged(CUdeviceptr *address, size_t size, unsigned flags
 API CUresult cuMemGetInfo_v2(size_t *left, size_t *total) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    CUresult result = free_memory(current()->device, left, total);
+    free_memory(current()->device, left, total);
     pthread_mutex_unlock(&world);
-    return result;
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {

@@ -10,7 +10,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define MARK "standin-device-memory"
 static Object *objects; /* never freed: a handle that was released is known as such */
 
 static Object *add(int fd, size_t size, const CUmemAllocationProp *prop) {
@@ -33,28 +32,12 @@ void object_drop(Object *object) {
     object->fd = -1;
 }
 
-/* Bytes of this process's objects on a board. What other processes hold, a test says by `used_memory`. */
-static size_t held(int ordinal) {
-    size_t bytes = 0;
-    for (Object *object = objects; object; object = object->next)
-        if (object->fd >= 0 && !object->foreign && object->prop.location.id == ordinal) bytes += object->size;
-    return bytes;
-}
-
-CUresult free_memory(int ordinal, size_t *free_bytes, size_t *total) {
-    *total = settings()->total_memory;
-    size_t used = held(ordinal) + settings()->used_memory;
-    *free_bytes = used < *total ? *total - used : 0;
-    return CUDA_SUCCESS;
-}
-
 CUresult object_create(const char *call, size_t size, const CUmemAllocationProp *prop, Object **made) {
     size_t left, total;
     free_memory(prop->location.id, &left, &total);
     if (size > left) return CUDA_ERROR_OUT_OF_MEMORY;
     char name[128];
-    snprintf(name, sizeof name, MARK ":%d:%d:%d", board_of(prop->location.id), prop->requestedHandleTypes,
-             prop->allocFlags.gpuDirectRDMACapable);
+    object_name(name, sizeof name, prop);
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0 || ftruncate(fd, (off_t)size)) return refuse(CUDA_ERROR_OUT_OF_MEMORY, call, "memfd of %zu bytes: %m", size);
     char *bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -67,12 +50,11 @@ CUresult object_create(const char *call, size_t size, const CUmemAllocationProp 
 }
 
 Object *object_open(int fd) {
-    char link[64], name[128] = "";
+    char link[64];
     int board, types, rdma;
     struct stat status;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    if (readlink(link, name, sizeof name - 1) < 0 || fstat(fd, &status)) return NULL;
-    if (sscanf(name, "/memfd:" MARK ":%d:%d:%d", &board, &types, &rdma) != 3 || ordinal_of(board) < 0) return NULL;
+    if (fstat(fd, &status) || !object_named(AT_FDCWD, link, &board, &types, &rdma) || ordinal_of(board) < 0) return NULL;
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if (own < 0) return NULL;
     CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -92,9 +74,7 @@ static CUresult check_prop(const char *call, const CUmemAllocationProp *prop) {
         return refuse(CUDA_ERROR_INVALID_VALUE, call, "location type %d is not DEVICE", prop->location.type);
     if (prop->location.id < 0 || prop->location.id >= visible_devices())
         return refuse(CUDA_ERROR_INVALID_DEVICE, call, "there is no device %d", prop->location.id);
-    if (prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC)
-        return refuse(CUDA_ERROR_NOT_PERMITTED, call, "this process has no IMEX channel: no fabric handles");
-    if (prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+    if (prop->requestedHandleTypes & ~(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | CU_MEM_HANDLE_TYPE_FABRIC))
         return refuse(CUDA_ERROR_NOT_SUPPORTED, call, "handle types 0x%x", prop->requestedHandleTypes);
     if (prop->requestedHandleTypes && !settings()->posix_handles) return CUDA_ERROR_NOT_SUPPORTED;
     if (prop->allocFlags.gpuDirectRDMACapable && !settings()->gpu_direct_rdma) return CUDA_ERROR_NOT_SUPPORTED;
@@ -115,6 +95,8 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, cons
     ENTER(NEED_INIT);
     CUresult result = check_prop(__func__, prop);
     if (result) return result;
+    if (prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC)
+        return CUDA_ERROR_NOT_PERMITTED; /* as without an IMEX channel */
     if (!size || size % GRANULARITY || flags)
         return refuse(CUDA_ERROR_INVALID_VALUE, __func__, "size %zu is no multiple of %d, or flags 0x%llx are not 0", size,
                       GRANULARITY, flags);

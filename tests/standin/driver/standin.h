@@ -70,7 +70,11 @@ CUresult object_create(const char *call, size_t size, const CUmemAllocationProp 
 Object *object_of(const char *call, CUmemGenericAllocationHandle handle); /* NULL after saying why */
 Object *object_open(int fd);
 void object_drop(Object *object); /* frees it if nothing refers to it */
-CUresult free_memory(int ordinal, size_t *free_bytes, size_t *total);
+
+/* usage.c */
+void object_name(char *name, size_t length, const CUmemAllocationProp *prop);
+bool object_named(int folder, const char *link, int *board, int *types, int *rdma); /* false: a file of another kind */
+void free_memory(int ordinal, size_t *left, size_t *total);
 
 /* mappings.c: addresses. The copies go through `shadow`, where all is mapped; the CPU sees no device address. */
 typedef struct Mapping {
