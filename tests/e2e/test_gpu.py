@@ -46,7 +46,7 @@ def test_a_worker_finds_its_gpu_by_identity_whatever_its_number(machine, fleet, 
     worker.call("fill", ids=[1], value=5)
     worker.kill()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(RemoteError, match="no_device: the pool is on GPU-.*, which this process does not see"):
+    with pytest.raises(RemoteError, match=r"no_device: the pool is on GPU-.*, which this process does not see"):
         fleet.worker(daemon, "w")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,0")
     assert fleet.worker(daemon, "w").call("values", ids=[1, 2]) == [5, 0]
