@@ -15,7 +15,7 @@ from kvd.cuda.streams import Stream
 
 
 class Mapping:
-    """`length` bytes of an allocation at `base`, an address of the GPU that is valid in this process.
+    """`length` bytes of an allocation at `base`, an address of GPUs that is valid in this process.
 
     Made by `allocate` and `map_descriptor`. Not thread-safe; any thread may use it.
     """
@@ -44,10 +44,12 @@ class Mapping:
 
     @classmethod
     def map_descriptor(cls, device: Device, descriptor: int, length: int, *, writable: bool) -> Self:
-        """The memory behind the descriptor of an export, which stays the caller's.
+        """The memory behind the descriptor of an export, which stays the caller's, for access by `device`.
+
+        The memory may be another GPU's of this host, if the two reach each other (P2P).
 
         Raises:
-            DeviceError: it is no export, is on another device, or has fewer than `length` bytes.
+            DeviceError: it is no export, has fewer than `length` bytes, or `device` does not reach it.
 
         """
         with device.current():

@@ -114,7 +114,7 @@ class CudaProvider:
             mapping.zero()
             mark(mapping, size)
             return CudaPool(mapping, mapping.export(), size)
-        except DeviceError:
+        except Unavailable:
             mapping.close()
             raise
 

@@ -3,7 +3,11 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import weakref
 
@@ -158,6 +162,48 @@ def test_a_pool_is_known_again_by_its_descriptor():
     assert mine.is_same(successor.descriptor)
     for each in (mine, successor, other, pool):
         each.close()
+
+
+DYING = """
+import os, signal, sys
+from kvd.client.cuda import DevicePool
+from kvd.cuda import device, driver, memory, streams
+
+left, call = int(sys.argv[1]), driver.call
+
+def last_calls(name, *arguments):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(name, *arguments)
+
+for module in (device, memory, streams):
+    module.call = last_calls
+DevicePool(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+sys.exit(3)
+"""
+
+
+@over_standin()
+def test_a_worker_that_is_killed_at_any_call_of_its_import_leaves_nothing():
+    provider = provider_for("cuda:0")
+    pool = provider.allocate("w", SIZE)
+    pool._mapping.write(0, b"kept")
+    free = device(0).free_and_total()
+    arguments = [str(pool.descriptor), pool.device, str(pool.size), str(pool.length)]
+    for calls in itertools.count():
+        command = [sys.executable, "-c", DYING, str(calls), *arguments]
+        ended = subprocess.run(command, check=False, pass_fds=(pool.descriptor,), timeout=60)
+        assert device(0).free_and_total() == free
+        if ended.returncode == 3:
+            break
+        assert ended.returncode == -signal.SIGKILL
+    assert calls > 8
+    successor = provider.adopt(os.dup(pool.descriptor), SIZE)
+    assert successor._mapping.read(0, 4) == b"kept"
+    successor.close()
+    pool.free()
 
 
 @contextlib.contextmanager

@@ -140,6 +140,23 @@ def test_an_event_is_complete_only_after_what_was_put_in_before_it():
     memory.close()
 
 
+@over_standin(device_count=2)
+def test_a_gpu_copies_from_the_memory_of_another_one():
+    ours, theirs = device(1), Mapping.allocate(device(0), LENGTH)
+    theirs.write(64, b"theirs")
+    descriptor = theirs.export()
+    imported = Mapping.map_descriptor(ours, descriptor, LENGTH, writable=False)
+    os.close(descriptor)
+    assert not imported.is_pinned_here()
+    target = Mapping.allocate(ours, LENGTH)
+    with ours.current(), Stream(ours) as stream:
+        copies.copy(stream, words(target.base), words(imported.base + 64), words(6))
+        stream.synchronize()
+    assert target.read(0, 6) == b"theirs"
+    for mapping in (target, imported, theirs):
+        mapping.close()
+
+
 @over_standin()
 def test_pinned_host_memory_is_copied_to_and_from_a_gpu():
     gpu = device(0)

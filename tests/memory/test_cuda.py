@@ -85,6 +85,15 @@ def test_memory_that_is_no_pool_of_that_size_is_refused_and_closed():
     somebodys.close()
 
 
+@over_standin(device_count=2)
+def test_a_pool_of_another_gpu_is_refused_and_closed():
+    pool = provider_for("cuda:0").allocate("prefill-0", SIZE)
+    refused = refusal(provider_for("cuda:1"), os.dup(pool.descriptor), SIZE)
+    assert "the memory is not on GPU 1" in refused
+    assert "attach to the daemon of its GPU" in refused
+    pool.close()
+
+
 @over_standin()
 def test_a_pool_that_ends_is_zeroed_for_whoever_has_it_mapped_and_is_not_adopted_again():
     provider = provider_for("cuda:0")
