@@ -36,7 +36,10 @@ class Device:
         self._device = call("cuDeviceGet", ordinal)
         self.name: str = call("cuDeviceGetName", 96, self._device).split(b"\0")[0].decode()
         kind = "MIG" if " MIG " in self.name else "GPU"
-        self.uuid = f"{kind}-{uuid.UUID(bytes=bytes(call('cuDeviceGetUuid', self._device).bytes))}"
+        # Of a MIG instance, the older call has the UUID of the whole GPU; cuda-bindings 13 has only the newer.
+        newer = hasattr(api(), "cuDeviceGetUuid_v2")
+        identity = call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", self._device)
+        self.uuid = f"{kind}-{uuid.UUID(bytes=bytes(identity.bytes))}"
         """As `nvidia-smi -L` shows it; it is the same in every process."""
 
     @functools.cached_property

@@ -39,8 +39,14 @@ def call(name: str, *arguments: object) -> Any:
         Unavailable: `NO_DEVICE`, there is no cuda-bindings, no driver, or this call is not in it.
 
     """
-    result, *values = _invoke(api(), name, arguments)
-    check(int(result), name)
+    function = getattr(api(), name, None)
+    if function is None:
+        raise _lacking(name, "not in cuda-bindings")
+    try:
+        result, *values = function(*arguments)
+    except RuntimeError as error:  # cuda-bindings' own class for it is private
+        raise _lacking(name, str(error)) from error
+    check(result, name)
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -53,12 +59,15 @@ def check(result: int, name: str) -> None:
     """
     if result == 0:
         return
-    _, known = _invoke(api(), "cuGetErrorName", (result,))
-    _, text = _invoke(api(), "cuGetErrorString", (result,))
-    error = known.decode() if known else f"CUDA error {result}"
-    code = ErrorCode.OVERLOADED if error == "CUDA_ERROR_OUT_OF_MEMORY" else ErrorCode.NO_DEVICE
-    hint = f"; {_HINTS[error]}" if error in _HINTS else ""
-    raise DeviceError(code, f"{name}: {error} ({text.decode() if text else 'unknown to this driver'}){hint}", error)
+    try:
+        known = api().CUresult(result)
+    except ValueError as error:
+        text = f"{name}: CUDA error {result}, which this cuda-bindings does not know; update it to learn more"
+        raise DeviceError(ErrorCode.NO_DEVICE, text, str(result)) from error
+    _, text = api().cuGetErrorString(known)
+    code = ErrorCode.OVERLOADED if known.name == "CUDA_ERROR_OUT_OF_MEMORY" else ErrorCode.NO_DEVICE
+    hint = f"; {_HINTS[known.name]}" if known.name in _HINTS else ""
+    raise DeviceError(code, f"{name}: {known.name} ({text.decode() if text else 'no text'}){hint}", known.name)
 
 
 @functools.cache
@@ -75,21 +84,17 @@ def api() -> ModuleType:
     except ImportError as error:
         text = f"CUDA pools need cuda-bindings, which is not installed ({error}); pip install 'kvd[cuda]'"
         raise Unavailable(ErrorCode.NO_DEVICE, text) from error
-    (result,) = _invoke(driver, "cuInit", (0,))
+    try:
+        (result,) = driver.cuInit(0)
+    except RuntimeError as error:
+        text = "no NVIDIA driver: libcuda.so.1 is not found; install the driver, or run the container with its GPUs"
+        raise Unavailable(ErrorCode.NO_DEVICE, text) from error
     if result:  # `check` would load the driver again
         text = f"cuInit: {result.name}; {_HINTS.get(result.name, '`nvidia-smi` says more')}"
         raise DeviceError(ErrorCode.NO_DEVICE, text, result.name)
     return driver  # type: ignore[no-any-return]  # cuda-bindings has no types
 
 
-def _invoke(driver: ModuleType, name: str, arguments: tuple[object, ...]) -> tuple[Any, ...]:
-    from cuda.pathfinder import DynamicLibNotFoundError  # noqa: PLC0415 - as in `api`
-
-    try:
-        return getattr(driver, name)(*arguments)  # type: ignore[no-any-return]
-    except DynamicLibNotFoundError as error:
-        text = "no NVIDIA driver: libcuda.so.1 is not found; install the driver, or run the container with its GPUs"
-        raise Unavailable(ErrorCode.NO_DEVICE, text) from error
-    except (AttributeError, RuntimeError) as error:  # cuda-bindings' FunctionNotFoundError is private
-        text = f"the NVIDIA driver or cuda-bindings lacks {name} ({error}); update the older of the two"
-        raise Unavailable(ErrorCode.NO_DEVICE, text) from error
+def _lacking(name: str, reason: str) -> Unavailable:
+    text = f"the NVIDIA driver or cuda-bindings lacks {name} ({reason}); update the older of the two"
+    return Unavailable(ErrorCode.NO_DEVICE, text)

@@ -64,7 +64,7 @@ class Event:
         (result,) = api().cuEventQuery(self.handle)
         if result.name == _NOT_READY:
             return False
-        check(int(result), "cuEventQuery")
+        check(result, "cuEventQuery")
         return True
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.cuda import driver
 from kvd.cuda.device import Device, device, device_of
+from kvd.cuda.memory import Mapping
 from kvd.errors import DeviceError, ErrorCode, Unavailable
 from tests.support.gpu import over_standin
 
@@ -31,6 +32,24 @@ def test_a_call_that_fails_names_itself_the_error_and_the_reason():
     with pytest.raises(DeviceError, match=r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(.+\)") as caught:
         driver.call("cuDeviceGet", 99)
     assert caught.value.result == "CUDA_ERROR_INVALID_DEVICE"
+
+
+@over_standin()
+def test_an_error_that_the_bindings_do_not_know_is_shown_by_its_number():
+    with pytest.raises(DeviceError, match="cuNew: CUDA error 12345, which this cuda-bindings does not know"):
+        driver.check(12345, "cuNew")
+
+
+@over_standin(without=("cuMemCreate",))
+def test_a_call_that_the_driver_does_not_have_is_a_matter_of_versions():
+    with pytest.raises(Unavailable, match=r"lacks cuMemCreate .* update the older of the two"):
+        Mapping.allocate(device(0), 2 << 20)
+
+
+@over_standin(without=("cuInit",))
+def test_a_library_that_is_no_driver_is_said_to_be_none():
+    with pytest.raises(Unavailable, match=r"no NVIDIA driver: .*install the driver"):
+        device(0)
 
 
 @over_standin()

@@ -5,21 +5,27 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from tests.standin.build import build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
 
 SECONDS = 60
 
 
-def over_standin(*, env: dict[str, str] | None = None, **settings: int) -> Callable[..., Callable[..., None]]:
-    """Runs the body of a test in a child that has the stand-in driver, set to `settings`, and `env`."""
+def over_standin(
+    *, env: dict[str, str] | None = None, without: tuple[str, ...] = (), **settings: int
+) -> Callable[..., Callable[..., None]]:
+    """Runs the body of a test in a child that has the stand-in driver, set to `settings`, and `env`.
+
+    The driver lacks the functions `without`.
+    """
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         def test(standin: StandinDriver) -> None:
             standin.set(**settings)
             ran = subprocess.run(
                 [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
-                env=environment(standin, **(env or {})),
+                env=environment(standin, LD_LIBRARY_PATH=str(build(without=without)), **(env or {})),
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
