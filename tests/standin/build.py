@@ -9,15 +9,17 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "driver"
 CACHE = Path(tempfile.gettempdir()) / f"kvd-standin-{os.getuid()}"
-WARNINGS = ["-Wall", "-Wextra", "-Werror"]
-FLAGS = ["-std=gnu11", *WARNINGS, "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-O1", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+
+
+class NoCompiler(Exception):
+    """Nothing here can compile C."""
 
 
 def build(folder: Path = CACHE, *, without: tuple[str, ...] = ()) -> Path:
     """The folder, below `folder`, of libraries built from these sources; they are built once for each content.
 
-    `without` names functions that the libraries are to lack, as those of an older driver do. Raises RuntimeError where
-    there is no C compiler.
+    `without` names functions that the libraries are to lack, as those of an older driver do. Raises NoCompiler.
     """
     content = hashlib.sha256(repr((FLAGS, without)).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -27,17 +29,17 @@ def build(folder: Path = CACHE, *, without: tuple[str, ...] = ()) -> Path:
         return built
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise RuntimeError("the stand-in CUDA driver is built with gcc or cc, and neither is on PATH: install one")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise NoCompiler("the stand-in CUDA driver is built with gcc or cc, and neither is on PATH: install one")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
         hidden = made / "hidden"
-        hidden.write_text("{ local: " + "".join(f"{name}; " for name in ("none", *without)) + "};")
+        hidden.write_text(f"{{ local: {'; '.join(without)}; }};")
         nvml = SOURCES / "nvml.c"
-        _link(compiler, made / "libnvidia-ml.so.1", [nvml])
         driver = [source for source in sorted(SOURCES.glob("*.c")) if source != nvml]
-        _link(compiler, made / "libcuda.so.1", driver, f"-Wl,--version-script={hidden}", "-ldl")
+        _link(compiler, made / "libnvidia-ml.so.1", [nvml])
+        _link(compiler, made / "libcuda.so.1", driver, *([f"-Wl,--version-script={hidden}"] if without else []))
         try:
             made.rename(built)
         except OSError:
@@ -47,5 +49,5 @@ def build(folder: Path = CACHE, *, without: tuple[str, ...] = ()) -> Path:
 
 
 def _link(compiler: str, library: Path, sources: list[Path], *options: str) -> None:
-    command = [compiler, *FLAGS, f"-Wl,-soname,{library.name}", "-o", library, *sources, *options]
+    command = [compiler, *FLAGS, f"-Wl,-soname,{library.name}", "-o", library, *sources, *options, "-ldl"]
     subprocess.run([os.fspath(part) for part in command], check=True)

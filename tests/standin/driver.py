@@ -10,6 +10,7 @@ from types import TracebackType
 from tests.standin.build import SOURCES
 
 _SETTINGS = re.findall(r"^SETTING\((\w+), (\d+),", (SOURCES / "settings.def").read_text(), re.MULTILINE)
+_COUNTERS = (SOURCES / "counters.def").read_text()
 
 
 class StandinDriver:
@@ -39,7 +40,8 @@ class StandinDriver:
         self._shared.close()
 
 
-def _read(function: str, names: tuple[str, ...]) -> dict[str, int]:
+def _read(function: str, kind: str) -> dict[str, int]:
+    names = re.findall(rf"^{kind}\((\w+)\)", _COUNTERS, re.MULTILINE)
     numbers = (ctypes.c_uint64 * len(names))()
     getattr(ctypes.CDLL("libcuda.so.1"), function)(numbers)
     return dict(zip(names, numbers, strict=True))
@@ -47,11 +49,9 @@ def _read(function: str, names: tuple[str, ...]) -> dict[str, int]:
 
 def work() -> dict[str, int]:
     """What this process's driver has done so far."""
-    return _read("standin_counts", ("copies", "batches", "bytes"))
+    return _read("standin_counts", "WORK")
 
 
 def live() -> dict[str, int]:
     """What this process has got from its driver and has not given back."""
-    return _read(
-        "standin_live", ("handles", "mappings", "reservations", "streams", "events", "registrations", "contexts")
-    )
+    return _read("standin_live", "LIVE")

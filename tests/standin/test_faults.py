@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.standin.build import build
+from tests.standin.build import NoCompiler, build
 from tests.standin.calls import (
     GRANULE,
     NON_BLOCKING,
@@ -22,7 +22,7 @@ from tests.standin.calls import (
     start,
     text_of,
 )
-from tests.standin.children import environment, program, run, succeed
+from tests.standin.children import abort, environment, program, run, succeed
 
 
 def test_memory_runs_out_and_comes_back(standin):
@@ -126,6 +126,16 @@ def test_a_driver_that_lacks_a_function_makes_cuda_bindings_say_which(standin):
     succeed(standin, child)
 
 
+def test_a_batch_in_the_form_of_13_0_aborts_where_that_of_12_8_was_asked_for(standin):
+    def child():
+        start()
+        address, _ = do(cu.cuGetProcAddress, b"cuMemcpyBatchAsync", 12080, 0)
+        stream = do(cu.cuStreamCreate, NON_BLOCKING)
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 8)(address)(0, 0, 0, 0, 0, 0, 0, int(stream))
+
+    assert "called in the form of CUDA 13.0" in abort(standin, child)
+
+
 def test_copies_are_held_until_they_are_released(standin):
     def child():
         start()
@@ -189,7 +199,7 @@ def test_errors_have_the_names_and_texts_of_the_real_driver(standin):
 
 def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="neither is on PATH: install one"):
+    with pytest.raises(NoCompiler, match="neither is on PATH: install one"):
         build(tmp_path)
 
 

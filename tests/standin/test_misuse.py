@@ -1,6 +1,9 @@
 """What a driver answers to those who break its rules, and where the stand-in aborts as a GPU would go on silently."""
 
+import mmap
 import os
+
+import numpy as np
 
 from tests.standin.calls import GRANULE, NON_BLOCKING, cu, do, error, host, memory, place, prop, start
 from tests.standin.children import abort, succeed
@@ -140,6 +143,22 @@ def test_host_memory_is_registered_once_and_only_where_it_is_mapped(standin):
     succeed(standin, child)
 
 
+def test_host_memory_that_may_only_be_read_is_registered_so_and_not_written(standin):
+    def child():
+        start()
+        file = os.memfd_create("pages")
+        os.truncate(file, 4096)
+        pages = np.frombuffer(mmap.mmap(file, 4096, prot=mmap.PROT_READ), np.uint8)
+        address = pages.ctypes.data
+        assert error(cu.cuMemHostRegister, address, 4096, 0) == "INVALID_VALUE"
+        do(cu.cuMemHostRegister, address, 4096, cu.CU_MEMHOSTREGISTER_READ_ONLY)
+        mine = memory()
+        do(cu.cuMemcpyHtoD, mine.address, address, 4096)
+        assert error(cu.cuMemcpyDtoH, address, mine.address, 4096) == "ILLEGAL_ADDRESS"
+
+    succeed(standin, child)
+
+
 def test_addresses_that_are_not_the_devices_are_refused_by_the_calls_that_want_such(standin):
     def child():
         start()
@@ -165,4 +184,4 @@ def test_memory_without_access_loses_the_context_of_who_touches_it(standin):
         assert error(cu.cuStreamSynchronize, stream) == "ILLEGAL_ADDRESS"
         assert error(cu.cuStreamCreate, 0) == "ILLEGAL_ADDRESS"
 
-    assert "cuMemSetAccess does not allow it" in succeed(standin, child)
+    assert "did not allow it" in succeed(standin, child)

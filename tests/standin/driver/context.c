@@ -78,8 +78,7 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
         for (Stream *stream = streams; stream; stream = stream->next)
             if (stream->context == context && !stream->destroyed) {
                 if (stream->done < stream->queued) forbid(__func__, "the last release came before a stream's work was done");
-                if (stream != context->null_stream) live.streams--;
-                stream->destroyed = true;
+                destroy_stream(stream);
             }
         context->null_stream = NULL;
     }

@@ -10,7 +10,7 @@ static bool lose(Context *context, CUdeviceptr address, size_t size, bool write,
     if (reached == REACHED) return false;
     context->error = refuse(CUDA_ERROR_ILLEGAL_ADDRESS, "stream", "device %d may not %s 0x%llx + %zu: %s", context->device,
                             write ? "write" : "read", address, size,
-                            reached == UNMAPPED ? "it is not mapped" : "cuMemSetAccess does not allow it");
+                            reached == UNMAPPED ? "it is not mapped" : "cuMemSetAccess or cuMemHostRegister did not allow it");
     return true;
 }
 
@@ -66,7 +66,7 @@ static bool syncs_memops(CUdeviceptr address) {
 /* Takes `copies` over. */
 static CUresult copy_later(const char *call, CUstream handle, Copy *copies, size_t count, enum Side to, enum Side from, bool sync) {
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(call, handle, &stream);
     for (size_t i = 0; i < count && !result; i++) {
         result = check(call, to, copies[i].to, copies[i].size);
@@ -169,10 +169,20 @@ API CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *to, const CUdeviceptr *fro
     return wrong;
 }
 
+/* The form of CUDA 12.8, for those who ask for it. */
+API CUresult cuMemcpyBatchAsync(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t count,
+                                const CUmemcpyAttributes *attributes, const size_t *first, size_t groups, size_t *failed,
+                                CUstream stream) {
+    if (is_stream(failed)) forbid(__func__, "called in the form of CUDA 13.0: in that of 12.8 the eighth argument is no stream");
+    CUresult result = cuMemcpyBatchAsync_v2(to, from, sizes, count, attributes, first, groups, stream);
+    if (failed) *failed = SIZE_MAX; /* no copy in particular */
+    return result;
+}
+
 /* A memset returns before it is done, on whatever stream. */
 static CUresult fill(const char *call, CUstream handle, CUdeviceptr to, uint32_t value, unsigned width, size_t count, bool sync) {
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(call, handle, &stream);
     if (!result && to % width) result = refuse(CUDA_ERROR_INVALID_VALUE, call, "0x%llx is no multiple of %u", to, width);
     if (!result) result = check(call, DEVICE, to, count * width);

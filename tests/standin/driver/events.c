@@ -1,6 +1,5 @@
 /* Events: a place in a stream's queue. One is complete when the stream's thread has passed that place. */
 #include "standin.h"
-#include <stdlib.h>
 #include <time.h>
 
 typedef struct Event {
@@ -10,17 +9,14 @@ typedef struct Event {
     Stream *stream; /* of the last record; NULL: never recorded, which counts as complete */
     uint64_t number;
     double reached; /* milliseconds */
-    struct Event *next;
 } Event;
-static Event *events; /* never freed: an event that was destroyed is known as such */
+static Arena events = {.size = sizeof(Event)};
 
 static CUresult event_of(const char *call, CUevent handle, Event **found) {
-    for (Event *event = events; event; event = event->next)
-        if (event == handle) {
-            if (event->destroyed) forbid(call, "event %p was destroyed", (void *)handle);
-            return *found = event, CUDA_SUCCESS;
-        }
-    return refuse(CUDA_ERROR_INVALID_HANDLE, call, "%p is no event", (void *)handle);
+    if (!arena_has(&events, handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, call, "%p is no event", (void *)handle);
+    if (handle->destroyed) forbid(call, "event %p was destroyed", (void *)handle);
+    *found = handle;
+    return CUDA_SUCCESS;
 }
 
 void event_reached(Event *event, const Stream *stream, uint64_t number) {
@@ -34,10 +30,9 @@ API CUresult cuEventCreate(CUevent *made, unsigned flags) {
     ENTER(NEED_CONTEXT);
     if (flags & ~(unsigned)(CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING))
         return refuse(CUDA_ERROR_NOT_SUPPORTED, __func__, "flags 0x%x", flags);
-    Event *event = calloc(1, sizeof *event);
     pthread_mutex_lock(&world);
-    *event = (Event){.context = current(), .flags = flags, .next = events};
-    *made = events = event;
+    *made = arena_add(&events);
+    **made = (Event){.context = current(), .flags = flags};
     live.events++;
     pthread_mutex_unlock(&world);
     return CUDA_SUCCESS;
@@ -46,7 +41,7 @@ API CUresult cuEventCreate(CUevent *made, unsigned flags) {
 API CUresult cuEventDestroy_v2(CUevent handle) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Event *event;
+    Event *event = NULL;
     CUresult result = event_of(__func__, handle, &event);
     if (!result) {
         event->destroyed = true;
@@ -59,8 +54,8 @@ API CUresult cuEventDestroy_v2(CUevent handle) {
 API CUresult cuEventRecord(CUevent handle, CUstream on) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Event *event;
-    Stream *stream;
+    Event *event = NULL;
+    Stream *stream = NULL;
     CUresult result = event_of(__func__, handle, &event);
     if (!result) result = stream_of(__func__, on, &stream);
     if (!result && event->context != stream->context)
@@ -76,7 +71,7 @@ API CUresult cuEventRecord(CUevent handle, CUstream on) {
 API CUresult cuEventQuery(CUevent handle) {
     ENTER(NEED_INIT);
     pthread_mutex_lock(&world);
-    Event *event;
+    Event *event = NULL;
     CUresult result = event_of(__func__, handle, &event);
     if (!result && event->stream)
         result = is_done(event->stream, event->number) ? event->context->error : CUDA_ERROR_NOT_READY;
@@ -87,7 +82,7 @@ API CUresult cuEventQuery(CUevent handle) {
 API CUresult cuEventSynchronize(CUevent handle) {
     ENTER(NEED_INIT);
     pthread_mutex_lock(&world);
-    Event *event;
+    Event *event = NULL;
     CUresult result = event_of(__func__, handle, &event);
     if (!result && event->stream) result = await(event->stream, event->number);
     pthread_mutex_unlock(&world);
@@ -98,8 +93,8 @@ API CUresult cuStreamWaitEvent(CUstream handle, CUevent awaited, unsigned flags)
     ENTER(NEED_CONTEXT);
     (void)flags;
     pthread_mutex_lock(&world);
-    Event *event;
-    Stream *stream;
+    Event *event = NULL;
+    Stream *stream = NULL;
     CUresult result = event_of(__func__, awaited, &event);
     if (!result) result = stream_of(__func__, handle, &stream);
     if (!result && event->stream)
@@ -111,7 +106,7 @@ API CUresult cuStreamWaitEvent(CUstream handle, CUevent awaited, unsigned flags)
 API CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent from, CUevent to) {
     ENTER(NEED_INIT);
     pthread_mutex_lock(&world);
-    Event *first, *second;
+    Event *first = NULL, *second = NULL;
     CUresult result = event_of(__func__, from, &first);
     if (!result) result = event_of(__func__, to, &second);
     if (!result && (!first->stream || !second->stream || (first->flags | second->flags) & CU_EVENT_DISABLE_TIMING))

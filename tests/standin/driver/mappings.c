@@ -106,7 +106,7 @@ void set_access(Mapping *mapping, int ordinal, int flags) {
 enum Reach reach(CUdeviceptr address, size_t size, int ordinal, bool write, void **found) {
     Reservation *reservation = reservation_at(address);
     *found = (void *)(uintptr_t)address;
-    if (!reservation) return REACHED;
+    if (!reservation) return write && is_read_only(address) ? DENIED : REACHED;
     *found = reservation->shadow + (address - reservation->start);
     enum Reach result = REACHED;
     for (CUdeviceptr at = address; at < address + size;) {

@@ -10,19 +10,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static Object *objects; /* never freed: a handle that was released is known as such */
+static Arena objects = {.size = sizeof(Object)};
 
 static Object *add(int fd, size_t size, const CUmemAllocationProp *prop) {
-    Object *object = calloc(1, sizeof *object);
-    *object = (Object){.fd = fd, .size = size, .prop = *prop, .next = objects};
-    return objects = object;
+    Object *object = arena_add(&objects);
+    *object = (Object){.fd = fd, .size = size, .prop = *prop};
+    return object;
 }
 
 Object *object_of(const char *call, CUmemGenericAllocationHandle handle) {
-    Object *object = objects;
-    while (object && (uintptr_t)object != handle) object = object->next;
-    if (object && object->handles) return object;
-    refuse(CUDA_ERROR_INVALID_VALUE, call, object ? "handle 0x%llx was released" : "0x%llx is no handle", handle);
+    Object *object = (Object *)(uintptr_t)handle;
+    bool known = arena_has(&objects, object);
+    if (known && object->handles) return object;
+    refuse(CUDA_ERROR_INVALID_VALUE, call, known ? "handle 0x%llx was released" : "0x%llx is no handle", handle);
     return NULL;
 }
 

@@ -19,14 +19,31 @@ CUresult refuse(CUresult error, const char *call, const char *rule, ...) __attri
 /* For what a GPU would not notice but answer with wrong bytes or a crash later: says so, and aborts. */
 void forbid(const char *call, const char *rule, ...) __attribute__((format(printf, 2, 3), noreturn));
 
+#define WORK(name) uint64_t name;
+#define LIVE(name)
 typedef struct {
-    uint64_t copies, batches, bytes;
+#include "counters.def"
 } Work;
+#undef WORK
+#undef LIVE
+#define WORK(name)
+#define LIVE(name) uint64_t name;
 typedef struct {
-    uint64_t handles, mappings, reservations, streams, events, registrations, contexts;
+#include "counters.def"
 } Live;
+#undef WORK
+#undef LIVE
 extern Work work;
 extern Live live;
+
+/* arena.c */
+typedef struct {
+    size_t size; /* of an item */
+    char *start;
+    size_t used;
+} Arena;
+void *arena_add(Arena *arena); /* zeros */
+bool arena_has(const Arena *arena, const void *handle);
 
 /* context.c */
 extern pthread_mutex_t world;
@@ -64,7 +81,6 @@ typedef struct Object {
     bool legacy; /* made by cuMemAlloc */
     bool foreign; /* imported */
     CUmemAllocationProp prop;
-    struct Object *next;
 } Object;
 CUresult object_create(const char *call, size_t size, const CUmemAllocationProp *prop, Object **made);
 Object *object_of(const char *call, CUmemGenericAllocationHandle handle); /* NULL after saying why */
@@ -107,6 +123,7 @@ enum Reach reach(CUdeviceptr address, size_t size, int ordinal, bool write, void
 
 /* host.c */
 bool is_registered(CUdeviceptr address, size_t size);
+bool is_read_only(CUdeviceptr address); /* registered so */
 
 /* streams.c: work is done later, in order, by the thread of its stream */
 typedef struct {
@@ -152,9 +169,11 @@ CUresult stream_of(const char *call, CUstream handle, Stream **found);
 uint64_t enqueue(Stream *stream, Item item);
 CUresult await(Stream *stream, uint64_t number);
 bool is_done(Stream *stream, uint64_t number);
+bool is_stream(const void *handle);
+void destroy_stream(Stream *stream);
 void forbid_pending(const char *call, CUdeviceptr start, size_t size);
 Stream *null_stream(Context *context);
-extern Stream *streams;
+extern Stream *streams; /* those that are not destroyed, or have work to do */
 
 /* copies.c */
 void run_copies(Context *context, const Item *item);

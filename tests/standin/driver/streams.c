@@ -6,7 +6,8 @@
 #include <time.h>
 #include <unistd.h>
 
-Stream *streams; /* never freed: a stream that was destroyed is known as such */
+Stream *streams;
+static Arena all = {.size = sizeof(Stream)};
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 
 /* Under the lock: until something moves, or a millisecond, as settings change without a signal. */
@@ -31,9 +32,10 @@ static void run(Stream *stream, const Item *item) {
             run_copies(stream->context, item);
             break;
         case WAIT:
-            if (item->wait.stream->wanted < item->wait.number && stream->wanted >= item->number)
-                item->wait.stream->wanted = item->wait.number;
-            while (item->wait.stream->done < item->wait.number) pause_briefly();
+            while (item->wait.stream->done < item->wait.number) {
+                if (stream->wanted >= item->number) is_done(item->wait.stream, item->wait.number);
+                pause_briefly();
+            }
             break;
         case CALL:
             pthread_mutex_unlock(&world);
@@ -69,12 +71,15 @@ static void *serve(void *argument) {
         free(item);
         pthread_cond_broadcast(&moved);
     }
+    Stream **at = &streams;
+    while (*at != stream) at = &(*at)->next;
+    *at = stream->next;
     pthread_mutex_unlock(&world);
     return NULL;
 }
 
 static Stream *start(Context *context, unsigned flags, int priority) {
-    Stream *stream = calloc(1, sizeof *stream);
+    Stream *stream = arena_add(&all);
     *stream = (Stream){.context = context, .flags = flags, .priority = priority, .next = streams};
     pthread_t thread;
     if (pthread_create(&thread, NULL, serve, stream)) forbid("cuStreamCreate", "no thread for the stream: %m");
@@ -89,15 +94,13 @@ Stream *null_stream(Context *context) {
 
 CUresult stream_of(const char *call, CUstream handle, Stream **found) {
     if ((uintptr_t)handle <= 2) return *found = null_stream(current()), CUDA_SUCCESS; /* 1, 2: legacy and per thread */
-    for (Stream *stream = streams; stream; stream = stream->next)
-        if (stream == handle) {
-            if (stream->destroyed) forbid(call, "stream %p was destroyed", (void *)handle);
-            if (stream->context != current())
-                return refuse(CUDA_ERROR_INVALID_HANDLE, call, "the stream is device %d's, the current context device %d's",
-                              stream->context->device, current()->device);
-            return *found = stream, CUDA_SUCCESS;
-        }
-    return refuse(CUDA_ERROR_INVALID_HANDLE, call, "%p is no stream", (void *)handle);
+    if (!arena_has(&all, handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, call, "%p is no stream", (void *)handle);
+    if (handle->destroyed) forbid(call, "stream %p was destroyed", (void *)handle);
+    if (handle->context != current())
+        return refuse(CUDA_ERROR_INVALID_HANDLE, call, "the stream is device %d's, the current context device %d's",
+                      handle->context->device, current()->device);
+    *found = handle;
+    return CUDA_SUCCESS;
 }
 
 static uint64_t append(Stream *stream, const Item *item) {
@@ -142,6 +145,15 @@ CUresult await(Stream *stream, uint64_t number) {
     return stream->context->error;
 }
 
+/* Work that is queued is still done. */
+void destroy_stream(Stream *stream) {
+    stream->destroyed = true;
+    if (stream != stream->context->null_stream) live.streams--;
+    pthread_cond_broadcast(&moved);
+}
+
+bool is_stream(const void *handle) { return arena_has(&all, handle); }
+
 static bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) { return a < b + b_size && b < a + a_size; }
 
 void forbid_pending(const char *call, CUdeviceptr start, size_t size) {
@@ -176,16 +188,13 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     return CUDA_SUCCESS;
 }
 
-/* Work that is queued is still done. */
 API CUresult cuStreamDestroy_v2(CUstream handle) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = (uintptr_t)handle <= 2 ? CUDA_ERROR_INVALID_HANDLE : stream_of(__func__, handle, &stream);
     if (!result) {
-        stream->destroyed = true;
-        live.streams--;
-        pthread_cond_broadcast(&moved);
+        destroy_stream(stream);
     }
     pthread_mutex_unlock(&world);
     return result;
@@ -194,7 +203,7 @@ API CUresult cuStreamDestroy_v2(CUstream handle) {
 API CUresult cuStreamQuery(CUstream handle) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(__func__, handle, &stream);
     if (!result) result = is_done(stream, stream->queued) ? stream->context->error : CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&world);
@@ -204,7 +213,7 @@ API CUresult cuStreamQuery(CUstream handle) {
 API CUresult cuStreamSynchronize(CUstream handle) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(__func__, handle, &stream);
     if (!result) result = await(stream, stream->queued);
     pthread_mutex_unlock(&world);
@@ -224,7 +233,7 @@ API CUresult cuCtxSynchronize(void) {
 API CUresult cuStreamGetFlags(CUstream handle, unsigned *flags) {
     ENTER(NEED_CONTEXT);
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(__func__, handle, &stream);
     if (!result) *flags = stream->flags;
     pthread_mutex_unlock(&world);
@@ -233,7 +242,7 @@ API CUresult cuStreamGetFlags(CUstream handle, unsigned *flags) {
 
 static CUresult call_later(const char *call, CUstream handle, Item item) {
     pthread_mutex_lock(&world);
-    Stream *stream;
+    Stream *stream = NULL;
     CUresult result = stream_of(call, handle, &stream);
     item.call.stream = handle;
     if (!result) enqueue(stream, item);

@@ -5,21 +5,28 @@
 #include <stdio.h>
 #include <string.h>
 
-API CUresult cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
-    (void)version, (void)flags;
-    Dl_info self;
+/* For a caller who knows CUDA up to `version`. */
+static void *look_up(void *library, const char *name, int version) {
     char newer[128];
+    bool batch = !strcmp(name, "cuMemcpyBatchAsync"); /* the one function here whose older form is here, too */
+    if (batch && version < 13000) return version < 12080 ? NULL : dlsym(library, name);
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    void *found = dlsym(library, newer);
+    return found || batch ? found : dlsym(library, name);
+}
+
+/* A name that is not there is no error: `found` is NULL. */
+API CUresult cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
+    (void)flags;
     *found = NULL;
+    if (version > (int)settings()->driver_version) return CUDA_ERROR_INVALID_VALUE;
+    Dl_info self;
     void *library = dladdr(&world, &self) ? dlopen(self.dli_fname, RTLD_NOLOAD | RTLD_LAZY) : NULL;
-    if (!strcmp(name, "cuMemcpyBatchAsync") && settings()->driver_version < 13000) library = NULL;
-    if (library) {
-        snprintf(newer, sizeof newer, "%s_v2", name);
-        *found = dlsym(library, newer);
-        if (!*found) *found = dlsym(library, name);
-        dlclose(library);
-    }
+    if (!library) forbid(__func__, "the library does not find itself: %s", dlerror());
+    *found = look_up(library, name, version);
+    dlclose(library);
     if (status) *status = *found ? 0 : 1;
-    return *found ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+    return CUDA_SUCCESS;
 }
 
 #define NOT_PROVIDED(name) \
