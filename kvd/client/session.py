@@ -56,12 +56,14 @@ class Session:
         """The bytes of a pool in a GPU's memory, writable, at the same address as long as they are used.
 
         Raises:
-            BadRequest: `WRONG_STATE`, the pool is in host memory: see `pool`.
+            BadRequest: `WRONG_STATE`, the pool is in host memory (see `pool`), or the worker is closed.
 
         """
         assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
         if isinstance(self._driver.pool, PoolMap):
             raise BadRequest(ErrorCode.WRONG_STATE, "the pool is in host memory; use `pool`")
+        if self._driver.pool.descriptor < 0:
+            raise BadRequest(ErrorCode.WRONG_STATE, "the worker is closed")
         return self._driver.pool.view
 
     @property

@@ -95,18 +95,21 @@ class Mapping:
         """Maps the memory at another address too, then replaces it by zeros, for good, at the old one.
 
         The transport may still read there for a peer; without a mapping that would end this process's context.
+
+        Raises:
+            DeviceError: there is no memory for the zeros, or the driver refused.
+
         """
         step = granule(self.device)
         zeros = Mapping.allocate(self.device, step)
         zeros.zero()
-        with self.device.current():
+        with self.device.current(), contextlib.closing(zeros):
             base = self._map()
             old, self.base = self.base, base
             call("cuMemUnmap", old, self.length)
             for address in range(old, old + self.length, step):
                 call("cuMemMap", address, step, 0, zeros._handle, 0)
             call("cuMemSetAccess", old, self.length, [_access(self.device, writable=False)], 1)
-        zeros.close()
 
     def close(self) -> None:
         """Unmaps and releases; a second call does nothing. What uses the memory must have ended."""

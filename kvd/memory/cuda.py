@@ -57,7 +57,7 @@ class CudaPool:
             self._mapping.close()
 
     def free(self) -> None:
-        """Like `close`, and zeroes the memory first: 80 GiB take some tens of milliseconds."""
+        """Like `close`, and zeroes the memory first, for whoever has it mapped."""
         try:
             self._mapping.zero()
         finally:

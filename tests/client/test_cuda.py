@@ -233,6 +233,9 @@ def test_a_worker_has_a_gpus_pool_across_a_restart_of_its_daemon():
             assert worker.kept
             assert worker.device_pool.pointer == address
             assert daemon.pools["w"]._mapping.read(9, 4) == b"kept"
+            worker.close()
+            with pytest.raises(BadRequest, match="the worker is closed"):
+                worker.device_pool  # noqa: B018
 
 
 @over_standin()

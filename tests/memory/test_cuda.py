@@ -120,6 +120,18 @@ def test_a_pool_that_moves_keeps_its_bytes_and_its_descriptor():
     pool.close()
 
 
+@over_standin(total_memory=LENGTH)
+def test_a_pool_that_cannot_move_stays_where_it_is():
+    pool = provider_for("cuda:0").allocate("prefill-0", SIZE)
+    own(pool).write(3, b"kept")
+    base = pool.base
+    with pytest.raises(Unavailable, match="the pool cannot be mapped anew: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
+        pool.move()
+    assert pool.base == base
+    assert own(pool).read(3, 4) == b"kept"
+    pool.close()
+
+
 @over_standin(mps=1)
 def test_a_gpu_that_cannot_have_pools_is_refused_when_the_daemon_starts():
     with pytest.raises(Unavailable, match=r"no pools on 'cuda:0': GPU 0 .* is used through MPS") as caught:
