@@ -83,6 +83,14 @@ class Unavailable(KvdError):
     )
 
 
+class DeviceError(Unavailable):
+    """A GPU's driver refused a call; `result` is its name for the reason, such as `CUDA_ERROR_INVALID_VALUE`."""
+
+    def __init__(self, code: ErrorCode, text: str, result: str) -> None:
+        super().__init__(code, text)
+        self.result = result
+
+
 class InternalError(KvdError):
     """kvd's own fault: an invariant did not hold."""
 

@@ -56,7 +56,9 @@ class Metrics:
             "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
         )
         self.workers = gauge("kvd_workers", "Workers that are attached.")
-        self.pool_bytes = gauge("kvd_pool_bytes", "Bytes in pools, by kind of page.", "backing")
+        self.pool_bytes = gauge(
+            "kvd_pool_bytes", "Bytes in pools, by what they are made of (hugetlb, thp, plain, cuda).", "backing"
+        )
         self.notifications = counter("kvd_notifications_total", "Notifications for workers.")
         self.unacknowledged = gauge("kvd_notifications_unacknowledged", "Notifications kept until acknowledged.")
         self.refused = counter(

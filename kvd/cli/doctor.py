@@ -12,9 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvd.cli.status import add_daemon_flags, socket_of
+from kvd.daemon.config import load
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Finding, Level
+from kvd.doctor.gpus import check_gpus
 from kvd.doctor.loopback import check_transfer
 from kvd.doctor.memory import check_huge_pages, check_memlock
 from kvd.doctor.samehost import check_copy, check_pid_namespace
@@ -52,6 +54,7 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield check_copy()
     yield check_pid_namespace()
     yield from check_rdma()
+    yield from check_gpus(load({}).device)
     yield from check_daemon(socket_of(args), args.timeout)
     if not args.no_transfer:
         yield from check_transfer(_TRANSFER_SECONDS)

@@ -60,7 +60,8 @@ def _pools(status: StatusReport) -> Table:
         log = status.completion.get(pool.worker)
         busy = status.scheduler.busy_blocks.get(pool.worker, 0)
         kept = log.kept if log else 0
-        table.add_row(escape(pool.worker), size(pool.bytes), pool.backing or "-", pool.state, str(busy), str(kept))
+        memory = f"{pool.backing or '-'} {pool.device[:12]}".rstrip()  # the first eight digits of the UUID
+        table.add_row(escape(pool.worker), size(pool.bytes), memory, pool.state, str(busy), str(kept))
     return table
 
 

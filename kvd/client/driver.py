@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
-from kvd.client.pool import PoolMap
+from kvd.client.pool import Pool, map_pool
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
 from kvd.protocol.worker import Attach, Attached, Detached
 
@@ -50,11 +50,11 @@ class Poller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """A driver's surroundings; the simulator has its own. `map(descriptor, bytes)` takes the descriptor over."""
+    """A driver's surroundings; the simulator has its own. `map` takes the descriptor over."""
 
     connection: Connection
     poller: Poller
-    map: Callable[[int, int], PoolMap]
+    map: Callable[[int, Attached], Pool]
     instance: bytes
 
 
@@ -64,9 +64,9 @@ class Driver:
     def __init__(
         self, path: str, name: str, spec: bytes, pool_bytes: int, dependencies: Dependencies | None = None
     ) -> None:
-        dependencies = dependencies or Dependencies(Connection(path), select.poll(), PoolMap, os.urandom(16))
+        dependencies = dependencies or Dependencies(Connection(path), select.poll(), map_pool, os.urandom(16))
         self.core = Core(name)
-        self.pool: PoolMap | None = None
+        self.pool: Pool | None = None
         self.failed: KvdError | None = None
         """Why the daemon no longer accepts this worker; requests raise it."""
         self.detached = False
@@ -214,6 +214,8 @@ class Driver:
             elif answer is not None:
                 self._attached(*answer, now)
         except Unavailable as error:
+            if error.code is ErrorCode.NO_DEVICE and self.pool is None:
+                self.failed = error  # it will not see the pool's GPU later either
             self._drop(error, now)
         except (BadRequest, InternalError) as error:
             # On the first attach this is final; later, a daemon that sends garbage may be replaced.
@@ -223,19 +225,26 @@ class Driver:
 
     def _attached(self, attached: Attached, descriptor: int, process: int, now: float) -> None:
         try:
-            self._check(attached, descriptor)
+            self._take(attached, descriptor)
         except KvdError:
-            self._connection.discard(descriptor)
             self._connection.discard(process)
             raise
-        if self.pool is None:
-            self.pool = self._map(descriptor, attached.pool_bytes)
-        else:
-            self._connection.discard(descriptor)
         self._connection.attach(attached, process)
         self._watch(self._connection.filenos())
         self._attached_at, self._last_error = now, None
         self.core.on_attached(attached)
+
+    def _take(self, attached: Attached, descriptor: int) -> None:
+        """Maps the pool, or closes another descriptor of the one that is mapped."""
+        try:
+            self._check(attached, descriptor)
+        except KvdError:
+            self._connection.discard(descriptor)
+            raise
+        if self.pool is None:
+            self.pool = self._map(descriptor, attached)
+        else:
+            self._connection.discard(descriptor)
 
     def _check(self, attached: Attached, descriptor: int) -> None:
         """Checks that the pool has the requested size and is the one lent before."""

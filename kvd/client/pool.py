@@ -3,8 +3,30 @@
 import contextlib
 import mmap
 import os
+from typing import TYPE_CHECKING, Union
 
 from kvd.errors import BadRequest, ErrorCode
+from kvd.protocol.worker import Attached
+
+if TYPE_CHECKING:
+    from kvd.client.cuda import DevicePool
+
+Pool = Union["PoolMap", "DevicePool"]
+
+
+def map_pool(descriptor: int, attached: Attached) -> Pool:
+    """The pool that the daemon lent, in host memory or a GPU's; owns the descriptor from now on.
+
+    Raises:
+        BadRequest: `BAD_POOL`, it cannot be mapped; the descriptor is closed.
+        Unavailable: `NO_DEVICE`, this process does not see the pool's GPU, or has no driver; so is it.
+
+    """
+    if not attached.device:
+        return PoolMap(descriptor, attached.pool_bytes)
+    from kvd.client.cuda import DevicePool  # noqa: PLC0415 - workers without a GPU load nothing of CUDA
+
+    return DevicePool(descriptor, attached.device, attached.pool_bytes, attached.pool_length)
 
 
 class PoolMap:

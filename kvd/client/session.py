@@ -3,15 +3,19 @@
 import secrets
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event, Offered, OfferRefused
-from kvd.errors import ErrorCode, Unavailable, error_from_code
+from kvd.client.pool import PoolMap
+from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.limits import SECRET_BYTES
+
+if TYPE_CHECKING:
+    from kvd.client.cuda import DeviceBytes
 
 
 class Spec(Protocol):
@@ -36,9 +40,36 @@ class Session:
 
     @property
     def pool(self) -> memoryview:
-        """The pool's bytes, writable, at the same address as long as the session exists."""
+        """The bytes of a pool in host memory, writable, at the same address as long as the session exists.
+
+        Raises:
+            BadRequest: `WRONG_STATE`, the pool is in a GPU's memory: see `device_pool`.
+
+        """
         assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
+        if not isinstance(self._driver.pool, PoolMap):
+            raise BadRequest(ErrorCode.WRONG_STATE, f"the pool is in the memory of {self.device}; use `device_pool`")
         return self._driver.pool.view
+
+    @property
+    def device_pool(self) -> "DeviceBytes":
+        """The bytes of a pool in a GPU's memory, writable, at the same address as long as they are used.
+
+        Raises:
+            BadRequest: `WRONG_STATE`, the pool is in host memory (see `pool`), or the worker is closed.
+
+        """
+        assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
+        if isinstance(self._driver.pool, PoolMap):
+            raise BadRequest(ErrorCode.WRONG_STATE, "the pool is in host memory; use `pool`")
+        if self._driver.pool.descriptor < 0:
+            raise BadRequest(ErrorCode.WRONG_STATE, "the worker is closed")
+        return self._driver.pool.view
+
+    @property
+    def device(self) -> str:
+        """The UUID of the GPU that has the pool (`GPU-...`); empty for host memory."""
+        return self._driver.core.attached.device
 
     @property
     def connected(self) -> bool:
@@ -47,7 +78,7 @@ class Session:
 
     @property
     def backing(self) -> str:
-        """The kind of the pool's memory: `hugetlb`, `thp`, `plain`."""
+        """The kind of the pool's memory: `hugetlb`, `thp`, `plain`; `cuda` on a GPU."""
         return self._driver.core.attached.backing
 
     @property

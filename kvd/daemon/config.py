@@ -79,7 +79,10 @@ class Config(BaseSettings):
         pattern=r"^\S*:\d+$",
         description="host:port of /metrics, /livez and /readyz; port 0: a free one.",
     )
-    device: str = Field("cpu", description="Where pools are: `cpu` (host memory) or `cuda:N`.")
+    device: str = Field(
+        "cpu",
+        description="Where pools are: `cpu` (host memory) or `cuda:N`, of the GPUs that CUDA_VISIBLE_DEVICES leaves.",
+    )
     memory: Backing = Field(
         Backing.AUTO, description="Pages of host pools; `auto` takes the first of the others that is available."
     )

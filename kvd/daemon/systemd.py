@@ -50,8 +50,11 @@ class Notifier:
         self._send("WATCHDOG=1", -1)
 
     def store(self, name: str, descriptor: int) -> None:
-        """Gives systemd a duplicate of `descriptor` for the next daemon of this unit."""
-        self._owe(f"FDSTORE=1\nFDNAME={name}", descriptor)
+        """Gives systemd a duplicate of `descriptor` for the next daemon of this unit.
+
+        Unpolled: systemd would drop that of a GPU's memory, a device that can be polled, when the GPU has news.
+        """
+        self._owe(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", descriptor)
 
     def unstore(self, name: str) -> None:
         """Makes systemd close what was stored under `name`."""

@@ -15,8 +15,16 @@ class Memory(Protocol):
         """Bytes that the worker asked for; the mapping may be longer (whole pages)."""
 
     @property
+    def length(self) -> int:
+        """Bytes of the mapping: whole pages, of a GPU whole granules. Importers of a GPU's memory map exactly these."""
+
+    @property
+    def device(self) -> str:
+        """The UUID of the GPU that has it, as `nvidia-smi -L` shows it (`GPU-...`); empty for host memory."""
+
+    @property
     def backing(self) -> str:
-        """Its pages: `hugetlb`, `thp` or `plain`."""
+        """Its pages: `hugetlb`, `thp` or `plain`; `cuda` for a GPU's memory."""
 
     @property
     def descriptor(self) -> int:
@@ -34,7 +42,10 @@ class Memory(Protocol):
         """Unmaps and closes. The bytes live on while another process has them mapped."""
 
     def free(self) -> None:
-        """Like `close`, and frees the memory even if others map it: they find zeros there. Slow; not for the loop."""
+        """Like `close`, and others that map it find zeros there. Slow; not for the loop.
+
+        Host memory is free at once; a GPU's when the last process that has mapped it unmaps it.
+        """
 
 
 class MemoryProvider(Protocol):
@@ -55,7 +66,8 @@ class MemoryProvider(Protocol):
         """The pool behind `descriptor`, which a worker kept from an earlier daemon; owns the descriptor from then on.
 
         Raises:
-            BadRequest: `BAD_POOL`, it is no sealed memfd of that size, or its memory was freed.
+            BadRequest: `BAD_POOL`, it is no pool of that size (a sealed memfd, an allocation of the GPU), or its
+                memory was freed.
 
         """
 

@@ -31,6 +31,8 @@ class Backing(StrEnum):
 class MemfdPool:
     """A mapped, sealed memfd (a `kvd.memory.interface.Memory`)."""
 
+    device: Final = ""
+
     def __init__(self, descriptor: int, mapping: Mapping, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
@@ -41,6 +43,11 @@ class MemfdPool:
     def base(self) -> int:
         """Address of the first byte in this process, a multiple of 2 MiB."""
         return self._mapping.base
+
+    @property
+    def length(self) -> int:
+        """Bytes of the mapping, which is all of the file."""
+        return self._mapping.length
 
     def move(self) -> None:
         """Maps the pool at another address, see `Memory`."""

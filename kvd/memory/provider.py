@@ -12,15 +12,16 @@ def provider_for(device: str, backing: Backing = Backing.AUTO) -> MemoryProvider
 
     Raises:
         BadRequest: `BAD_CONFIG`, there is no such kind of device.
-        Unavailable: `NO_DEVICE`, this version has no provider for it.
+        Unavailable: `NO_DEVICE`, there is no such GPU, or pools cannot be on it; the text says why.
 
     """
     if device == "cpu":
         return MemfdProvider(backing)
-    if re.fullmatch(r"cuda:\d+", device):
-        raise Unavailable(
-            ErrorCode.NO_DEVICE,
-            f"no CUDA device: this version of kvd makes pools of host memory only, not on {device!r}; "
-            "set the device to `cpu`",
-        )
-    raise BadRequest(ErrorCode.BAD_CONFIG, f"device {device!r} is neither `cpu` nor `cuda:N`")
+    if (gpu := re.fullmatch(r"cuda:(\d+)", device)) is None:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"device {device!r} is neither `cpu` nor `cuda:N`")
+    from kvd.memory.cuda import CudaProvider  # noqa: PLC0415 - without a GPU, nothing of CUDA is loaded
+
+    try:
+        return CudaProvider(int(gpu[1]))
+    except Unavailable as error:
+        raise Unavailable(error.code, f"no pools on {device!r}: {error.text}; or set the device to `cpu`") from error

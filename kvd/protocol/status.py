@@ -6,13 +6,14 @@ from kvd.errors import BadRequest, ErrorCode
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """A pool; `state` is one of `kvd.actors.pools.record.PoolState`."""
+    """A pool; `state` is one of `kvd.actors.pools.record.PoolState`, `device` the UUID of the GPU that has it."""
 
     worker: str
     bytes: int
     backing: str | None
     state: str
     uid: int
+    device: str = ""
 
 
 class PeerStatus(msgspec.Struct, frozen=True):

@@ -65,13 +65,19 @@ class Attached(Message, frozen=True, tag="attached"):
     """Where peers reach this daemon; tickets name it."""
     pool_bytes: Count
     backing: str
-    """What the pool's memory is made of: `hugetlb`, `thp`, `plain` (or a kind of device memory)."""
+    """What the pool's memory is made of: `hugetlb`, `thp`, `plain`; `cuda` is a GPU's memory."""
     kept: bool
     """Whether the pool still has the bytes of an earlier session."""
     version: int = VERSION
     pool: Count = 0
     """Number of the pool within this incarnation; it changes too when another worker had the pool since. Then every
     earlier request has ended, and notifications are numbered from 1 again."""
+    device: Annotated[str, Meta(max_length=64)] = ""
+    """The UUID of the GPU that has the pool, as `nvidia-smi -L` shows it (`GPU-...`); empty for host memory. Compare no
+    ordinals: CUDA_VISIBLE_DEVICES changes them."""
+    pool_length: Count = 0
+    """Bytes of the mapping behind the descriptor, `pool_bytes` and more. A GPU's memory is mapped at exactly this
+    length, as its descriptor does not tell; a memfd does."""
 
 
 class Detached(Message, frozen=True, tag="detached"):

@@ -34,10 +34,11 @@ def ids(*blocks):
 
 class Memory:
     backing = "plain"
+    device = ""
 
     def __init__(self, size, descriptor=7):
         self.base = 1 << 32
-        self.size, self.descriptor, self.closed = size, descriptor, False
+        self.size, self.length, self.descriptor, self.closed = size, size, descriptor, False
 
     def move(self):
         self.base += 1 << 32

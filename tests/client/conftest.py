@@ -16,7 +16,8 @@ import pytest
 import uvloop
 
 from kvd.errors import KvdError
-from kvd.memory.memfd import Backing, MemfdPool, MemfdProvider
+from kvd.memory.interface import Memory, MemoryProvider
+from kvd.memory.memfd import Backing, MemfdProvider
 from kvd.net.interface import SessionClosed, SessionFrame, WorkerEvent, WorkerFrame
 from kvd.net.workers import WorkerSockets
 from kvd.protocol import codec
@@ -41,7 +42,9 @@ class Spec:
 class ScriptedDaemon:
     """Attaches whoever asks, keeps what workers send in `inbox`, sends what a test tells it."""
 
-    def __init__(self, path: str, incarnation: int = 1, *, own_process: bool = False) -> None:
+    def __init__(
+        self, path: str, incarnation: int = 1, *, own_process: bool = False, provider: MemoryProvider | None = None
+    ) -> None:
         """Another process stands for the daemon's, since this one goes on; or it is this one's `own_process`."""
         self.path = path
         self.process = None if own_process else subprocess.Popen(["sleep", "1000"])
@@ -51,8 +54,8 @@ class ScriptedDaemon:
         self.inbox: queue.Queue[Any] = queue.Queue()
         self.sessions: list[tuple[int, bytes]] = []
         self.attaches: list[Attach] = []
-        self.pools: dict[str, MemfdPool] = {}
-        self._provider = MemfdProvider(Backing.PLAIN)
+        self.pools: dict[str, Memory] = {}
+        self._provider = provider or MemfdProvider(Backing.PLAIN)
         self._port = WorkerSockets(path)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted daemon")
@@ -115,8 +118,7 @@ class ScriptedDaemon:
             self._thread.join()
             self._loop.close()
             for pool in self.pools.values():
-                pool._mapping.close()
-                os.close(pool.descriptor)
+                pool.close()
 
     def _call(self, work: Callable[[], T]) -> T:
         result: Future[T] = Future()
@@ -170,6 +172,8 @@ class ScriptedDaemon:
             pool.size,
             pool.backing,
             kept,
+            device=pool.device,
+            pool_length=pool.length,
         )
         self._port.send_session(connection, codec.encode(attached), (pool.descriptor,))
 

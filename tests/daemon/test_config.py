@@ -105,10 +105,10 @@ def own_log():
 
 
 @pytest.mark.usefixtures("own_log")
-def test_a_cuda_device_is_refused_with_what_to_do(tmp_path, capsys):
-    flags = ["--name", "a", "--socket", str(tmp_path / "a.sock"), "--device", "cuda:0"]
+def test_a_gpu_that_cannot_be_had_is_refused_with_what_to_do(tmp_path, capsys):
+    flags = ["--name", "a", "--socket", str(tmp_path / "a.sock"), "--device", "cuda:99"]
     assert main(["serve", *flags]) == 2
-    assert "no CUDA device: " in capsys.readouterr().err
+    assert "no pools on 'cuda:99'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -119,6 +119,13 @@ def test_what_the_socket_refuses_is_said_again_in_order_with_the_next_answer_of_
         systemd.close()
 
 
+def test_a_stored_pool_is_not_polled_as_a_gpus_memory_is_a_device_with_news(systemd: Systemd) -> None:
+    pool = memfd(b"kept")
+    Notifier({"NOTIFY_SOCKET": systemd.path}).store("a", pool)
+    os.close(pool)
+    assert systemd.read() == ["FDSTORE=1\nFDPOLL=0\nFDNAME=a"]
+
+
 def test_a_socket_that_is_full_takes_the_rest_later(systemd: Systemd) -> None:
     notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
     kernel_keeps = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())

@@ -67,6 +67,7 @@ def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
 
 MANIFESTS = {
     "kustomize cpu": lambda: kustomized("cpu"),
+    "kustomize gpu-plugin": lambda: kustomized("gpu-plugin"),
     "kustomize gpu-rdma": lambda: kustomized("gpu-rdma"),
     "chart": lambda: charted({}),
     "chart with gpu and rdma": lambda: charted(GPU),
@@ -174,6 +175,7 @@ def test_images_are_named_by_digest_and_containers_are_bounded(manifests: list[d
 def test_without_rdma_everything_is_at_the_restricted_level() -> None:
     assert beyond_restricted(pod(charted({}))) == []
     assert beyond_restricted(pod(kustomized("cpu"))) == []
+    assert beyond_restricted(pod(kustomized("gpu-plugin"))) == []
 
 
 def test_rdma_takes_one_capability_and_nothing_else() -> None:
@@ -188,6 +190,15 @@ def test_both_containers_name_one_gpu_by_a_claim_that_is_there() -> None:
     assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
     users = [sidecar(documents), *pod(documents)["containers"]]
     assert [container["resources"]["claims"] for container in users] == [[{"name": claim["name"]}]] * 2
+
+
+def test_without_claims_vllm_has_the_gpu_and_the_daemon_sees_it() -> None:
+    documents = kustomized("gpu-plugin")
+    (engine,) = pod(documents)["containers"]
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "nvidia.com/gpu" not in sidecar(documents)["resources"]["limits"], "the plugin would give it another one"
+    variables = {entry["name"]: entry.get("value") for entry in sidecar(documents)["env"]}
+    assert (variables["KVD_DEVICE"], variables["NVIDIA_VISIBLE_DEVICES"]) == ("cuda:0", "all")
 
 
 @pytest.mark.parametrize("make", [lambda: kustomized("cpu"), lambda: charted(GPU)], ids=["kustomize", "chart"])

@@ -200,10 +200,10 @@ class InstantTransport:
 class PlainMemory:
     """A pool that nothing is copied into: an address and a size."""
 
-    backing, descriptor = "none", -1
+    backing, device, descriptor = "none", "", -1
 
     def __init__(self, base: int, size: int) -> None:
-        self.base, self.size = base, size
+        self.base, self.size, self.length = base, size, size
 
     def move(self) -> None:
         """Nobody's rights are withdrawn here."""

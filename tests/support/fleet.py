@@ -69,7 +69,7 @@ class Daemon:
         """The log entry that says where the daemon serves; waits for it."""
         for _ in until(f"{self.name} serves"):
             for line in self.log.read_text().splitlines():
-                entry = json.loads(line)
+                entry = json.loads(line) if line.startswith("{") else {}  # libraries write there, too
                 if entry.get("event") == "serving":
                     return dict(entry)
         raise AssertionError("unreachable")

@@ -9,6 +9,7 @@ from kvd.errors import KvdError
 class PoolLent(Struct, frozen=True, gc=False):
     """The worker on `connection` gets the pool; `descriptor` stays the pools actor's.
 
+    `backing`, `device` and `length` are those of its `kvd.memory.interface.Memory`.
     `kept` says whether the bytes are older than this attach; `tenancy` changes when another worker gets the pool.
     """
 
@@ -16,6 +17,8 @@ class PoolLent(Struct, frozen=True, gc=False):
     pool: Pool
     descriptor: int
     backing: str
+    device: str
+    length: int
     kept: bool
     tenancy: int
 

@@ -85,6 +85,8 @@ class Sessions(Component):
             address=self._peer_address(),
             pool_bytes=lent.pool.size,
             backing=lent.backing,
+            device=lent.device,
+            pool_length=lent.length,
             kept=lent.kept,
             pool=lent.tenancy,
         )

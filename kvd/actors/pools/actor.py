@@ -135,6 +135,8 @@ class PoolsActor(Actor):
                 pool=record.pool,
                 descriptor=record.mapped.descriptor,
                 backing=record.mapped.backing,
+                device=record.mapped.device,
+                length=record.mapped.length,
                 kept=record.kept,
                 tenancy=record.tenancy,
             )

@@ -82,6 +82,7 @@ class PoolRecord:
             "worker": self.pool.worker,
             "bytes": self.pool.size,
             "backing": self.memory.backing if self.memory else None,
+            "device": self.memory.device if self.memory else "",
             "state": self.state,
             "epoch": self.pool.epoch,
             "uid": self.request.uid,

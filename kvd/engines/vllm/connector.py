@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
-from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
+from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
@@ -53,7 +53,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._cache = worker_cache(self._vllm_config, self._kv_cache_config)
         spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
-        self._pool = as_tensor(client.pool, zero=client.kept)
+        self._pool = pool_tensor(client)
+        warn_of_restarts(client.device, self._vllm_config.cache_config)
         self._worker = WorkerSide(
             client, settings.worker, spec, offer_ttl=settings.offer_ttl, pull_timeout=settings.pull_timeout
         )

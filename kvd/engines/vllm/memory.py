@@ -1,21 +1,26 @@
 """vLLM's KV cache in the daemon's pool.
 
 vLLM makes its cache by one `torch.zeros(size, dtype=torch.int8)` inside a context that the connector provides; every
-layer's cache is a view of that tensor. The context here answers this one call with the pool.
+layer's cache is a view of that tensor. The context here answers this one call with the pool. It takes the place of the
+context in which vLLM's sleep mode finds what to move out of a GPU, so a sleeping engine leaves the pool alone.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvd.client import Worker
 from kvd.engines.vllm.spec import Pages, WorkerCache
 from kvd.errors import BadRequest, ErrorCode, InternalError
 
+logger = logging.getLogger(__name__)
+
 
 class PoolAllocation(TorchFunctionMode):
-    """Answers the first allocation of exactly `nbytes` int8 zeros on the CPU with `pool()`."""
+    """Answers the first allocation of exactly `nbytes` int8 zeros with `pool()`, if that is on the same device."""
 
     def __init__(self, nbytes: int, pool: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -29,16 +34,51 @@ class PoolAllocation(TorchFunctionMode):
         asked = func is torch.zeros and args == (self._nbytes,) and kwargs.get("dtype") is torch.int8
         if not asked or self.answered:
             return func(*args, **kwargs)
-        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise BadRequest(ErrorCode.BAD_POOL, f"kvd lends host memory, this worker's cache is on {kwargs['device']}")
+        pool = self._pool()
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device != pool.device:
+            text = f"kvd lends memory of {pool.device}, this worker's cache is on {device}: attach each rank to the "
+            text += "daemon of its GPU (`{rank}` in the setting `socket`), started with `--device`"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
         self.answered = True
-        return self._pool()
+        return pool
 
 
-def as_tensor(pool: memoryview, *, zero: bool) -> torch.Tensor:
-    """The pool as int8 [nbytes], sharing its memory. `zero` clears what an earlier session left."""
-    tensor = torch.frombuffer(pool, dtype=torch.int8)
-    return tensor.zero_() if zero else tensor
+def pool_tensor(client: Worker) -> torch.Tensor:
+    """The pool of an attached worker as int8 [nbytes], sharing its memory; what an earlier session left is zeroed.
+
+    On a GPU it is that of the daemon, found by its UUID, whatever ordinal it has here.
+
+    Raises:
+        InternalError: torch made a copy.
+
+    """
+    if client.device:
+        pool = client.device_pool
+        tensor = torch.as_tensor(pool, device=torch.device("cuda", pool.ordinal)).view(torch.int8)
+        if tensor.data_ptr() != pool.pointer:
+            text = f"torch copied the pool at {pool.pointer:#x} of {client.device} to {tensor.data_ptr():#x}"
+            raise InternalError(ErrorCode.INTERNAL, text)
+    else:
+        tensor = torch.frombuffer(client.pool, dtype=torch.int8)
+    return tensor.zero_() if client.kept else tensor
+
+
+def warn_of_restarts(device: str, cache_config: Any) -> None:
+    """Warns of a pool on a GPU that would keep this engine, restarted, from starting.
+
+    The pool outlives the engine, so the next one finds less memory free than `gpu_memory_utilization` asks for, and
+    stops before it could attach. With `kv_cache_memory_bytes` the share may be small, and the pool has the same size
+    each time, without which it could not be taken over.
+    """
+    if device and not cache_config.kv_cache_memory_bytes:
+        logger.warning(
+            "the KV cache stays in the memory of %s when this engine stops: set --kv-cache-memory-bytes, and "
+            "--gpu-memory-utilization to the share of all the rest, or a restarted engine finds too little free",
+            device,
+        )
 
 
 def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, torch.Tensor], names: Any) -> None:

@@ -44,6 +44,14 @@ def test_a_worker_gets_its_pool_and_a_session(stage):
     assert not attached.kept
 
 
+def test_a_worker_whose_pool_is_on_a_gpu_learns_which_and_how_much_to_map():
+    stage = Stage()
+    stage.memory.device, stage.memory.length = "GPU-1", 1 << 21
+    stage.attach()
+    [attached] = stage.on_sessions
+    assert (attached.device, attached.pool_length) == ("GPU-1", 1 << 21)
+
+
 def test_a_frame_without_a_session_is_refused(stage):
     reply = refusal(stage.request(StatusRequest(9), session=b"nobody"))
     assert reply.code == ErrorCode.NOT_ATTACHED

@@ -1,9 +1,13 @@
 """vLLM's one allocation, answered with the pool."""
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
+from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
 from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, InternalError
 from kvd.layout import Full, Shard
@@ -41,18 +45,75 @@ def test_only_the_caches_allocation_is_answered_and_only_once() -> None:
     assert torch.zeros(512, dtype=torch.int8) is not pool
 
 
-def test_a_cache_on_a_device_is_refused() -> None:
-    with PoolAllocation(512, lambda: torch.zeros(512)), pytest.raises(BadRequest, match="host memory"):
+def test_a_cache_on_the_pools_device_is_answered_there() -> None:
+    pool = torch.zeros(512, dtype=torch.int8, device="meta")
+    with PoolAllocation(512, lambda: pool):
+        assert torch.zeros(512, dtype=torch.int8, device="meta") is pool
+
+
+def test_a_cache_on_another_device_than_the_pool_is_refused_with_both() -> None:
+    text = "kvd lends memory of cpu, this worker's cache is on meta: attach each rank to the daemon of its GPU"
+    with PoolAllocation(512, lambda: torch.zeros(512)), pytest.raises(BadRequest, match=text):
         torch.zeros(512, dtype=torch.int8, device="meta")
 
 
-def test_the_tensor_shares_the_pools_bytes_and_clears_old_ones_if_told() -> None:
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with PoolAllocation(512, lambda: torch.zeros(512)), pytest.raises(BadRequest, match="cache is on cuda:3"):
+        torch.zeros(512, dtype=torch.int8, device="cuda")
+
+
+def client(raw: bytearray, *, kept: bool, device: str = "") -> Any:
+    """An attached worker; its pool on a device is host memory here."""
+    address = ctypes.addressof((ctypes.c_char * len(raw)).from_buffer(raw))
+    device_pool = SimpleNamespace(pointer=address, ordinal=1, raw=raw)
+    return SimpleNamespace(pool=memoryview(raw), kept=kept, device=device, device_pool=device_pool)
+
+
+def test_the_tensor_shares_the_pools_bytes_and_clears_old_ones() -> None:
     raw = bytearray(b"\x01" * 512)
-    assert as_tensor(memoryview(raw), zero=False)[0] == 1
-    tensor = as_tensor(memoryview(raw), zero=True)
+    assert pool_tensor(client(raw, kept=False))[0] == 1
+    tensor = pool_tensor(client(raw, kept=True))
     assert not any(raw)
     tensor[3] = 7
     assert raw[3] == 7
+
+
+def test_a_pool_on_a_gpu_becomes_a_tensor_at_the_number_that_the_gpu_has_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(pool: Any, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cuda:1")
+        return torch.frombuffer(pool.raw, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", shared)
+    raw = bytearray(b"\x01" * 512)
+    tensor = pool_tensor(client(raw, kept=True, device="GPU-1"))
+    assert tensor.dtype is torch.int8
+    assert not any(raw)
+
+
+def test_a_copy_of_a_pool_on_a_gpu_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "as_tensor", lambda pool, device: torch.zeros(512, dtype=torch.uint8))
+    with pytest.raises(InternalError, match="torch copied the pool at 0x"):
+        pool_tensor(client(bytearray(512), kept=False, device="GPU-1"))
+
+
+@pytest.mark.parametrize(
+    ("device", "nbytes", "warned"), [("GPU-1", None, True), ("GPU-1", 1 << 30, False), ("", None, False)]
+)
+def test_a_pool_that_would_be_in_the_way_of_a_restart_is_warned_of(
+    device: str, nbytes: int | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_restarts(device, SimpleNamespace(kv_cache_memory_bytes=nbytes))
+    assert ("--kv-cache-memory-bytes" in caplog.text) is warned
+
+
+def test_vllm_restarts_beside_its_pool_if_its_share_is_that_of_the_rest() -> None:
+    utils = pytest.importorskip("vllm.v1.worker.utils")
+    gib = 1 << 30
+    beside_its_pool = SimpleNamespace(total_memory=80 * gib, free_memory=30 * gib, device_="cuda:0")
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        utils.request_memory(beside_its_pool, SimpleNamespace(gpu_memory_utilization=0.9))
+    assert utils.request_memory(beside_its_pool, SimpleNamespace(gpu_memory_utilization=0.35)) <= 30 * gib
 
 
 def views(pool: torch.Tensor) -> dict[str, torch.Tensor]:

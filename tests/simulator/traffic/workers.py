@@ -102,7 +102,7 @@ class Worker(Ledger):
 
     # --- the session ------------------------------------------------------------------------------------------------
 
-    def _map(self, descriptor: int, _size: int) -> SimPool:
+    def _map(self, descriptor: int, _attached: wire.Attached) -> SimPool:
         """Takes the pool when it is first lent to this process."""
         pool = SimPool(self.world.kernel, descriptor)
         # A successor, or the first: it may do what it likes, so nothing may write there any more.

@@ -77,6 +77,12 @@ class SimMemory:
     size: int
     descriptor: int
     backing: str = "plain"
+    device: str = ""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the mapping."""
+        return self.size
 
     def move(self) -> None:
         """Maps the file somewhere else."""

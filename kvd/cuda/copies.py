@@ -1,0 +1,90 @@
+"""Many copies by one call, and host memory that a GPU copies to and from by itself.
+
+Addresses are unified: the same copies go between a GPU and itself, other GPUs and the host, in either direction.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.cuda.device import Device
+from kvd.cuda.driver import api, call, check
+from kvd.cuda.streams import Stream
+from kvd.errors import DeviceError, ErrorCode, InternalError
+
+Words = NDArray[np.uint64]
+
+_BATCH = "cuMemcpyBatchAsync"
+_BATCH_SINCE = 13000
+"""CUDA 13.0 has the call in today's form."""
+
+
+def copy(stream: Stream, targets: Words, sources: Words, lengths: Words) -> None:
+    """Copies `lengths[i]` bytes from address `sources[i]` to `targets[i]`; each uint64 [N], in order of the stream.
+
+    One call does all from driver 13.0 on, in any order: copies of one call must not overlap. Copies to and from host
+    memory that is not `pin`ned are done before this returns.
+
+    Raises:
+        InternalError: the arrays differ in length.
+        DeviceError: the driver refused.
+
+    """
+    count = len(lengths)
+    if not len(targets) == len(sources) == count:
+        text = f"{len(targets)} targets, {len(sources)} sources and {count} lengths: a copy takes one of each"
+        raise InternalError(ErrorCode.INTERNAL, text)
+    if count == 0:
+        return
+    batch = _batch_call()
+    if batch is None:
+        for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
+            call("cuMemcpyAsync", target, source, length, stream.handle)
+        return
+    arrays = [np.ascontiguousarray(array, dtype=np.uint64) for array in (targets, sources, lengths)]
+    check(batch(*(array.ctypes.data for array in arrays), count, int(stream.handle)), _BATCH)
+
+
+def pin(device: Device, address: int, length: int, *, writable: bool) -> None:
+    """Lets all GPUs copy to and from `length` bytes of this process at `address`, whole pages, until `unpin`.
+
+    Raises:
+        DeviceError: the driver refused: they are pinned already, no pages are there, or a limit on locked memory.
+
+    """
+    flags = api().CU_MEMHOSTREGISTER_PORTABLE | (0 if writable else api().CU_MEMHOSTREGISTER_READ_ONLY)
+    with device.current():
+        call("cuMemHostRegister", address, length, flags)
+
+
+def unpin(device: Device, address: int) -> None:
+    """Ends `pin`; copies there must have ended."""
+    with device.current():
+        call("cuMemHostUnregister", address)
+
+
+@functools.cache
+def _batch_call() -> Callable[..., int] | None:
+    """The call with its attributes filled in, None if the driver has none; through ctypes, which takes addresses."""
+    try:
+        address, _ = call("cuGetProcAddress", _BATCH.encode(), _BATCH_SINCE, 0)
+    except DeviceError:
+        return None
+    if not address:
+        return None
+    word, pointer = ctypes.c_size_t, ctypes.c_void_p
+    function = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, word, pointer, pointer, word, pointer)(
+        int(address)
+    )
+    attributes = api().CUmemcpyAttributes()
+    attributes.srcAccessOrder = api().CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    first = word(0)  # the attributes hold from the first copy on
+
+    def batch(targets: int, sources: int, lengths: int, count: int, stream: int) -> Any:
+        return function(targets, sources, lengths, count, attributes.getPtr(), ctypes.byref(first), 1, stream)
+
+    return batch

@@ -1,0 +1,179 @@
+"""Pools in a GPU's memory: one allocation each, which workers and peers on this host import by its descriptor.
+
+Its last bytes are the pool's mark (`kvd.cuda.mark`). Memory that others have mapped cannot be taken from them: when a
+pool ends it is zeroed, and with it the mark, so that nobody adopts it again. Its pages are free once the last process
+has unmapped them.
+"""
+
+import os
+import stat
+from typing import Final
+
+from kvd.cuda.device import device
+from kvd.cuda.mark import MARK_BYTES, is_pool, mark
+from kvd.cuda.memory import Mapping, granule
+from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
+
+_NO_EXPORT: Final = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in ("INVALID_VALUE", "INVALID_HANDLE", "INVALID_DEVICE", "MAP_FAILED", "NOT_SUPPORTED", "OPERATING_SYSTEM")
+)
+"""What the driver says of descriptors that are not its own, or of less memory than is to be mapped."""
+
+
+class CudaPool:
+    """A mapped allocation of a GPU (a `kvd.memory.interface.Memory`)."""
+
+    backing: Final = "cuda"
+
+    def __init__(self, mapping: Mapping, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        self.size = size
+        self.device = mapping.device.uuid
+        self._mapping = mapping
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte, of the GPU, in this process; a multiple of 2 MiB."""
+        return self._mapping.base
+
+    @property
+    def length(self) -> int:
+        """Bytes of the mapping, which is all of the allocation."""
+        return self._mapping.length
+
+    def move(self) -> None:
+        """Maps the pool at another address, see `Memory`. Peers that imported the memory keep it."""
+        try:
+            self._mapping.move()
+        except DeviceError as error:
+            raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error.text}") from error
+
+    def close(self) -> None:
+        """Unmaps and closes; a second call does nothing. The bytes live on while another process has the memory."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            self._mapping.close()
+
+    def free(self) -> None:
+        """Like `close`, and zeroes the memory first, for whoever has it mapped."""
+        try:
+            self._mapping.zero()
+        finally:
+            self.close()
+
+
+class CudaProvider:
+    """Makes pools on the GPU number `ordinal` (a `kvd.memory.interface.MemoryProvider`).
+
+    Raises:
+        Unavailable: `NO_DEVICE`, there is no such GPU, or it cannot share memory; the text says why and what to do.
+
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._device = device(ordinal)
+        obstacle = self._device.obstacle()
+        if obstacle:
+            raise Unavailable(ErrorCode.NO_DEVICE, obstacle)
+        self._granule = granule(self._device)
+        self._kind = self._export_kind()
+
+    def footprint(self, size: int) -> int:
+        """Bytes of memory that a pool of `size` bytes takes: with its mark, in whole granules (2 MiB)."""
+        return -(-(size + MARK_BYTES) // self._granule) * self._granule
+
+    def discard(self, descriptor: int) -> None:
+        """Closes a descriptor that is not needed."""
+        os.close(descriptor)
+
+    def allocate(self, name: str, size: int) -> CudaPool:
+        """A new pool of `size` bytes, zeroed.
+
+        Raises:
+            BadRequest: `BAD_SPEC`, the size is not positive.
+            Unavailable: `OVERLOADED`, the GPU has too little memory; `NO_DEVICE`, it does not work.
+
+        """
+        if size <= 0:
+            raise BadRequest(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
+        length = self.footprint(size)
+        try:
+            mapping = Mapping.allocate(self._device, length)
+        except DeviceError as error:
+            if error.code is not ErrorCode.OVERLOADED:
+                raise
+            free, total = self._device.free_and_total()
+            text = (
+                f"pool {name!r} needs {length} bytes of {self._device}, {free} of {total} are free ({error.text}): "
+                "stop what uses the rest, wait for `pool_linger`, or give the engine a smaller cache"
+            )
+            raise Unavailable(ErrorCode.OVERLOADED, text) from error
+        try:
+            mapping.zero()
+            mark(mapping, size)
+            return CudaPool(mapping, mapping.export(), size)
+        except Unavailable:
+            mapping.close()
+            raise
+
+    def adopt(self, descriptor: int, size: int) -> CudaPool:
+        """The pool of `size` bytes behind `descriptor`, with its bytes. Closes `descriptor` if it refuses.
+
+        Raises:
+            BadRequest: `BAD_POOL`, it is no pool of that size on this GPU, or its pool has ended.
+            Unavailable: `NO_DEVICE`, the GPU does not work.
+
+        """
+        try:
+            return CudaPool(self._import(descriptor, size), descriptor, size)
+        except (BadRequest, Unavailable):
+            os.close(descriptor)
+            raise
+
+    def _import(self, descriptor: int, size: int) -> Mapping:
+        kind = _kind(descriptor)
+        if kind != self._kind:
+            text = f"the descriptor is of file type {kind[0]:#o}, device {kind[1]:#x}, this driver's exports are of "
+            text += f"{self._kind[0]:#o}, {self._kind[1]:#x}: give back the one that kvd lent"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
+        try:
+            mapping = Mapping.map_descriptor(self._device, descriptor, self.footprint(max(size, 0)), writable=True)
+        except DeviceError as error:
+            if error.result not in _NO_EXPORT:
+                raise
+            text = f"no pool of {size} bytes on {self._device} ({error.text}): give back the descriptor that kvd lent"
+            raise BadRequest(ErrorCode.BAD_POOL, text) from error
+        try:
+            self._check(mapping, size)
+        except (BadRequest, Unavailable):
+            mapping.close()
+            raise
+        return mapping
+
+    def _check(self, mapping: Mapping, size: int) -> None:
+        if not mapping.is_pinned_here():
+            text = f"the memory is not on {self._device}: attach to the daemon of its GPU"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
+        if not is_pool(mapping, size):
+            text = f"the memory is no pool of {size} bytes, or its pool has ended meanwhile; attach without it"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
+
+    def _export_kind(self) -> tuple[int, int]:
+        """What an export of this driver looks like: open /dev/nvidiactl. Tried out, so that we know that it works."""
+        mapping = Mapping.allocate(self._device, self._granule)
+        try:
+            descriptor = mapping.export()
+        finally:
+            mapping.close()
+        try:
+            return _kind(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _kind(descriptor: int) -> tuple[int, int]:
+    """The type of the file behind a descriptor and, of a device, its number."""
+    status = os.fstat(descriptor)
+    return stat.S_IFMT(status.st_mode), status.st_rdev

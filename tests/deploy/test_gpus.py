@@ -1,0 +1,62 @@
+"""What the doctor says of GPUs."""
+
+from cuda.bindings import nvml
+
+from kvd.cuda.device import device
+from kvd.doctor.finding import Level
+from kvd.doctor.gpus import check_gpus
+from tests.support.gpu import over_standin
+
+
+@over_standin(device_count=2)
+def test_a_gpu_that_can_have_pools_is_shown_with_its_uuid_and_whether_network_cards_reach_it():
+    findings = check_gpus("cuda:0")
+    assert [finding.subject for finding in findings if finding.level is Level.OK] == ["GPU 0", "GPU 1"]
+    assert "GPU-" in findings[0].text
+    assert "network cards reach it" in findings[0].text
+
+
+@over_standin(gpu_direct_rdma=0)
+def test_a_gpu_that_network_cards_do_not_reach_is_said_so():
+    assert "network cards do not reach it" in check_gpus("cuda:0")[0].text
+
+
+@over_standin(mps=1)
+def test_a_gpu_that_cannot_have_pools_is_broken_only_for_a_daemon_that_wants_one():
+    [wanted], [unwanted] = check_gpus("cuda:0"), check_gpus("cpu")
+    assert (wanted.level, unwanted.level) == (Level.BROKEN, Level.NOTE)
+    assert "MPS" in wanted.text
+
+
+@over_standin(device_count=0)
+def test_no_gpu_is_broken_only_for_a_daemon_that_wants_one():
+    [wanted], [unwanted] = check_gpus("cuda:0"), check_gpus("cpu")
+    assert (wanted.level, unwanted.level) == (Level.BROKEN, Level.NOTE)
+    assert "CUDA_ERROR_NO_DEVICE" in wanted.text
+    assert "none is needed" in unwanted.fix
+
+
+@over_standin()
+def test_a_persistence_mode_that_cannot_be_found_out_is_unknown_with_its_fix():
+    unknown = check_gpus("cuda:0")[-1]
+    assert (unknown.subject, unknown.level) == ("GPU 0 persistence", Level.NOTE)
+    assert unknown.text.startswith("unknown: ")
+    assert "nvidia-persistenced" in unknown.fix
+
+
+@over_standin(mig=1)
+def test_a_mig_instance_is_said_to_be_untried():
+    assert any("MIG" in finding.text and finding.level is Level.NOTE for finding in check_gpus("cuda:0"))
+
+
+@over_standin()
+def test_a_gpu_that_forgets_its_memory_when_nobody_has_it_open_is_pointed_out():
+    nvml.init_v2 = lambda: None
+    nvml.device_get_handle_by_uuid = lambda uuid: uuid
+    modes = {}
+    nvml.device_get_persistence_mode = modes.get
+    uuid = device(0).uuid
+    for mode, level, word in ((0, Level.NOTE, "off: "), (1, Level.OK, "on: ")):
+        modes[uuid] = mode
+        finding = check_gpus("cuda:0")[-1]
+        assert (finding.level, finding.text.startswith(word)) == (level, True)

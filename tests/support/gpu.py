@@ -1,0 +1,44 @@
+"""Tests over the stand-in driver, each in a process of its own: NIXL would see the driver in the next tests, too."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+from tests.standin.build import build
+from tests.standin.children import environment
+from tests.standin.driver import StandinDriver
+
+SECONDS = 60
+
+
+def over_standin(
+    *, env: dict[str, str] | None = None, without: tuple[str, ...] = (), **settings: int
+) -> Callable[..., Callable[..., None]]:
+    """Runs the body of a test in a child that has the stand-in driver, set to `settings`, and `env`.
+
+    The driver lacks the functions `without`.
+    """
+
+    def decorate(body: Callable[[], None]) -> Callable[..., None]:
+        def test(standin: StandinDriver) -> None:
+            standin.set(**settings)
+            ran = subprocess.run(
+                [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
+                env=environment(standin, LD_LIBRARY_PATH=str(build(without=without)), **(env or {})),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+
+        test.body = body
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        return test
+
+    return decorate
+
+
+if __name__ == "__main__":
+    getattr(importlib.import_module(sys.argv[1]), sys.argv[2]).body()
