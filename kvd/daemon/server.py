@@ -101,7 +101,7 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
-        self._open(loop)
+        self._open(loop, provider)
         self._build(loop, provider, policy.Policy(os.geteuid(), rules))
         self._watchdog = Watchdog(
             loop,
@@ -131,7 +131,7 @@ class Daemon:
         self._directory.stop()
         await self._shut_down()
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _open(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider) -> None:
         """Opens the transport and the sockets."""
         config = self.config
         identity = f"{config.name}#{self.incarnation}"
@@ -141,6 +141,7 @@ class Daemon:
             f"{config.socket}.pools",
             host=boot_id(),
             threads=config.copy_threads,
+            device=provider.device,
             mode=0o600 if is_local(config.listen) else 0o666,  # peers of other users come with keys, and show a token
         )
         self._transport = RoutedTransport(same_host, self._open_network(identity, loop))

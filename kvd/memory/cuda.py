@@ -77,6 +77,7 @@ class CudaProvider:
         obstacle = self._device.obstacle()
         if obstacle:
             raise Unavailable(ErrorCode.NO_DEVICE, obstacle)
+        self.device = self._device.uuid
         self._granule = granule(self._device)
         self._kind = self._export_kind()
 

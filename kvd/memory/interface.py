@@ -51,6 +51,10 @@ class Memory(Protocol):
 class MemoryProvider(Protocol):
     """Makes pools."""
 
+    @property
+    def device(self) -> str:
+        """As `Memory.device`, of all its pools."""
+
     def footprint(self, size: int) -> int:
         """Bytes of memory that a pool of `size` bytes takes: whole pages."""
 

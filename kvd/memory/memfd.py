@@ -81,6 +81,8 @@ class MemfdProvider:
     pages, 2.5 s on small ones that the host had to find first.
     """
 
+    device: Final = ""
+
     def __init__(self, backing: Backing = Backing.AUTO) -> None:
         self._backing = backing
 

@@ -39,6 +39,8 @@ class ExportedPool(Message, frozen=True, tag="pool"):
 
     base: Word
     size: Count
+    length: Count
+    """Bytes of the mapping behind the descriptor: whole pages."""
     device: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
     """UUID of the GPU that it lies on; empty for host memory."""
 

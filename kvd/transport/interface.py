@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from kvd.plan import Descriptors
 
 
+class Region(Struct, frozen=True, gc=False):
+    """`size` bytes at address `base` of this process.
+
+    `descriptor` maps to the same bytes, `length` of them, in other processes; -1 if nothing does. `device` is the UUID
+    of the GPU that has them; empty for host memory.
+    """
+
+    base: int
+    size: int
+    descriptor: int = -1
+    device: str = ""
+    length: int = 0
+
+
 class ReadRequest(Struct, frozen=True, gc=False):
     """Read `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
 
@@ -153,11 +167,8 @@ class Transport(Protocol):
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
-        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`.
-
-        `descriptor` is of a file that maps to the same bytes; without one only this process reaches them directly.
-        """
+    def register(self, pool: int, region: Region) -> None:
+        """Registers memory; answered by `Registered` or `RegisterFailed`. Its descriptor stays the caller's."""
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""

@@ -24,6 +24,7 @@ from kvd.transport.interface import (
     PeerAdded,
     PeerFailed,
     ReadRequest,
+    Region,
     Registered,
     Transport,
 )
@@ -56,7 +57,7 @@ class RoutedTransport:
         self._near: set[str] = set()
         """Agents that are read within the host."""
         self._adding: dict[str, _Attempt] = {}
-        self._registering: dict[int, tuple[int, int, int]] = {}
+        self._registering: dict[int, Region] = {}
         self._described: dict[tuple[int, ...], bytes] = {}
         """What the network says of some pools, while the host is asked."""
         self._on_event: Callable[[Event], None]
@@ -84,13 +85,13 @@ class RoutedTransport:
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
-        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+    def register(self, pool: int, region: Region) -> None:
+        """Registers memory; answered by `Registered` or `RegisterFailed`."""
         if self._network is None:
-            self._same_host.register(pool, base, size, descriptor)
+            self._same_host.register(pool, region)
         else:
-            self._registering[pool] = base, size, descriptor
-            self._network.register(pool, base, size, descriptor)
+            self._registering[pool] = region
+            self._network.register(pool, region)
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
@@ -195,7 +196,7 @@ class RoutedTransport:
     def _heard_from_network(self, event: Event) -> None:
         match event:
             case Registered():
-                self._same_host.register(event.pool, *self._registering.pop(event.pool))
+                self._same_host.register(event.pool, self._registering.pop(event.pool))
             case Deregistered():
                 self._same_host.deregister(event.pool)
             case Described():

@@ -264,6 +264,8 @@ class _PeerPort:
 
 
 class _Provider:
+    device = ""
+
     def __init__(self, stage):
         self.stage = stage
 
@@ -290,7 +292,7 @@ class _Transport:
     def start(self, on_event):
         self.on_event = on_event
 
-    def register(self, pool, base, size, descriptor):
+    def register(self, pool, region):
         self.on_event(Registered(pool, b"meta"))
 
     def deregister(self, pool):

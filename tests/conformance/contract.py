@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvd import limits
-from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadFailed, Registered
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadFailed, Region, Registered
 from tests.conformance.site import PATIENCE, PRODUCED, Reader, Site, blocks, pattern, table
 
 KIB = limits.KIB
@@ -40,7 +40,7 @@ class Contract:
         reader = Reader(self._site.transport(), base, memory)
         reader.transport.start(reader.on_event)
         try:
-            reader.transport.register(1, base, size, descriptor)
+            reader.transport.register(1, Region(base, size, descriptor, length=size))
             registered = await reader.answer(Registered)
             assert (registered.pool, registered.metadata) == (1, reader.transport.metadata)
             yield reader
@@ -302,7 +302,7 @@ class Contract:
             assert (gone.pool, gone.metadata) == (1, reader.transport.metadata)
             assert gone.metadata != before
             assert isinstance(await reader.end(reader.read(producer, blocks(0, 1, 4 * KIB))), ReadFailed)
-            reader.transport.register(2, reader.base, 64 * KIB)
+            reader.transport.register(2, Region(reader.base, 64 * KIB))
             assert (await reader.answer(Registered, 2)).pool == 2
             await reader.still_well(producer)
 

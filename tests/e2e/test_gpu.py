@@ -1,4 +1,4 @@
-"""Daemons and workers that share a GPU's memory, over the stand-in driver, whose memory the CPU sees here."""
+"""Daemons and workers with pools in GPU memory, over the stand-in driver, whose memory the CPU sees here."""
 
 import pytest
 
@@ -57,3 +57,42 @@ def test_a_pool_that_the_worker_gives_back_is_memory_of_the_gpu_again(machine, f
     daemon = fleet.daemon("gpu", device="cuda:0")
     for name in ("first", "second"):  # each takes more than half
         fleet.worker(daemon, name, blocks=40, block_bytes=1 << 20).call("detach")
+
+
+BLOCKS, BLOCK_BYTES = 64, 1 << 16
+SOURCE, TARGET = list(range(0, BLOCKS, 2)), list(range(1, BLOCKS, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:1", "cuda:0")]
+)
+def test_blocks_move_between_pools_whatever_memory_they_are_in(machine, fleet, source, target):
+    machine.set(device_count=2)
+    producer, consumer = fleet.daemon("p", device=source), fleet.daemon("d", device=target)
+    size = {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES}
+    prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
+    prefill.call("fill", ids=SOURCE, value=7)
+    for turn in range(2):
+        decode.call("clear")
+        ticket = prefill.call("offer", name=f"r{turn}", ids=SOURCE)
+        decode.call("pull", name=f"r{turn}", ticket=ticket, ids=TARGET)
+        assert decode.outcome(f"r{turn}")["kind"] == "Done"
+        assert decode.call("values", ids=TARGET) == [7] * len(TARGET)
+        assert decode.call("untouched", ids=TARGET, value=0)
+    [peer] = decode.call("status")["handshake"]
+    assert peer["path"] == "copy/memory"
+
+
+def test_a_copy_that_the_gpu_has_not_made_is_not_done(machine, fleet):
+    producer, consumer = fleet.daemon("p", device="cuda:0"), fleet.daemon("d", device="cuda:0")
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    prefill.call("fill", ids=[1, 2], value=7)
+    machine.set(hold=1)
+    decode.call("pull", name="r", ticket=prefill.call("offer", name="r", ids=[1, 2]), ids=[3, 4])
+    for _ in until("the read has begun"):
+        if "reading" in decode.call("status")["scheduler"]["transfers"]:
+            break
+    assert decode.call("values", ids=[3, 4]) == [0, 0]
+    machine.set(hold=0)
+    assert decode.outcome("r")["kind"] == "Done"
+    assert decode.call("values", ids=[3, 4]) == [7, 7]

@@ -12,7 +12,7 @@ from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent, 
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Renew, Welcome
 from kvd.protocol.types import Message
-from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, ReadRequest, Registered
+from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, ReadRequest, Region, Registered
 
 LATENCY = 0.0002
 """Seconds that a message takes one way."""
@@ -157,7 +157,7 @@ class InstantTransport:
     def _soon(self, event: Event) -> None:
         self._loop.call_soon(self._on_event, event)
 
-    def register(self, pool: int, _base: int, _size: int, _descriptor: int = -1) -> None:
+    def register(self, pool: int, _region: Region) -> None:
         """Registered at once."""
         self._soon(Registered(pool, b""))
 
@@ -217,6 +217,8 @@ class PlainMemory:
 
 class PlainProvider:
     """`kvd.memory.interface.MemoryProvider` of `PlainMemory`."""
+
+    device = ""
 
     def __init__(self) -> None:
         self._next = 1 << 32

@@ -20,19 +20,20 @@ from kvd.transport.interface import (
     PeerFailed,
     ReadFailed,
     ReadRequest,
+    Region,
     Registered,
     RegisterFailed,
 )
 from kvd.transport.slices import U64, Slice, SliceQueue
 from tests.support.fake_fabric import FakeFabric, FakeRead, Flight, Reach
 
-Region = tuple[int, int]
+Place = tuple[int, int]
 """Base address and bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    regions: list[Region] = field(default_factory=list)
+    regions: list[Place] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: bool = False
@@ -48,7 +49,7 @@ class FakeTransport:
         self._agent = agent
         self._fabric = fabric
         self._on_event: Callable[[Event], None]
-        self._pools: dict[int, Region] = {}
+        self._pools: dict[int, Place] = {}
         self._metadata = self._describe()
         self._slices = SliceQueue()
         self._peers: dict[str, _Peer] = {}
@@ -70,9 +71,9 @@ class FakeTransport:
         self.alive = True
         self._fabric.join(self)
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
-        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
-        self._soon(self._register, pool, base, size)
+    def register(self, pool: int, region: Region) -> None:
+        """Registers memory; answered by `Registered` or `RegisterFailed`."""
+        self._soon(self._register, pool, region.base, region.size)
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
@@ -266,7 +267,7 @@ class FakeTransport:
         self._on_event(event)
 
 
-def _covers(regions: list[Region], base: int, offset: U64, piece: Slice) -> bool:
+def _covers(regions: list[Place], base: int, offset: U64, piece: Slice) -> bool:
     """Whether each descriptor of a slice lies within one of the regions."""
     part = slice(piece.start, piece.stop)
     covered = np.zeros(piece.stop - piece.start, dtype=bool)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvd import limits
-from kvd.transport.interface import PeerFailed, Registered, Transport, TransportDied
+from kvd.transport.interface import PeerFailed, Region, Registered, Transport, TransportDied
 from kvd.transport.nixl.probe import Probe
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import nixl_name
@@ -46,7 +46,7 @@ async def produce(agent: str, pipe: Connection) -> None:
             os._exit(0)
         kept.append(allocate(size))
         kept[-1][:] = pattern(seed, size)
-        transport.register(pool, kept[-1].ctypes.data, size)
+        transport.register(pool, Region(kept[-1].ctypes.data, size))
         pipe.send(((await events.get()).metadata, kept[-1].ctypes.data))
 
 
@@ -125,7 +125,7 @@ async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(si
     base, memory, _ = site.memory(size)
     reader = Reader(transport, base, memory)
     transport.start(reader.on_event)
-    transport.register(1, base, size)
+    transport.register(1, Region(base, size))
     await reader.answer(Registered)
     producer = await site.producer(size, 3)
     version = producer.metadata.index(b"|c") + 10  # the first byte of UCX's address

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvd.memory.memfd import MemfdProvider
-from kvd.transport.interface import Deregistered, Described, Registered
+from kvd.transport.interface import Deregistered, Described, Region, Registered
 from kvd.transport.nixl.transport import NixlTransport, open_agent
 
 SIZE = 1 << 20
@@ -61,7 +61,7 @@ async def own() -> dict[str, str]:
     pools = {number: provider.allocate(f"pool-{number}", SIZE) for number in (1, 2)}
     for number, pool in pools.items():
         mmap.mmap(pool.descriptor, 2 * SIZE)[:SIZE] = bytes([PATTERN]) * SIZE
-        transport.register(number, pool.base, SIZE)
+        transport.register(number, Region(pool.base, SIZE))
         assert isinstance(await events.get(), Registered)
     transport.describe((1,))
     described = await events.get()
@@ -86,7 +86,7 @@ async def own() -> dict[str, str]:
     found["deregistered"] = await reads(old, base)
     pools[1].move()
     found["moved"] = await reads(old, base)
-    transport.register(1, pools[1].base, SIZE)
+    transport.register(1, Region(pools[1].base, SIZE))
     registered = await events.get()
     found["registered anew"] = await reads(old, base)
     found["given anew"] = await reads(registered.metadata, pools[1].base)

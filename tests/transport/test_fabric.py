@@ -10,7 +10,7 @@ import pytest
 
 from kvd import limits
 from kvd.errors import InternalError
-from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed, ReadRequest
+from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed, ReadRequest, Region
 from tests.support.fake_fabric import FakeFabric, Fault, Faults
 from tests.support.fake_transport import FakeTransport
 from tests.transport.descriptors import Descriptors, descriptors
@@ -55,8 +55,8 @@ class Pair:
         self.local, self.remote = self.fabric.map(self.memory), self.fabric.map(self.source)
         self.d.start(lambda event: self.events.append((self.loop.time(), event)))
         self.p.start(lambda event: None)
-        self.d.register(1, self.local, SIZE)
-        self.p.register(1, self.remote, SIZE)
+        self.d.register(1, Region(self.local, SIZE))
+        self.p.register(1, Region(self.remote, SIZE))
         self.loop.run()
         self.d.add_peer("p", self.p.metadata)
         self.loop.run()

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from kvd.transport.interface import Region
 from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, pattern
 from tests.support.fake_fabric import FakeFabric
@@ -26,7 +27,7 @@ class FakeProducer:
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
         base = self._fabric.map(pattern(seed, size))
-        self._transport.register(next(self._pools), base, size)
+        self._transport.register(next(self._pools), Region(base, size))
         return (await self._events.get()).metadata, base
 
     async def kill(self) -> None:

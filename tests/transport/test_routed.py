@@ -14,12 +14,14 @@ from kvd.transport.interface import (
     Landed,
     PeerAdded,
     PeerFailed,
+    Region,
     Registered,
     RegisterFailed,
 )
 from kvd.transport.routed import RoutedTransport
 from tests.transport.descriptors import descriptors, request
 
+POOL = Region(64, 32, 5)
 BLOCK = descriptors([(0, 0, 1)])
 
 
@@ -117,13 +119,13 @@ def test_metadata_of_no_known_form_fails_its_peer_and_reaches_neither(run: Run, 
 
 
 def test_a_pool_is_registered_with_both_and_with_none_if_the_network_cannot(run: Run) -> None:
-    run.routed.register(1, 64, 32, 5)
+    run.routed.register(1, POOL)
     assert run.near.told == []
     run.far.say(Registered(1, b"new"))
-    assert run.near.told == [("register", 1, 64, 32, 5)]
+    assert run.near.told == [("register", 1, POOL)]
     run.near.say(Registered(1, b""))
     assert run.events == [Registered(1, run.metadata())]
-    run.routed.register(2, 64, 32, 5)
+    run.routed.register(2, POOL)
     run.far.say(RegisterFailed(2, "no room"))
     assert run.events[1:] == [RegisterFailed(2, "no room")]
     assert len(run.near.told) == 1

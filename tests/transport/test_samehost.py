@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvd.memory.memfd import MemfdProvider
-from kvd.transport.interface import Transport
+from kvd.transport.interface import Region, Transport
 from kvd.transport.routed import RoutedTransport
 from kvd.transport.samehost.transport import SameHostTransport
 from tests.conformance.contract import CHECKS, Contract
@@ -41,7 +41,7 @@ async def produce(path: str, agent: str, pipe: Connection) -> None:
         pool = MemfdProvider().allocate("pool", size)
         kept.append(pool)
         os.pwrite(pool.descriptor, pattern(seed, size).tobytes(), 0)
-        transport.register(number, pool.base, size, pool.descriptor)
+        transport.register(number, Region(pool.base, size, pool.descriptor, length=pool.length))
         pipe.send(((await events.get()).metadata, pool.base))
 
 

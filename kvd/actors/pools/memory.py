@@ -11,7 +11,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
-from kvd.transport.interface import Deregistered, Registered, RegisterFailed, Transport
+from kvd.transport.interface import Deregistered, Region, Registered, RegisterFailed, Transport
 
 _log = structlog.get_logger("kvd.pools")
 
@@ -72,7 +72,8 @@ class PoolMemory(Component):
     def _register(self, record: PoolRecord) -> None:
         memory = record.mapped
         record.pool = replace(record.pool, base=memory.base)
-        self._transport.register(record.pool.id, memory.base, memory.size, memory.descriptor)
+        region = Region(memory.base, memory.size, memory.descriptor, memory.device, memory.length)
+        self._transport.register(record.pool.id, region)
 
     @handles(Registered)
     def registered(self, event: Registered) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from kvd.errors import ErrorCode, InternalError
-from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Registered, TransportDied
+from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Region, Registered, TransportDied
 from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.metadata import agent_of
@@ -99,9 +99,9 @@ class NixlTransport:
         self._thread = threading.Thread(target=self._run, name="kvd-transport", daemon=True)
         self._thread.start()
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:  # noqa: ARG002
-        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
-        self._tell(self._agent_thread.register, pool, base, size)
+    def register(self, pool: int, region: Region) -> None:
+        """Registers memory; answered by `Registered` or `RegisterFailed`."""
+        self._tell(self._agent_thread.register, pool, region.base, region.size)
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""

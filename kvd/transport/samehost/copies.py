@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from msgspec import Struct
 
+from kvd.errors import KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
 from kvd.transport.slices import U64, Chunk, Slice, SliceQueue, cut
 
@@ -25,15 +26,17 @@ class Copy(Protocol):
 
         Raises:
             OSError: not all could be copied.
+            KvdError: the same, of a GPU.
 
         """
 
 
 class Memory(Struct, frozen=True, gc=False):
-    """`size` bytes at `address` of this process."""
+    """`size` bytes at `address` of this process; `device` is the GPU that has them, empty for host memory."""
 
     address: int
     size: int
+    device: str = ""
 
     def addresses(self, offset: U64, length: U64) -> U64:
         """Where `length[i]` bytes at `offset[i]` begin; no length is above `limits.SLICE_BYTES`.
@@ -72,8 +75,8 @@ class Read(Struct, eq=False):
         try:
             target, source = self._place(piece.chunk)
             self.copy(target[part], source[part], piece.chunk.length[part])
-        except OSError as error:
-            self.failure = self.failure or f"copy from {self.request.agent!r}: {error.strerror or error}"
+        except (OSError, KvdError) as error:
+            self.failure = self.failure or f"copy from {self.request.agent!r}: {error}"
 
     def _place(self, chunk: Chunk) -> tuple[U64, U64]:
         """The addresses of a chunk, on both sides, worked out once for all its slices."""

@@ -26,6 +26,7 @@ from kvd.net.stream import FrameStream
 from kvd.net.unix import Credentials, created_with, credentials
 from kvd.protocol.codec import encode, import_requests
 from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused
+from kvd.transport.interface import Region
 
 _FRAME_BYTES: Final = 64
 """More than a request takes."""
@@ -66,12 +67,14 @@ class Exporter:
             self._lock.release()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
 
-    def add(self, pool: int, base: int, size: int, descriptor: int, device: str = "") -> None:
-        """Exports a pool; `descriptor` maps to the same bytes, and stays the caller's."""
+    def add(self, pool: int, region: Region) -> None:
+        """Exports a pool; its descriptor stays the caller's."""
         self._last += 1
         self._registrations[pool] = self._last
-        message = ExportedPool(base.to_bytes(8, "little"), size, device)
-        self._exports[self._last] = _Export(message, os.dup(descriptor) if device else _read_only(descriptor))
+        message = ExportedPool(region.base.to_bytes(8, "little"), region.size, region.length, region.device)
+        # Of a GPU's memory there is no read-only descriptor.
+        descriptor = os.dup(region.descriptor) if region.device else _read_only(region.descriptor)
+        self._exports[self._last] = _Export(message, descriptor)
 
     def remove(self, pool: int) -> None:
         """Exports a pool no longer. Those who have it mapped keep it."""

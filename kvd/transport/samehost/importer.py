@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import select
 import socket
 import time
@@ -12,13 +10,12 @@ from typing import Final
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
-from kvd.memory.mapping import HUGE_PAGE, Mapping
-from kvd.memory.memfd import SEALS
 from kvd.net.frames import Frame, close_descriptors
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.samehost.copies import Memory
+from kvd.transport.samehost.mapped import MappedPool, MapPool
 from kvd.transport.samehost.process_memory import ProcessMemory
 
 _FRAME_BYTES: Final = 4 * limits.KIB
@@ -32,7 +29,7 @@ class ImportedPools:
 
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
-        self._mappings: dict[int, tuple[Mapping, Memory]] = {}
+        self._mapped: dict[int, MappedPool] = {}
         """By the address of the pool in the exporting daemon's process."""
         self.process: ProcessMemory | None = None
         self._users = 1
@@ -43,8 +40,8 @@ class ImportedPools:
 
     def find(self, base: int) -> Memory | None:
         """Where the pool is mapped whose address in the exporting daemon's process is `base`; None if it has none."""
-        found = self._mappings.get(base)
-        return found[1] if found else None
+        found = self._mapped.get(base)
+        return found.memory if found else None
 
     def stamp(self, address: int) -> int:
         """The word at an address of the exporting daemon's process; 0 if it cannot be read."""
@@ -53,20 +50,9 @@ class ImportedPools:
                 return self.process.word(address)
         return 0
 
-    def add(self, pool: ExportedPool, descriptor: int) -> None:
-        """Maps a pool.
-
-        Raises:
-            BadRequest: `BAD_POOL`, the descriptor is no pool of that size.
-
-        """
-        _check(descriptor, pool.size)
-        length = -(-pool.size // HUGE_PAGE) * HUGE_PAGE
-        try:
-            mapping = Mapping(descriptor, length, writable=False)
-        except OSError as error:
-            raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
-        self._mappings[int.from_bytes(pool.base, "little")] = mapping, Memory(mapping.base, pool.size)
+    def add(self, base: int, pool: MappedPool) -> None:
+        """Adds a pool whose address in the exporting daemon's process is `base`."""
+        self._mapped[base] = pool
 
     def verify(self, exported: Exported) -> None:
         """Forgets the process if its memory may not be read, or is not where the exporter's is."""
@@ -85,8 +71,8 @@ class ImportedPools:
         self._users -= 1
         if self._users:
             return
-        for mapping, _ in self._mappings.values():
-            mapping.close()
+        for pool in self._mapped.values():
+            pool.close()
         if self.process is not None:
             self.process.close()
 
@@ -96,8 +82,8 @@ class ImportedPools:
         self.release()
 
 
-def import_pools(address: ExportAddress) -> ImportedPools:
-    """Imports what `address` leads to. Blocks for up to `limits.IMPORT_SECONDS`.
+def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
+    """Imports what `address` leads to, each pool by `map_pool`. Blocks for up to `limits.IMPORT_SECONDS`.
 
     Raises:
         KvdError: the pools cannot be had; the text says why.
@@ -118,7 +104,7 @@ def import_pools(address: ExportAddress) -> ImportedPools:
         with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
             pools.process = ProcessMemory(connected)
         stream.send(encode(Import(address.token)))
-        while not _complete(pools, _next_frames(stream, deadline)):
+        while not _complete(pools, _next_frames(stream, deadline), map_pool):
             pass
     except OSError as error:
         pools.hang_up()
@@ -139,7 +125,7 @@ def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
     return frames
 
 
-def _complete(pools: ImportedPools, frames: list[Frame]) -> bool:
+def _complete(pools: ImportedPools, frames: list[Frame], map_pool: MapPool) -> bool:
     """Adds the pools that have come; whether those were all."""
     complete = False
     try:
@@ -150,7 +136,7 @@ def _complete(pools: ImportedPools, frames: list[Frame]) -> bool:
             if isinstance(message, ExportedPool):
                 if len(frame.descriptors) != 1:
                     raise BadRequest(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
-                pools.add(message, frame.descriptors[0])
+                pools.add(int.from_bytes(message.base, "little"), map_pool(message, frame.descriptors[0]))
             else:
                 pools.verify(message)
                 complete = True
@@ -158,20 +144,3 @@ def _complete(pools: ImportedPools, frames: list[Frame]) -> bool:
         for frame in frames:
             close_descriptors(frame.descriptors)
     return complete
-
-
-def _check(descriptor: int, size: int) -> None:
-    """Checks that nobody can take pages off the end of the file, which would end a process that reads there.
-
-    Raises:
-        BadRequest: `BAD_POOL`, it is no sealed memfd of that size.
-
-    """
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        length = os.fstat(descriptor).st_size
-    except OSError as error:
-        raise BadRequest(ErrorCode.BAD_POOL, f"the descriptor of a pool is no memfd ({error})") from error
-    if seals & SEALS != SEALS or length < size:
-        text = f"a pool of {size} bytes came as a memfd of {length} with seals {seals:#x}, not {SEALS:#x}"
-        raise BadRequest(ErrorCode.BAD_POOL, text)

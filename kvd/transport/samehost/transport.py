@@ -7,14 +7,15 @@ as that takes less time than waking a thread up.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.protocol.codec import encode, export_addresses
-from kvd.protocol.export import ExportAddress
+from kvd.protocol.export import ExportAddress, ExportedPool
 from kvd.transport.interface import (
     Deregistered,
     Described,
@@ -24,13 +25,19 @@ from kvd.transport.interface import (
     PeerFailed,
     ReadFailed,
     ReadRequest,
+    Region,
     Registered,
 )
 from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read, copy_now
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
+from kvd.transport.samehost.mapped import MappedPool, map_host_pool
 from kvd.transport.samehost.process_memory import copy
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
+    from kvd.transport.samehost.gpu import Gpu
 
 PATH: Final = "copy/memory"
 """The path to every peer (`kvd.transport.path`)."""
@@ -43,18 +50,32 @@ SMALL_DESCRIPTORS: Final = 64
 class SameHostTransport:
     """`kvd.transport.interface.Transport` within `host`, the running kernel. Peers import pools at `path`.
 
+    `device` is the UUID of the GPU that our pools are on; empty for host memory.
+
     Raises:
         BadRequest: `BAD_CONFIG`, nothing can be bound at `path`, of file mode `mode`.
 
     """
 
     def __init__(
-        self, agent: str, loop: asyncio.AbstractEventLoop, path: str, *, host: str, threads: int, mode: int = 0o600
+        self,
+        agent: str,
+        loop: asyncio.AbstractEventLoop,
+        path: str,
+        *,
+        host: str,
+        threads: int,
+        mode: int = 0o600,
+        device: str = "",
     ) -> None:
         self._agent = agent
         self._loop = loop
         self._path = path
         self._host = host
+        self._device = device
+        self._gpus: dict[str, Gpu] = {}
+        """Those that copy, by UUID."""
+        self._gpus_lock = threading.Lock()
         self._exporter = Exporter(path, mode)
         self._metadata = self._address(self._exporter.token())
         self._outbox = Outbox(loop, self._deliver)
@@ -88,12 +109,12 @@ class SameHostTransport:
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
-        """Exports a pool, if it has a `descriptor`, and lets reads land in it; answered by `Registered`."""
-        self._pools[base] = Memory(base, size)
-        self._bases[pool] = base
-        if descriptor >= 0:
-            self._exporter.add(pool, base, size, descriptor)
+    def register(self, pool: int, region: Region) -> None:
+        """Exports a pool, if it has a descriptor, and lets reads land in it; answered by `Registered`."""
+        self._pools[region.base] = Memory(region.base, region.size, region.device)
+        self._bases[pool] = region.base
+        if region.descriptor >= 0:
+            self._exporter.add(pool, region)
         self._metadata = self._address(self._exporter.token())
         self._on_event(Registered(pool, self._metadata))
 
@@ -122,7 +143,7 @@ class SameHostTransport:
             self._lose(agent, error.text)
             return
         attempt = self._importing[agent] = object()
-        importing = self._loop.run_in_executor(None, import_pools, address)
+        importing = self._loop.run_in_executor(None, import_pools, address, self._map_pool)
         importing.add_done_callback(partial(self._imported, agent, attempt))
 
     def _check(self, agent: str, metadata: bytes) -> ExportAddress:
@@ -192,13 +213,35 @@ class SameHostTransport:
         if pools is None or source is None or target is None:
             self._on_event(ReadFailed(request.read, self._missing(request, known=pools is not None)))
             return
-        read = Read(request, source, target, copy, pools.stamp)
-        if request.descriptors.bytes <= SMALL_BYTES and request.descriptors.count <= SMALL_DESCRIPTORS:
+        gpu = self._gpu(target.device or source.device)
+        read = Read(request, source, target, gpu.copy if gpu else copy, pools.stamp)
+        if gpu is None and _is_small(request.descriptors):
             self._on_event(copy_now(read))
             return
         pools.use()
         self._reads[request.read] = pools
         self._copies.add(read)
+
+    def _gpu(self, identity: str) -> Gpu | None:
+        """The GPU with that UUID; None for an empty one, host memory."""
+        if not identity:
+            return None
+        with self._gpus_lock:
+            if identity not in self._gpus:
+                from kvd.transport.samehost.gpu import Gpu  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
+
+                self._gpus[identity] = Gpu(identity)
+            return self._gpus[identity]
+
+    def _map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
+        """Maps a peer's pool, on a thread of its own, for the GPU of our pools or else for that of the peer's.
+
+        Raises:
+            KvdError: it cannot be mapped.
+
+        """
+        gpu = self._gpu(self._device or pool.device)
+        return gpu.map_pool(pool, descriptor) if gpu else map_host_pool(pool, descriptor)
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
         if not known:
@@ -234,6 +277,8 @@ class SameHostTransport:
             self._forget(agent)
         for pools in self._reads.values():
             pools.release()
+        for gpu in self._gpus.values():
+            gpu.close()
         self._exporter.close()
 
     def _emit(self, event: Event) -> None:
@@ -244,3 +289,7 @@ class SameHostTransport:
         if isinstance(event, Landed | ReadFailed):
             self._reads.pop(event.read).release()
         self._on_event(event)
+
+
+def _is_small(descriptors: Descriptors) -> bool:
+    return descriptors.bytes <= SMALL_BYTES and descriptors.count <= SMALL_DESCRIPTORS

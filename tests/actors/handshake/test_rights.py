@@ -216,7 +216,7 @@ def test_a_worker_whose_pool_cannot_be_registered_anew_is_hung_up_on_and_attache
     stage = interrupted.stage
     transport = stage.dependencies.transport
     register = transport.register
-    transport.register = lambda pool, base, size, descriptor: transport.on_event(RegisterFailed(pool, "no room"))
+    transport.register = lambda pool, region: transport.on_event(RegisterFailed(pool, "no room"))
     interrupted.finish()
     assert stage.hung_up == [2]
     assert "two" not in stage.context.pools._records

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.transport.interface import Event, ReadRequest, RegisterFailed
+from kvd.transport.interface import Event, ReadRequest, Region, RegisterFailed
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.loop import Process
@@ -164,9 +164,9 @@ class SimTransport(FakeTransport):
             metadata = b"spoilt"
         super().add_peer(agent, metadata)
 
-    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
+    def register(self, pool: int, region: Region) -> None:
         """Registers memory, or fails to if the knobs say so."""
         if self._world.chance(self._world.knobs.registration_fails):
             self._emit(RegisterFailed(pool, "injected"))
         else:
-            super().register(pool, base, size, descriptor)
+            super().register(pool, region)

@@ -103,6 +103,8 @@ class SimMemory:
 class SimProvider:
     """One daemon's provider of pools; implements `kvd.memory.interface.MemoryProvider`."""
 
+    device = ""
+
     def __init__(
         self,
         kernel: Kernel,

@@ -1,0 +1,92 @@
+"""Pools in the memory of GPUs: mapped for reading, and copied by the GPU.
+
+A GPU copies between itself, other GPUs and host memory alike. Imported late: only where a pool is on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from kvd.cuda.copies import copy, pin, unpin
+from kvd.cuda.device import Device, device_of
+from kvd.cuda.memory import Mapping
+from kvd.cuda.streams import Stream
+from kvd.errors import DeviceError
+from kvd.protocol.export import ExportedPool
+from kvd.transport.samehost.copies import Memory
+from kvd.transport.samehost.mapped import MappedPool, map_host_pool
+from kvd.transport.slices import U64
+
+_log = structlog.get_logger("kvd.transport")
+
+
+class Gpu:
+    """Copies by the GPU with the UUID `identity`, for pools on it and on whatever it reaches.
+
+    Raises:
+        Unavailable: `NO_DEVICE`, this process does not see it, or there is no driver.
+
+    """
+
+    def __init__(self, identity: str) -> None:
+        self._device: Device = device_of(identity)
+        self._own = threading.local()
+        """Each thread's stream: copies of several threads run beside each other."""
+        self._streams: list[Stream] = []
+
+    def copy(self, target: U64, source: U64, length: U64) -> None:
+        """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
+
+        Raises:
+            DeviceError: the GPU refused, or failed; nothing more of it lands.
+
+        """
+        with self._device.current():
+            stream = self._stream()
+            try:
+                copy(stream, target, source, length)
+            finally:
+                stream.synchronize()
+
+    def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
+        """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
+
+        Raises:
+            KvdError: the descriptor is no such pool, or this GPU does not reach it.
+
+        """
+        if not pool.device:
+            return self._pinned(map_host_pool(pool, descriptor), pool.length)
+        mapping = Mapping.map_descriptor(self._device, descriptor, pool.length, writable=False)
+        return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), mapping.close)
+
+    def close(self) -> None:
+        """Ends the streams, once no thread copies."""
+        with self._device.current():
+            for stream in self._streams:
+                stream.close()
+        self._streams.clear()
+
+    def _stream(self) -> Stream:
+        stream: Stream | None = getattr(self._own, "stream", None)
+        if stream is None:
+            stream = self._own.stream = Stream(self._device)
+            self._streams.append(stream)
+        return stream
+
+    def _pinned(self, pool: MappedPool, length: int) -> MappedPool:
+        """The pool, pinned if the driver lets us; otherwise the driver copies it twice."""
+        address = pool.memory.address
+        try:
+            pin(self._device, address, length, writable=False)
+        except DeviceError as error:
+            _log.warning("a peer's pool cannot be pinned: copies to the GPU are slower", reason=error.text)
+            return pool
+
+        def close() -> None:
+            unpin(self._device, address)
+            pool.close()
+
+        return MappedPool(pool.memory, close)

@@ -1,0 +1,42 @@
+"""Pools of a peer, mapped into this process for reading."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.memory.mapping import Mapping
+from kvd.memory.memfd import SEALS
+from kvd.protocol.export import ExportedPool
+from kvd.transport.samehost.copies import Memory
+
+MapPool = Callable[[ExportedPool, int], "MappedPool"]
+
+
+class MappedPool:
+    """A peer's pool in this process; `close` unmaps it."""
+
+    def __init__(self, memory: Memory, close: Callable[[], None]) -> None:
+        self.memory = memory
+        self.close = close
+
+
+def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:
+    """Maps a pool in host memory; the descriptor stays the caller's.
+
+    Raises:
+        BadRequest: `BAD_POOL`, it is no sealed memfd of that size: somebody could take pages off its end.
+
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        length = os.fstat(descriptor).st_size
+        if seals & SEALS != SEALS or not 0 < pool.size <= pool.length <= length:
+            text = f"a pool of {pool.size} bytes, mapped as {pool.length}, came as a file of {length} bytes"
+            raise BadRequest(ErrorCode.BAD_POOL, f"{text} with seals {seals:#x}, not {SEALS:#x}")
+        mapping = Mapping(descriptor, pool.length, writable=False)
+    except OSError as error:
+        raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
+    return MappedPool(Memory(mapping.base, pool.size), mapping.close)
