@@ -171,10 +171,12 @@ class Upstream:
 
 
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers, without those that concern its connection alone."""
+    """The client's headers, without those that concern its connection alone. Bodies are written anew, as JSON."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
-    return CIMultiDict(kept)
+    passed = CIMultiDict(kept)
+    passed["Content-Type"] = "application/json"
+    return passed
 
 
 async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:

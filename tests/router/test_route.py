@@ -66,11 +66,15 @@ async def test_one_prefill_is_offered_to_as_many_consumers_as_completions_are_as
 
 async def test_headers_of_the_client_reach_both_servers_with_one_request_id() -> None:
     async with routed([prefilled], [decoded]) as stage:
-        async with stage.session.post(stage.url + PATH, json=BODY, headers={"Authorization": "Bearer x"}) as response:
+        headers = {"Authorization": "Bearer x", "Connection": "keep-alive, X-Hop", "X-Hop": "1"}
+        data = json.dumps(BODY).encode()
+        async with stage.session.post(stage.url + PATH, data=data, headers=headers) as response:
             await response.read()
         (first,), (second,) = stage.prefill[0].headers, stage.decode[0].headers
     assert first["Authorization"] == second["Authorization"] == "Bearer x"
     assert first["X-Request-Id"] == second["X-Request-Id"]
+    assert first["Content-Type"] == second["Content-Type"] == "application/json"
+    assert "X-Hop" not in first
 
 
 async def test_an_answer_that_is_not_streamed_passes_too() -> None:
