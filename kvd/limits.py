@@ -247,8 +247,13 @@ ROUTER_PREFIXES_PER_REQUEST: Final = 64
 ROUTER_FIRST_PREFIX_BYTES: Final = 256
 """The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
 
-ROUTER_RELEASES: Final = 64
-"""Offers being released at a time; beyond it they end by the prefill engine's `offer_ttl`."""
+ROUTER_CLEANUPS: Final = 64
+"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time; each keeps its
+body. Beyond it prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+
+ROUTER_LEAVE_SECONDS: Final = 2.0
+"""How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
+be released, which that of an engine aborted in its last step cannot."""
 
 ROUTER_RELEASE_SECONDS: Final = 10.0
 """For a decode server to take the request that releases an offer."""

@@ -12,7 +12,8 @@ from kvd.router.body import Body
 from kvd.router.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
 from kvd.router.reply import ClientGone, Reply
-from kvd.router.route import BrokenOff, Request, Router
+from kvd.router.request import Request
+from kvd.router.route import BrokenOff, Router
 from kvd.router.upstream import passed_on
 
 _REQUEST_ID = "X-Request-Id"

@@ -3,17 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from http import HTTPStatus
 
 import msgspec
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
 from kvd.router.affinity import Affinity, Pair
-from kvd.router.body import Body, params_of
+from kvd.router.body import params_of
+from kvd.router.cleanup import Cleanup
 from kvd.router.metrics import Metrics
+from kvd.router.request import Client, Request
 from kvd.router.servers import Server, Servers, rest
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream
 
@@ -23,34 +24,8 @@ _ERROR_EVENT = b'data: {"error"'
 """How vLLM begins a stream whose request failed before its first token."""
 
 
-class Client(Protocol):
-    """Who waits for an answer."""
-
-    async def begin(self, status: int, kind: str) -> None:
-        """Sends the head of the answer; `kind` is its content type."""
-
-    async def send(self, part: bytes) -> None:
-        """Sends part of the body, and waits while the client is slow.
-
-        Raises:
-            Unavailable: `DEADLINE`, the client takes nothing.
-
-        """
-
-
 class BrokenOff(Unavailable):
     """A decode server failed after part of its answer was passed on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asks for: `body` at `path`, with the `headers` that servers get too."""
-
-    path: str
-    body: Body
-    headers: Mapping[str, str]
-    arrived: float
-    """Monotonic time."""
 
 
 @dataclass(slots=True)
@@ -71,10 +46,10 @@ class Router:
         self._upstream = upstream
         self._metrics = metrics
         self._affinity = Affinity()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._cleanup = Cleanup(decode, upstream, metrics)
 
     async def answer(self, request: Request, client: Client) -> None:
-        """Answers `client`. Being cancelled aborts the request on both servers.
+        """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
 
         Raises:
             Unavailable: Servers failed, and nothing was sent to the client.
@@ -94,11 +69,11 @@ class Router:
                     return
         finally:
             if attempts.params is not None:
-                self._release(request, attempts)
+                self._cleanup.release(request, attempts.params, attempts.tried)
 
     async def close(self) -> None:
-        """Waits for the offers that are being released."""
-        await asyncio.gather(*self._releases)
+        """Waits until what clients that are gone have left is ended."""
+        await self._cleanup.close()
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
@@ -116,11 +91,14 @@ class Router:
 
     async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.params` from `server`. False if it refused the request, which the client then knows."""
-        body = request.body.for_prefill()
-        async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            said = await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES)
-        if answer.status != 200:
-            await client.begin(answer.status, answer.kind)
+        asking = asyncio.create_task(self._prefill_answer(request, server))
+        try:
+            status, kind, said = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._cleanup.leave(request, asking)
+            raise
+        if status != HTTPStatus.OK:
+            await client.begin(status, kind)
             await client.send(said)
             return False
         attempts.params, attempts.prefill = params_of(said), server
@@ -128,6 +106,12 @@ class Router:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=True)
         return True
+
+    async def _prefill_answer(self, request: Request, server: Server) -> tuple[int, str, bytes]:
+        """Status, content type and body."""
+        body = request.body.for_prefill()
+        async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
+            return answer.status, answer.kind, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES)
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts) -> None:
         assert attempts.params is not None  # noqa: S101  # the prefill's answer
@@ -164,30 +148,6 @@ class Router:
         others = len(attempts.tried) - 1
         more = f"; {others} more failed before" if others else f"; there is no other {failure.server.role} server"
         return Unavailable(failure.code, failure.text + more)
-
-    def _release(self, request: Request, attempts: Attempts) -> None:
-        """Has a decode server end the offer that none knows of, as it ends that of a request which is aborted there."""
-        server = self._decode.choose(time.monotonic(), tried=attempts.tried)
-        if server is None or len(self._releases) >= limits.ROUTER_RELEASES:
-            self._metrics.releases.labels("failed").inc()
-            return
-        assert attempts.params is not None  # noqa: S101  # the caller saw them
-        body = request.body.for_release(attempts.params)
-        task = asyncio.create_task(self._released(server, request, body))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _released(self, server: Server, request: Request, body: bytes) -> None:
-        try:
-            async with (
-                asyncio.timeout(limits.ROUTER_RELEASE_SECONDS),
-                self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
-            ):
-                outcome = "done" if answer.status == 200 else "failed"  # its head is here: the engine has the request
-        except (ServerFailed, TimeoutError) as error:
-            logger.warning("an offer was not released and ends by its ttl: %s", error)
-            outcome = "failed"
-        self._metrics.releases.labels(outcome).inc()
 
 
 async def _relay(answer: Answer, first: bytes, client: Client) -> None:

@@ -26,7 +26,6 @@ from tests.router.scripted import (
     routed,
     scripted,
     stalled,
-    streaming,
     vanishing,
     without_params,
 )
@@ -185,12 +184,13 @@ async def test_a_stream_that_stalls_is_broken_off() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "where"),
     [
-        pytest.param(hanging, decoded, "prefill", id="while it is prefilled"),
+        pytest.param(hanging, decoded, "prefill", id="while a long prefill runs"),
         pytest.param(prefilled, hanging, "decode", id="before its first token"),
         pytest.param(prefilled, stalled, "decode", id="in the middle of its tokens"),
     ],
 )
-async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, decode, where: str) -> None:
+async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, decode, where, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
     async with routed([prefill], [decode]) as stage:
         busy = stage.prefill[0] if where == "prefill" else stage.decode[0]
         asking = asyncio.create_task(stage.ask())
@@ -206,13 +206,7 @@ async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, d
 async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_client_is_gone() -> None:
     held = asyncio.Event()
 
-    async def prefill(server: Scripted, request, body):
-        answer = await streaming(request)
-        data = json.dumps({"kv_transfer_params": PARAMS}).encode()
-        await answer.write(data)
-        return answer
-
-    async with routed([prefill], [stalled]) as stage:
+    async with routed([prefilled], [stalled]) as stage:
         post = stage.server._upstream.post
         first = True
 
@@ -231,7 +225,37 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
         (body,) = stage.decode[0].bodies
         assert body["kv_transfer_params"] == PARAMS
         assert (body["max_tokens"], body["n"], body["stream"]) == (1, 2, True)
-    assert stage.server._router._releases == set()
+    assert stage.server._router._cleanup._tasks == set()
+
+
+async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:
+    gone = asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        await gone.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([late], [stalled]) as stage:
+        asking = asyncio.create_task(stage.ask())
+        await stage.prefill[0].until(lambda server: server.open == 1)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        gone.set()
+        await stage.decode[0].until(lambda server: server.aborted == 1)
+        assert stage.decode[0].bodies == [BODY | {"max_tokens": 1, "kv_transfer_params": PARAMS}]
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CLEANUPS", 1)
+    async with routed([hanging], [decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(3)]
+        await stage.prefill[0].until(lambda server: server.open == 3)
+        for task in asking:
+            task.cancel()
+        await stage.prefill[0].until(lambda server: server.aborted == 2)
+        assert stage.prefill[0].open == 1
 
 
 class _Never:
