@@ -30,10 +30,13 @@ class Completions:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request. Being cancelled means that the client has disconnected."""
         reply = Reply(request)
-        outcome = Outcome.CLIENT_GONE
+        outcome = Outcome.FAILED
         try:
             response = await self._answered(request, reply)
             outcome = Outcome.DONE if response.status < 400 else Outcome.REFUSED
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
         except KvdError as error:
             outcome = _outcome(error)
             return await reply.fail(error)

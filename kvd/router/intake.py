@@ -8,6 +8,7 @@ from aiohttp import web
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.router.reply import ClientGone
 
 
 class Intake:
@@ -53,7 +54,8 @@ class Intake:
             """The request's body.
 
             Raises:
-                BadRequest: `TOO_LARGE`.
+                BadRequest: `TOO_LARGE`; `BAD_MESSAGE`, it is encoded wrongly.
+                ClientGone: `CANCELLED`.
                 Unavailable: `OVERLOADED` if bodies take too much memory, `DEADLINE` if this one comes too slowly.
 
             """
@@ -66,6 +68,10 @@ class Intake:
                         self.taken += len(part)
                         self._intake.body_bytes += len(part)
                         parts.append(part)
+            except web.RequestPayloadError as error:
+                raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
+            except ConnectionError as error:
+                raise ClientGone(ErrorCode.CANCELLED, "the client sent a part of its body only") from error
             except TimeoutError as error:
                 text = f"{self.taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
                 raise Unavailable(ErrorCode.DEADLINE, text) from error

@@ -1,6 +1,7 @@
 """The answer to one client: streamed at the client's pace, or an error in the shape of OpenAI's."""
 
 import asyncio
+import contextlib
 from http import HTTPStatus
 
 import msgspec
@@ -61,7 +62,8 @@ class Reply:
         if isinstance(error, ClientGone):
             transport.abort()  # what it has not taken would keep the connection open
         elif self.response.content_type == "text/event-stream" and self._last.endswith(_END_OF_EVENT):
-            await self.send(b"data: " + _encode(error) + _END_OF_EVENT)
+            with contextlib.suppress(ClientGone):
+                await self.send(b"data: " + _encode(error) + _END_OF_EVENT)
         transport.close()  # without the mark of a whole body
         return self.response
 

@@ -1,6 +1,5 @@
 """Requests to the servers behind the router, with a deadline for each stage."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
@@ -194,6 +193,6 @@ def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
     except aiohttp.ClientConnectorError as error:
         text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
         raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=False) from error
-    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+    except (aiohttp.ClientError, OSError) as error:
         text = f"broke off: {error or type(error).__name__}"
         raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import resource
 import socket
@@ -161,6 +162,40 @@ async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes
         said = await reader.read()
         assert said.startswith(b"HTTP/1.1 504") == sent.startswith(b"POST /v1/completions ")
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"\x16\x03\x01 hello\r\n\r\n", id="no HTTP"),
+        pytest.param(
+            head(10).replace(b"Content-Length: 10", b"Transfer-Encoding: chunked") + b"zz\r\n", id="no chunks"
+        ),
+        pytest.param(head(10) + b'{"prompt"}', id="no JSON"),
+        pytest.param(head(0), id="nothing"),
+    ],
+)
+async def test_what_is_no_request_is_refused_and_logged_by_nobody(sent: bytes, caplog) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(sent)
+        assert b" 400 Bad Request" in await reader.readline()
+        writer.close()
+        assert (await stage.ask())[0] == 200
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_body_that_ends_with_its_client_is_logged_by_nobody(caplog) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        _, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(head(100) + b"{")
+        line = 'kvd_router_requests_total{outcome="client_gone"}'
+        while not stage.server._intake.requests:
+            await stage.get("/healthz")
+        writer.close()
+        await stage.server._intake.idle.wait()
+        assert await stage.metric(line) == 1
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("name", ["X-Long: " + "x" * 20_000, "\r\n".join(f"X-{number}: x" for number in range(100))])
