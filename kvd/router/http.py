@@ -48,23 +48,14 @@ class HttpServer:
             BadRequest: `BAD_CONFIG`, the address cannot be bound.
 
         """
-        self._server = web.Server(
-            self._handle,
-            handler_cancellation=True,  # a client that disconnects ends its requests to the servers, too
-            access_log=None,
-            auto_decompress=False,  # what is small on the wire must not grow here
-            keepalive_timeout=limits.ROUTER_IDLE_SECONDS,
-            max_line_size=limits.ROUTER_HEADER_BYTES,
-            max_field_size=limits.ROUTER_HEADER_BYTES,
-            max_headers=limits.ROUTER_HEADERS,
-            lingering_time=limits.ROUTER_LINGER_SECONDS,
-            read_bufsize=limits.ROUTER_CHUNK_BYTES,
-            logger=logger,
-        )
+        # A client that disconnects ends its requests to the servers, too.
+        self._server = web.Server(self._handle, handler_cancellation=True)
         host, port = self._place
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(self._protocol, host, port, backlog=limits.ROUTER_REQUESTS)
+            self._listener = await loop.create_server(
+                lambda: _Connection(self._server), host, port, backlog=limits.ROUTER_REQUESTS
+            )
         except (OSError, OverflowError) as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
         bound, number = self._listener.sockets[0].getsockname()[:2]
@@ -85,10 +76,6 @@ class HttpServer:
         await self._server.shutdown(limits.ROUTER_CANCEL_SECONDS)
         await self._router.close()
         await self._upstream.__aexit__(kind, error, trace)
-
-    def _protocol(self) -> asyncio.Protocol:
-        full = len(self._server.connections) >= limits.ROUTER_CONNECTIONS
-        return _Closed() if full else self._server()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request of a client."""
@@ -121,9 +108,27 @@ class HttpServer:
         return error_answer(failure)
 
 
-class _Closed(asyncio.Protocol):
-    """A connection too many."""
+class _Connection(web.RequestHandler):
+    """A client's connection, which is closed at once if there are too many."""
+
+    def __init__(self, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # as `web.Server` allows
+            auto_decompress=False,  # what is small on the wire must not grow here
+            keepalive_timeout=limits.ROUTER_IDLE_SECONDS,
+            max_line_size=limits.ROUTER_HEADER_BYTES,
+            max_field_size=limits.ROUTER_HEADER_BYTES,
+            max_headers=limits.ROUTER_HEADERS,
+            lingering_time=limits.ROUTER_LINGER_SECONDS,
+            read_bufsize=limits.ROUTER_CHUNK_BYTES,
+            logger=logger,
+        )
+        self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101  # TCP
-        transport.abort()
+        """Counts only now: a loop may accept many before it makes the first."""
+        super().connection_made(transport)
+        if len(self._server.connections) > limits.ROUTER_CONNECTIONS:
+            self.force_close()
