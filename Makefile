@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := 2.13.0
-LOCKS  := $(addprefix requirements/,build.lock.txt daemon.lock.txt dev.lock.txt)
+LOCKS  := $(addprefix requirements/,build.lock.txt daemon.lock.txt router.lock.txt dev.lock.txt)
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
 DAEMON_VENV ?= /opt/kvd
@@ -24,10 +24,12 @@ $(VENV)/installed: pyproject.toml $(LOCKS)
 	$(BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
-# A host that only serves: no torch, 300 MB. nixl-cu12 asks for torch in its metadata alone; nixl_ep is for torch.
+# A host that only serves and routes: no torch, 300 MB. nixl-cu12 asks for torch in its metadata alone; nixl_ep is for
+# torch.
 setup-daemon:
 	$(PYTHON) -m venv $(DAEMON_VENV)
-	$(DAEMON_VENV)/bin/$(PIP_INSTALL) --require-hashes --no-deps $(addprefix --requirement requirements/,build.lock.txt daemon.lock.txt)
+	$(DAEMON_VENV)/bin/$(PIP_INSTALL) --require-hashes --no-deps $(addprefix --requirement requirements/,build.lock.txt daemon.lock.txt) \
+	  --requirement requirements/router.lock.txt
 	$(DAEMON_VENV)/bin/$(PIP_INSTALL) --no-deps --no-build-isolation .
 	rm -rf $(DAEMON_VENV)/lib/python3*/site-packages/nixl_ep*
 

@@ -183,6 +183,90 @@ HTTP_BACKLOG: Final = 128
 HTTP_SECONDS: Final = 10.0
 """Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
 
+# --- router ---------------------------------------------------------------------------------------------------------
+ROUTER_CONNECTIONS: Final = 4096
+"""Open connections of clients; one more is closed at once. Each costs some 50 KiB and a descriptor."""
+
+ROUTER_REQUESTS: Final = 1024
+"""Requests in flight: several times what a few engines take in a batch. More are answered 503, to be sent again."""
+
+ROUTER_HEADER_BYTES: Final = 16 * KIB
+"""The request line, and each header; a token for authorization has a few KiB."""
+
+ROUTER_HEADERS: Final = 64
+"""Headers of one request."""
+
+ROUTER_BODY_BYTES: Final = 32 * MIB
+"""One request's body: four times a prompt of 1 M token ids as JSON; a chat with a few images."""
+
+ROUTER_BODIES_BYTES: Final = 512 * MIB
+"""The bodies of all requests in flight; with what is made of them the process takes about three times that."""
+
+ROUTER_PREFILL_ANSWER_BYTES: Final = 64 * MIB
+"""A prefill server's answer: transfer parameters with a ticket, and perhaps the prompt, echoed with its logprobs."""
+
+ROUTER_CHUNK_BYTES: Final = 64 * KIB
+"""Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
+
+ROUTER_IDLE_SECONDS: Final = 30.0
+"""How long a client's connection may go without a whole request head; proxies in front reuse theirs more often."""
+
+ROUTER_BODY_SECONDS: Final = 60.0
+"""For a whole body: 32 MiB at 5 Mbit/s."""
+
+ROUTER_LINGER_SECONDS: Final = 1.0
+"""How long the rest of a refused body is read and dropped: closing first would cut the answer short."""
+
+ROUTER_CLIENT_SECONDS: Final = 60.0
+"""How long a client may take nothing of an answer that is ready, before both its requests are given up."""
+
+ROUTER_REQUEST_SECONDS: Final = 3600.0
+"""From a request's body to its last token: so long no engine should be occupied, however steadily tokens come."""
+
+ROUTER_CONNECT_SECONDS: Final = 5.0
+"""Until a server accepts a connection: two lost packets of the kernel's."""
+
+ROUTER_KEEP_SECONDS: Final = 3.0
+"""How long an idle connection to a server is kept: less than the 5 s after which vLLM closes it."""
+
+ROUTER_ATTEMPTS: Final = 3
+"""Servers that fail before a request does: when more fail, the request is likelier at fault than they are."""
+
+ROUTER_REST_SECONDS: Final = 5.0
+"""A server that failed is chosen only if no other is there, for so long."""
+
+ROUTER_AFFINITY_REQUESTS: Final = 4
+"""How many more requests than the least busy server one that knows a prompt's beginning may have, and be chosen."""
+
+ROUTER_PREFIXES: Final = 1 << 16
+"""Beginnings of prompts of which the router knows who served them, the latest: about 16 MiB."""
+
+ROUTER_PREFIXES_PER_REQUEST: Final = 64
+"""Beginnings of one prompt: a chat's last messages."""
+
+ROUTER_FIRST_PREFIX_BYTES: Final = 256
+"""The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
+
+ROUTER_CLEANUPS: Final = 64
+"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time; each keeps its
+body. Beyond it prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+
+ROUTER_LEAVE_SECONDS: Final = 2.0
+"""How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
+be released, which that of an engine aborted in its last step cannot."""
+
+ROUTER_RELEASE_SECONDS: Final = 10.0
+"""For a decode server to take the request that releases an offer."""
+
+ROUTER_PROBE_SECONDS: Final = 2.0
+"""For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
+
+ROUTER_STOP_SECONDS: Final = 30.0
+"""How long requests in flight may go on after SIGTERM."""
+
+ROUTER_CANCEL_SECONDS: Final = 1.0
+"""For those that are then cancelled to close their connections."""
+
 # --- transport ------------------------------------------------------------------------------------------------------
 SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one.

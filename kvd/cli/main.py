@@ -10,6 +10,7 @@ from kvd.errors import KvdError
 
 COMMANDS = {
     "serve": "run the daemon",
+    "router": "route requests between prefill and decode servers",
     "status": "show a daemon: pools, peers, leases, transfers, paths",
     "top": "watch a daemon live in the terminal",
     "doctor": "check this host for what kvd needs, and say how to fix it",
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvd {command}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        extra = "demo" if command == "demo" else "daemon"
+        extra = command if command in {"demo", "router"} else "daemon"
         print(f"kvd {command}: {error.name} is not installed: pip install 'kvd[{extra}]'", file=sys.stderr)
         return 2
     return status

@@ -4,7 +4,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("command", "missing", "extra"), [("demo", "torch", "demo"), ("plan", "numpy", "daemon")])
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [("demo", "torch", "demo"), ("plan", "numpy", "daemon"), ("router", "aiohttp", "router")],
+)
 def test_a_command_says_which_extra_brings_what_it_lacks(command, missing, extra):
     code = f"import sys; sys.modules[{missing!r}] = None; from kvd.cli.main import main; sys.exit(main([{command!r}]))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

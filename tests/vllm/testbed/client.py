@@ -83,7 +83,8 @@ async def complete(url: str, body: dict[str, Any], into: Completion | None = Non
             raise HttpError(response.status, (await response.read()).decode(errors="replace"))
         async for event in response.events():
             if "error" in event:
-                raise HttpError(int(event["error"].get("code") or 500), str(event["error"].get("message")))
+                code = event["error"].get("code")  # of the router a word: then the server said nothing
+                raise HttpError(code if isinstance(code, int) else 0, str(event["error"].get("message")))
             _add(completion, event["choices"], time.perf_counter())
     if completion.finish != "length":
         raise HttpError(

@@ -135,14 +135,15 @@ class RouterProcess(Service):
         return f"http://127.0.0.1:{self._port}"
 
     def command(self) -> Sequence[str]:
-        """It runs the router's module."""
-        urls = [server.url for server in self._servers]
-        return [sys.executable, "-m", "tests.vllm.testbed.router", str(self._port), *urls]
+        """It runs `kvd router`."""
+        prefill, decode = (server.url for server in self._servers)
+        command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", f"127.0.0.1:{self._port}"]
+        return [*command, "--prefill", prefill, "--decode", decode]
 
     async def is_up(self) -> bool:
-        """Whether it answers at all."""
+        """Whether it is ready."""
         try:
-            await get(self.url, "/health")
+            await get(self.url, "/readyz")
         except HttpError:
             return False
         return True

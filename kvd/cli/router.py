@@ -1,0 +1,90 @@
+"""`kvd router`: routes requests between prefill and decode servers until SIGTERM or SIGINT."""
+
+import argparse
+import asyncio
+import logging
+import signal
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.router.http import HttpServer
+from kvd.router.upstream import Timeouts
+
+_DESCRIPTION = """\
+Serves OpenAI's completions and chat completions: each is prefilled on one server and decoded on another, chosen by
+load. Passes on what the connector of the servers says to each other (kv_transfer_params), unchanged."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser("router", description=_DESCRIPTION)
+    for role in ("prefill", "decode"):
+        text = f"a {role} server, http://host:port; may be given several times"
+        parser.add_argument(f"--{role}", action="append", required=True, metavar="URL", help=text)
+    parser.add_argument(
+        "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where clients connect (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prefill-timeout", type=float, default=120.0, metavar="SECONDS", help="for a prefill (default: 120)"
+    )
+    parser.add_argument(
+        "--decode-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="until the first token of a decode server, and between any two (default: 120)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`.
+
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    host, _, port = args.listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
+    for name in ("prefill_timeout", "decode_timeout"):
+        if not getattr(args, name) > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"{flag} is {getattr(args, name)}; it must be above 0")
+    prefill, decode = ([_server_url(url) for url in urls] for urls in (args.prefill, args.decode))
+    timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
+    server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(server, len(prefill), len(decode)))
+    return 0
+
+
+async def _serve(server: HttpServer, prefill: int, decode: int) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with server:
+        text = "routing on http://%s between %d prefill and %d decode servers"
+        logging.getLogger(__name__).info(text, server.address, prefill, decode)
+        await stopping.wait()
+
+
+def _server_url(text: str) -> str:
+    """`text` without a slash at its end.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it is no URL of a server.
+
+    """
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in {"http", "https"} and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or parts.path.strip("/") or parts.query or parts.fragment:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text!r} is no server's URL; it must be like http://host:port")
+    return text.rstrip("/")

@@ -1,0 +1,112 @@
+"""A client's request, and what servers are sent for it. Fields that the router does not set stay byte for byte."""
+
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.limits import MAX_CONSUMERS
+from kvd.router import affinity
+
+Fields = dict[str, msgspec.Raw]
+
+_PREFILL: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
+
+_ONE: Final = msgspec.Raw(b"1")
+_LENGTHS: Final = ("max_tokens", "max_completion_tokens")
+_NOT_FOR_ONE_TOKEN: Final = ("min_tokens", "stream_options")
+
+
+class Body:
+    """The JSON object `data`, with `fields` not decoded further.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, it is no JSON object, or one that cannot be prefilled here and decoded there.
+
+    """
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            self.fields = msgspec.json.decode(data, type=Fields)
+        except msgspec.DecodeError as error:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
+        if "kv_transfer_params" in self.fields:
+            text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        self.choices = 1 if (number := self._field("n", int | None)) is None else number
+        """How many completions of the prompt are asked for."""
+        if not 1 <= self.choices <= MAX_CONSUMERS:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}")
+        if self._prompts() > 1:
+            text = f"prompt has {self._prompts()} prompts, and a prefill has one: send one request for each"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+
+    def for_prefill(self) -> bytes:
+        """The same for one token, whose KV blocks are to be offered to every completion's decode."""
+        params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
+        more = {"n": _ONE} if "n" in self.fields else {}
+        return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
+
+    def for_decode(self, params: msgspec.Raw) -> bytes:
+        """The same with the `params` of the prefill server's answer, unchanged."""
+        return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
+
+    def for_release(self, params: msgspec.Raw) -> bytes:
+        """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
+        return self._for_one_token({"stream": _raw(True), "kv_transfer_params": params})
+
+    @cached_property
+    def prefixes(self) -> tuple[bytes, ...]:
+        """Hashes of beginnings of the prompt (`kvd.router.affinity`), the shortest first."""
+        model = bytes(self.fields.get("model", b""))
+        if "messages" in self.fields:
+            messages = self._field("messages", list[msgspec.Raw] | None) or []
+            return affinity.of_messages(model, (bytes(message) for message in messages))
+        return affinity.of_prompt(model, memoryview(self.fields.get("prompt", msgspec.Raw(b""))))
+
+    def _for_one_token(self, more: Fields) -> bytes:
+        fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_ONE_TOKEN}
+        fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
+        return msgspec.json.encode(fields | more)
+
+    def _prompts(self) -> int:
+        """How many prompts there are: a list of strings or of lists has several, one of token ids is one."""
+        prompt = bytes(self.fields.get("prompt", b""))
+        if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in {b'"', b"["}:
+            return 1
+        return len(self._field("prompt", list[msgspec.Raw]))
+
+    def _field(self, name: str, kind: Any) -> Any:
+        """The field `name` as `kind`, None if it is missing."""
+        if name not in self.fields:
+            return None
+        try:
+            return msgspec.json.decode(self.fields[name], type=kind)
+        except msgspec.DecodeError as error:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def params_of(answer: bytes) -> msgspec.Raw | None:
+    """`kv_transfer_params` of a prefill server's answer; None if it has none, or is no JSON object."""
+    try:
+        params = msgspec.json.decode(answer, type=_Prefilled).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+    return params.copy() if bytes(params).startswith(b"{") else None
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -1,0 +1,79 @@
+"""Ends what a client that is gone has left: a prefill that runs, and an offer that no decode server knows of.
+
+An engine that is told to abort a prefill in its last step ends it all the same, and holds the offered blocks until
+their ttl, because the answer with the ticket reaches nobody. So a prefill gets a moment to end. Then, as for an offer
+whose decode server could not be reached, a decode server is sent the request and aborts it: that releases the offer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Coroutine
+
+import msgspec
+
+from kvd import limits
+from kvd.router.body import params_of
+from kvd.router.metrics import Metrics
+from kvd.router.request import Request
+from kvd.router.servers import Server, Servers
+from kvd.router.upstream import Sent, ServerFailed, Upstream
+
+logger = logging.getLogger(__name__)
+
+
+class Cleanup:
+    """Works in the background, on a bounded number of requests."""
+
+    def __init__(self, decode: Servers, upstream: Upstream, metrics: Metrics) -> None:
+        self._decode = decode
+        self._upstream = upstream
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def leave(self, request: Request, prefill: asyncio.Task[tuple[int, str, bytes]]) -> None:
+        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer."""
+        if len(self._tasks) >= limits.ROUTER_CLEANUPS:
+            prefill.cancel()
+            return
+        self._start(self._left(request, prefill))
+
+    def release(self, request: Request, params: msgspec.Raw, tried: Collection[Server]) -> None:
+        """Releases the offer of these `params` through a decode server that was not `tried`."""
+        if len(self._tasks) >= limits.ROUTER_CLEANUPS:
+            self._metrics.releases.labels("failed").inc()
+            return
+        self._start(self._released(request, params, tried))
+
+    async def close(self) -> None:
+        """Waits for all that is being ended."""
+        await asyncio.gather(*self._tasks)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _left(self, request: Request, prefill: asyncio.Task[tuple[int, str, bytes]]) -> None:
+        try:
+            async with asyncio.timeout(limits.ROUTER_LEAVE_SECONDS):
+                _, _, said = await prefill  # the deadline cancels it, which aborts it on its server
+        except (TimeoutError, ServerFailed):
+            return
+        if (params := params_of(said)) is not None:
+            await self._released(request, params, ())
+
+    async def _released(self, request: Request, params: msgspec.Raw, tried: Collection[Server]) -> None:
+        outcome = "failed"
+        server = self._decode.choose(time.monotonic(), tried=tried)
+        if server is not None:
+            body = request.body.for_release(params)
+            try:
+                async with (
+                    asyncio.timeout(limits.ROUTER_RELEASE_SECONDS),
+                    self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
+                ):
+                    outcome = "done" if answer.status == 200 else "failed"  # its head: the engine has the request
+            except (ServerFailed, TimeoutError) as error:
+                logger.warning("an offer was not released, and ends by its ttl: %s", error)
+        self._metrics.releases.labels(outcome).inc()

@@ -1,0 +1,73 @@
+"""A client's request for a completion, from its head to its outcome."""
+
+import asyncio
+import time
+import uuid
+
+from aiohttp import web
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.router.body import Body
+from kvd.router.intake import Intake
+from kvd.router.metrics import Metrics, Outcome
+from kvd.router.reply import ClientGone, Reply
+from kvd.router.request import Request
+from kvd.router.route import BrokenOff, Router
+from kvd.router.upstream import passed_on
+
+_REQUEST_ID = "X-Request-Id"
+
+
+class Completions:
+    """Takes requests in, has them routed, and counts how they end."""
+
+    def __init__(self, router: Router, intake: Intake, metrics: Metrics) -> None:
+        self._router = router
+        self._intake = intake
+        self._metrics = metrics
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request. Being cancelled means that the client has disconnected."""
+        reply = Reply(request)
+        outcome = Outcome.FAILED
+        try:
+            response = await self._answered(request, reply)
+            outcome = Outcome.DONE if response.status < 400 else Outcome.REFUSED
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
+        except KvdError as error:
+            outcome = _outcome(error)
+            return await reply.fail(error)
+        else:
+            return response
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+
+    async def _answered(self, request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+        with self._intake.admitted() as room:
+            body = Body(await room.read(request))
+            headers = passed_on(request.headers)
+            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
+            try:
+                async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
+                    await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
+            except TimeoutError as error:
+                text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
+                raise BrokenOff(ErrorCode.DEADLINE, text) from error
+        assert reply.response is not None  # noqa: S101  # the router began it
+        return reply.response
+
+
+def _outcome(error: KvdError) -> Outcome:
+    match error:
+        case BadRequest():
+            return Outcome.REFUSED
+        case ClientGone():
+            return Outcome.CLIENT_GONE
+        case BrokenOff():
+            return Outcome.BROKEN_OFF
+        case Unavailable(code=ErrorCode.OVERLOADED):
+            return Outcome.OVERLOADED
+    return Outcome.FAILED

@@ -1,0 +1,134 @@
+"""The router's HTTP port: its paths, and how many connections it takes."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from prometheus_client.exposition import choose_encoder
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.router.completions import Completions
+from kvd.router.health import Health
+from kvd.router.intake import Intake
+from kvd.router.metrics import Metrics
+from kvd.router.reply import error_answer
+from kvd.router.route import Router
+from kvd.router.servers import Servers
+from kvd.router.upstream import ServerFailed, Timeouts, Upstream, passed_on
+
+_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz"
+
+logger = logging.getLogger(__name__)
+logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+"""What is no HTTP is answered so, and nobody's trouble here: a line for each would let strangers fill the log."""
+
+
+class HttpServer:
+    """Routes between the servers at the URLs `prefill` and `decode`. Use as an async context manager."""
+
+    def __init__(self, host: str, port: int, prefill: Sequence[str], decode: Sequence[str], timeouts: Timeouts) -> None:
+        self._place = host, port
+        prefills, self._decodes = Servers("prefill", prefill), Servers("decode", decode)
+        self._upstream = Upstream(timeouts)
+        self._metrics = Metrics((*prefills.all, *self._decodes.all))
+        self._router = Router(prefills, self._decodes, self._upstream, self._metrics)
+        self._health = Health((prefills, self._decodes), self._upstream)
+        self._intake = Intake()
+        self._completions = Completions(self._router, self._intake, self._metrics)
+
+    async def __aenter__(self) -> "HttpServer":
+        """Listens.
+
+        Raises:
+            BadRequest: `BAD_CONFIG`, the address cannot be bound.
+
+        """
+        # A client that disconnects ends its requests to the servers, too.
+        self._server = web.Server(self._handle, handler_cancellation=True)
+        host, port = self._place
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                lambda: _Connection(self._server), host, port, backlog=limits.ROUTER_REQUESTS
+            )
+        except (OSError, OverflowError) as error:
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
+        bound, number = self._listener.sockets[0].getsockname()[:2]
+        self.address = f"[{bound}]:{number}" if ":" in bound else f"{bound}:{number}"
+        """The host:port of the listening socket."""
+        await self._upstream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops listening, lets requests in flight end for a while, and cancels the others."""
+        self._listener.close()
+        self._server.pre_shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.ROUTER_STOP_SECONDS):
+                await self._intake.idle.wait()
+        await self._server.shutdown(limits.ROUTER_CANCEL_SECONDS)
+        await self._router.close()
+        await self._upstream.__aexit__(kind, error, trace)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request of a client."""
+        match request.method, request.path:
+            case "POST", "/v1/completions" | "/v1/chat/completions":
+                return await self._completions.handle(request)
+            case "GET", "/v1/models":
+                return await self._models(request)
+            case "GET", "/metrics":
+                encode, kind = choose_encoder(request.headers.get("Accept", ""))
+                return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": kind})
+            case "GET", "/healthz":
+                return web.Response(text="alive\n")
+            case "GET", "/readyz":
+                reasons = await self._health.reasons()
+                return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
+        text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
+        return error_answer(BadRequest(ErrorCode.UNKNOWN_REQUEST, text))
+
+    async def _models(self, request: web.BaseRequest) -> web.Response:
+        """What the first decode server that answers serves."""
+        failure: KvdError = Unavailable(ErrorCode.PEER_LOST, "there is no decode server")
+        for server in self._decodes.all:
+            try:
+                status, said = await self._upstream.get(server, "/v1/models", passed_on(request.headers))
+            except ServerFailed as error:
+                failure = error
+            else:
+                return web.Response(body=said, status=status, content_type="application/json")
+        return error_answer(failure)
+
+
+class _Connection(web.RequestHandler):
+    """A client's connection, which is closed at once if there are too many."""
+
+    def __init__(self, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # as `web.Server` allows
+            auto_decompress=False,  # what is small on the wire must not grow here
+            keepalive_timeout=limits.ROUTER_IDLE_SECONDS,
+            max_line_size=limits.ROUTER_HEADER_BYTES,
+            max_field_size=limits.ROUTER_HEADER_BYTES,
+            max_headers=limits.ROUTER_HEADERS,
+            lingering_time=limits.ROUTER_LINGER_SECONDS,
+            read_bufsize=limits.ROUTER_CHUNK_BYTES,
+            logger=logger,
+        )
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Counts only now: a loop may accept many before it makes the first."""
+        super().connection_made(transport)
+        if len(self._server.connections) > limits.ROUTER_CONNECTIONS:
+            self.force_close()

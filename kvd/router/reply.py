@@ -1,0 +1,83 @@
+"""The answer to one client: streamed at the client's pace, or an error in the shape of OpenAI's."""
+
+import asyncio
+import contextlib
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+
+_BAD = {ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE, ErrorCode.UNKNOWN_REQUEST: HTTPStatus.NOT_FOUND}
+_UNAVAILABLE = {
+    ErrorCode.OVERLOADED: HTTPStatus.SERVICE_UNAVAILABLE,
+    ErrorCode.DEADLINE: HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+_END_OF_EVENT = b"\n\n"
+
+
+class ClientGone(Unavailable):
+    """The client takes nothing more."""
+
+
+class Reply:
+    """The answer to `request`."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self._last = b""
+        self.response: web.StreamResponse | None = None
+        """Once it has begun."""
+
+    async def begin(self, status: int, kind: str) -> None:
+        """Sends the head; `kind` is the content type."""
+        self.response = web.StreamResponse(status=status, headers={"Content-Type": kind})
+        await self.response.prepare(self._request)
+
+    async def send(self, part: bytes) -> None:
+        """Sends part of the body, and waits until the client has taken most of what was sent.
+
+        Raises:
+            ClientGone: `CANCELLED`, it has disconnected, or took nothing for too long.
+
+        """
+        assert self.response is not None  # noqa: S101  # it has begun
+        self._last = part
+        try:
+            async with asyncio.timeout(limits.ROUTER_CLIENT_SECONDS):
+                await self.response.write(part)
+        except (TimeoutError, ConnectionError) as error:
+            raise ClientGone(ErrorCode.CANCELLED, "the client took nothing more of its answer") from error
+
+    async def fail(self, error: KvdError) -> web.StreamResponse:
+        """Answers with `error`. An answer that has begun is broken off; a stream of events says why before."""
+        if self.response is None:
+            return error_answer(error)
+        transport = self._request.transport
+        if transport is None:
+            return self.response
+        if isinstance(error, ClientGone):
+            transport.abort()  # what it has not taken would keep the connection open
+        elif self.response.content_type == "text/event-stream" and self._last.endswith(_END_OF_EVENT):
+            with contextlib.suppress(ClientGone):
+                await self.send(b"data: " + _encode(error) + _END_OF_EVENT)
+        transport.close()  # without the mark of a whole body
+        return self.response
+
+
+def error_answer(error: KvdError) -> web.Response:
+    """`error` as OpenAI's clients expect it."""
+    if isinstance(error, BadRequest):
+        status = _BAD.get(error.code, HTTPStatus.BAD_REQUEST)
+    else:
+        status = _UNAVAILABLE.get(error.code, HTTPStatus.BAD_GATEWAY)
+    headers = {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return web.Response(body=_encode(error), status=status, headers=headers, content_type="application/json")
+
+
+def _encode(error: KvdError) -> bytes:
+    kind = "invalid_request_error" if isinstance(error, BadRequest) else "server_error"
+    return msgspec.json.encode({"error": {"message": error.text, "type": kind, "param": None, "code": error.code}})

@@ -1,0 +1,162 @@
+"""One request's life: prefilled on one server, decoded on another, and tried again elsewhere until its first token."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import msgspec
+
+from kvd import limits
+from kvd.errors import ErrorCode, Unavailable
+from kvd.router.affinity import Affinity, Pair
+from kvd.router.body import params_of
+from kvd.router.cleanup import Cleanup
+from kvd.router.metrics import Metrics
+from kvd.router.request import Client, Request
+from kvd.router.servers import Server, Servers, rest
+from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream
+
+logger = logging.getLogger(__name__)
+
+_ERROR_EVENT = b'data: {"error"'
+"""How vLLM begins a stream whose request failed before its first token."""
+
+
+class BrokenOff(Unavailable):
+    """A decode server failed after part of its answer was passed on."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What earlier attempts left: the offer of a prefill that no decode server knows of, and who failed."""
+
+    tried: set[Server] = field(default_factory=set)
+    params: msgspec.Raw | None = None
+    prefill: Server | None = None
+
+
+class Router:
+    """Between the servers `prefill` and `decode`."""
+
+    def __init__(self, prefill: Servers, decode: Servers, upstream: Upstream, metrics: Metrics) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._upstream = upstream
+        self._metrics = metrics
+        self._affinity = Affinity()
+        self._cleanup = Cleanup(decode, upstream, metrics)
+
+    async def answer(self, request: Request, client: Client) -> None:
+        """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
+
+        Raises:
+            Unavailable: Servers failed, and nothing was sent to the client.
+            BrokenOff: One failed afterwards.
+
+        """
+        attempts = Attempts()
+        try:
+            while True:
+                try:
+                    await self._attempt(request, client, attempts)
+                except ServerFailed as failure:
+                    self._note(failure, attempts)
+                    if not self._may_retry(failure.server, attempts):
+                        raise self._last(failure, attempts) from failure
+                else:
+                    return
+        finally:
+            if attempts.params is not None:
+                self._cleanup.release(request, attempts.params, attempts.tried)
+
+    async def close(self) -> None:
+        """Waits until what clients that are gone have left is ended."""
+        await self._cleanup.close()
+
+    async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
+        pair = self._affinity.find(request.body.prefixes)
+        if attempts.params is None:
+            server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
+            if not await self._prefilled(request, client, server, attempts):
+                return
+        server = self._choose(self._decode, attempts, pair.decode if pair else None)
+        await self._decoded(request, client, server, attempts)
+
+    def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
+        chosen = servers.choose(time.monotonic(), tried=attempts.tried, known_by=known_by)
+        assert chosen is not None  # noqa: S101  # `_may_retry` saw one
+        return chosen
+
+    async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+        """Gets `attempts.params` from `server`. False if it refused the request, which the client then knows."""
+        asking = asyncio.create_task(self._prefill_answer(request, server))
+        try:
+            status, kind, said = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._cleanup.leave(request, asking)
+            raise
+        if status != HTTPStatus.OK:
+            await client.begin(status, kind)
+            await client.send(said)
+            return False
+        attempts.params, attempts.prefill = params_of(said), server
+        if attempts.params is None:
+            text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
+            raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=True)
+        return True
+
+    async def _prefill_answer(self, request: Request, server: Server) -> tuple[int, str, bytes]:
+        """Status, content type and body."""
+        body = request.body.for_prefill()
+        async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
+            return answer.status, answer.kind, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES)
+
+    async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts) -> None:
+        assert attempts.params is not None  # noqa: S101  # the prefill's answer
+        assert attempts.prefill is not None  # noqa: S101
+        body, sent = request.body.for_decode(attempts.params), Sent()
+        try:
+            async with self._upstream.post(server, request.path, body, request.headers, sent) as answer:
+                attempts.params = None
+                first = await answer.part()
+                if first.startswith(_ERROR_EVENT):
+                    said = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
+                    raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {said}", sent=True)
+                self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
+                self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
+                await _relay(answer, first, client)
+        finally:
+            if sent.whole:  # the server has the offer: if it aborts the request, it releases that too
+                attempts.params = None
+
+    def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
+        rest(failure.server, time.monotonic())
+        attempts.tried.add(failure.server)
+        self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
+        logger.warning("%s", failure.text)
+
+    def _may_retry(self, failed: Server, attempts: Attempts) -> bool:
+        servers = self._prefill if failed.role == self._prefill.role else self._decode
+        if len(attempts.tried) >= limits.ROUTER_ATTEMPTS or not set(servers.all) - attempts.tried:
+            return False
+        self._metrics.retries.labels(failed.role).inc()
+        return True
+
+    def _last(self, failure: ServerFailed, attempts: Attempts) -> Unavailable:
+        others = len(attempts.tried) - 1
+        more = f"; {others} more failed before" if others else f"; there is no other {failure.server.role} server"
+        return Unavailable(failure.code, failure.text + more)
+
+
+async def _relay(answer: Answer, first: bytes, client: Client) -> None:
+    """Passes the answer on as it comes; the client's pace is the server's."""
+    await client.begin(answer.status, answer.kind)
+    part = first
+    try:
+        while part:
+            await client.send(part)
+            part = await answer.part()
+    except ServerFailed as failure:
+        raise BrokenOff(failure.code, f"{failure.text}, in the middle of its answer") from failure

@@ -1,0 +1,64 @@
+"""Which server gets a request: the one with the fewest in flight, then the one whose last turn is longest ago."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_REST_SECONDS
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    """A server at `url` (http://host:port) that prefills or decodes: its `role`."""
+
+    role: str
+    url: str
+    in_flight: int = 0
+    turn: int = 0
+    """When it was last chosen, counted in choices."""
+    rests_until: float = 0.0
+    """Monotonic time until which it is chosen only if there is no other, since it failed."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.role} server {self.url}"
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts one request as in flight."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+class Servers:
+    """The servers of one role."""
+
+    def __init__(self, role: str, urls: Sequence[str]) -> None:
+        self.role = role
+        self.all = tuple(Server(role, url) for url in urls)
+        self._turns = 0
+
+    def choose(self, now: float, *, tried: Collection[Server] = (), known_by: Server | None = None) -> Server | None:
+        """The server for a request at the monotonic time `now`; None if all were `tried`.
+
+        `known_by` has served the beginning of this prompt and is chosen unless it rests or is much busier than others.
+        """
+        left = [server for server in self.all if server not in tried]
+        if not left:
+            return None
+        awake = [server for server in left if server.rests_until <= now] or left
+        chosen = min(awake, key=lambda server: (server.in_flight, server.turn))
+        if known_by in awake and known_by.in_flight <= chosen.in_flight + ROUTER_AFFINITY_REQUESTS:
+            chosen = known_by
+        self._turns += 1
+        chosen.turn = self._turns
+        return chosen
+
+
+def rest(server: Server, now: float) -> None:
+    """Notes that it failed at the monotonic time `now`."""
+    server.rests_until = now + ROUTER_REST_SECONDS

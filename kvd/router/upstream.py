@@ -1,0 +1,198 @@
+"""Requests to the servers behind the router, with a deadline for each stage."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDict
+
+from kvd import limits
+from kvd.errors import ErrorCode, Unavailable
+from kvd.router.servers import Server
+
+_HOP_BY_HOP = frozenset(
+    {
+        "accept-encoding",  # answers are passed on as they are, and looked into
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+
+
+class ServerFailed(Unavailable):
+    """`server` gave no answer, a broken one or a 5xx. Raised only before any of its answer was passed on.
+
+    `sent`: whether it may have got the request.
+    """
+
+    def __init__(self, code: ErrorCode, server: Server, what: str, *, sent: bool) -> None:
+        super().__init__(code, f"{server.name} {what}")
+        self.server = server
+        self.sent = sent
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that servers may take."""
+
+    prefill: float
+    """For a whole prefill."""
+    decode: float
+    """Until a decode server's first token, and between any two."""
+
+
+class Sent:
+    """Whether a request has left."""
+
+    def __init__(self) -> None:
+        self.whole = False
+
+
+class Answer:
+    """A server's answer, whose body is read as it comes."""
+
+    def __init__(self, server: Server, response: aiohttp.ClientResponse) -> None:
+        self._server = server
+        self._response = response
+        self.status = response.status
+        self.kind = response.headers.get("Content-Type", "application/json")
+
+    async def read(self, most: int) -> bytes:
+        """The body.
+
+        Raises:
+            ServerFailed: It is broken off, late, or longer than `most` bytes.
+
+        """
+        parts: list[bytes] = []
+        size = 0
+        while part := await self.part():
+            size += len(part)
+            if size > most:
+                raise ServerFailed(
+                    ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes", sent=True
+                )
+            parts.append(part)
+        return b"".join(parts)
+
+    async def part(self) -> bytes:
+        """More of the body, empty at its end.
+
+        Raises:
+            ServerFailed: It is broken off or late.
+
+        """
+        with _failures_of(self._server, Sent()):
+            return await self._response.content.readany()
+
+
+class Upstream:
+    """Connections to servers, kept for a moment after each use. Use as an async context manager."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
+
+    async def __aenter__(self) -> "Upstream":
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_chunk_sent.append(_note_sent)
+        self._session = aiohttp.ClientSession(
+            # What is in flight, and the releases, bound the connections.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=limits.ROUTER_CHUNK_BYTES,
+            headers={"Accept-Encoding": "identity"},
+            trace_configs=[tracing],
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @contextlib.asynccontextmanager
+    async def post(
+        self, server: Server, path: str, body: bytes, headers: Mapping[str, str], sent: Sent
+    ) -> AsyncIterator[Answer]:
+        """The server's answer, once its head is there. Leaving early closes the connection, so that it aborts.
+
+        `sent` tells, also while this is cancelled, whether the server got the whole request.
+
+        Raises:
+            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx.
+
+        """
+        timeout = self._prefill if server.role == "prefill" else self._decode
+        with server.busy():
+            with _failures_of(server, sent):
+                response = await self._session.post(
+                    server.url + path,
+                    data=body,
+                    headers=headers,
+                    timeout=timeout,
+                    allow_redirects=False,
+                    trace_request_ctx=sent,
+                )
+            try:
+                answer = Answer(server, response)
+                if response.status >= 500:
+                    said = (await answer.read(limits.MIB))[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+                    raise ServerFailed(
+                        ErrorCode.PEER_LOST, server, f"answered with status {response.status}: {said}", sent=True
+                    )
+                yield answer
+            finally:
+                response.close()  # one that was read to its end has given its connection back already
+
+    async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and body of what `server` answers within moments.
+
+        Raises:
+            ServerFailed: It does not.
+
+        """
+        with _failures_of(server, Sent()):
+            async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
+                return response.status, await response.read()
+
+
+def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The client's headers, without those that concern its connection alone. Bodies are written anew, as JSON."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
+    passed = CIMultiDict(kept)
+    passed["Content-Type"] = "application/json"
+    return passed
+
+
+async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:
+    """A body is written as one chunk."""
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.whole = True
+
+
+@contextlib.contextmanager
+def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time", sent=sent.whole) from error
+    except aiohttp.ClientConnectorError as error:
+        text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=False) from error
+    except (aiohttp.ClientError, OSError) as error:
+        text = f"broke off: {error or type(error).__name__}"
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error

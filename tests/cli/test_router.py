@@ -1,0 +1,54 @@
+"""`kvd router` as a process, and what it says of wrong flags."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+
+import aiohttp
+import pytest
+
+from kvd.cli.main import main
+from tests.router.scripted import BODY, DONE, PATH, decoded, prefilled, scripted
+
+SERVERS = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--listen", "8000"], "--listen is '8000'; it must be HOST:PORT"),
+        (["--listen", "127.0.0.1:x"], "it must be HOST:PORT"),
+        (["--listen", "203.0.113.1:8000"], "cannot listen on 203.0.113.1:8000"),
+        (["--prefill", "localhost:8100"], "'localhost:8100' is no server's URL; it must be like http://host:port"),
+        (["--decode", "http://a/v1"], "'http://a/v1' is no server's URL"),
+        (["--decode", "http://a:port"], "'http://a:port' is no server's URL"),
+        (["--prefill-timeout", "0"], "--prefill-timeout is 0.0; it must be above 0"),
+        (["--decode-timeout", "nan"], "--decode-timeout is nan; it must be above 0"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str, capsys) -> None:
+    assert main(["router", *SERVERS, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+async def test_it_routes_until_sigterm() -> None:
+    async with scripted(prefilled) as prefill, scripted(decoded) as decode:
+        command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", "127.0.0.1:0"]
+        command += ["--prefill", prefill.url, "--decode", decode.url + "/"]
+        router = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+        try:
+            line = (await router.stderr.readline()).decode()
+            url = re.search(r"routing on (http://127.0.0.1:\d+) between 1 prefill and 1 decode", line)[1]
+            async with aiohttp.ClientSession() as session:
+                async with session.post(url + PATH, json=BODY) as response:
+                    assert (await response.read()).endswith(DONE)
+                router.send_signal(signal.SIGTERM)
+                assert await router.wait() == 0
+                assert await router.stderr.read() == b""
+        finally:
+            if router.returncode is None:
+                router.kill()
+                await router.wait()

@@ -1,0 +1,183 @@
+"""Servers that pretend to be vLLM, and a router between them."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvd.router.http import HttpServer
+from kvd.router.upstream import Timeouts
+
+PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "kvd_ticket": "T", "kvd_prompt": 7, "more": [1, {}]}
+BODY = {"model": "m", "prompt": "a b c", "max_tokens": 3, "stream": True, "unknown": {"kept": [1.0, None]}}
+PATH = "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+
+Answering = Callable[["Scripted", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+def event(number: int) -> bytes:
+    return b'data: {"choices": [{"text": "t%d"}]}\n\n' % number
+
+
+class Scripted:
+    """A server whose answers `answering` makes; it notes what it is asked, and which requests were cut off."""
+
+    def __init__(self, answering: Answering) -> None:
+        self.answering = answering
+        self.url = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.paths: list[str] = []
+        self.open = 0
+        self.aborted = 0
+        self.changed = asyncio.Condition()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
+        self.paths.append(request.path)
+        self.headers.append(request.headers.copy())
+        self.open += 1
+        try:
+            body = await request.json()
+            self.bodies.append(body)
+            await self.tell()
+            return await self.answering(self, request, body)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+            await asyncio.shield(self.tell())
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, holds: Callable[["Scripted"], bool]) -> None:
+        async with asyncio.timeout(30), self.changed:
+            await self.changed.wait_for(lambda: holds(self))
+
+
+async def prefilled(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"choices": [], "kv_transfer_params": PARAMS})
+
+
+async def decoded(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    if not body.get("stream"):
+        return web.json_response({"choices": [{"text": "t1"}]})
+    stream = await streaming(request)
+    for number in range(body["max_tokens"]):
+        await stream.write(event(number))
+    await stream.write(DONE)
+    return stream
+
+
+async def streaming(request: web.Request) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await stream.prepare(request)
+    return stream
+
+
+async def hanging(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def stalled(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    await stream.write(event(0))
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def failing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no KV", "code": 500}}, status=500)
+
+
+async def refusing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
+
+
+async def vanishing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    request.transport.abort()
+    return web.Response()
+
+
+async def broken_off(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    await stream.write(event(0))
+    request.transport.close()
+    return stream
+
+
+async def failing_in_stream(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    await stream.write(b'data: {"error": {"message": "no KV", "code": 500}}\n\n' + DONE)
+    return stream
+
+
+async def without_params(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"choices": [], "kv_transfer_params": None})
+
+
+class Stage:
+    """A router at `url` between scripted servers, and a session to ask it with."""
+
+    def __init__(self, server: HttpServer, prefill: list[Scripted], decode: list[Scripted]) -> None:
+        self.server = server
+        self.url = f"http://{server.address}"
+        self.prefill = prefill
+        self.decode = decode
+        self.session = aiohttp.ClientSession()
+
+    async def ask(self, path: str = PATH, **more: Any) -> tuple[int, bytes]:
+        async with self.session.post(self.url + path, json=BODY | more) as response:
+            return response.status, await response.read()
+
+    async def error(self, **more: Any) -> tuple[int, dict[str, Any]]:
+        status, said = await self.ask(**more)
+        return status, json.loads(said)["error"]
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def metric(self, line: str) -> float:
+        """The sample whose name and labels are `line`."""
+        _, text = await self.get("/metrics")
+        return next(float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(line + " "))
+
+
+@contextlib.asynccontextmanager
+async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
+    server = Scripted(answering)
+    runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True, access_log=None))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        runner._shutdown_timeout = 0.1
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    prefill: list[Answering], decode: list[Answering], *, seconds: tuple[float, float] = (30, 30)
+) -> AsyncIterator[Stage]:
+    async with contextlib.AsyncExitStack() as stack:
+        ps = [await stack.enter_async_context(scripted(answering)) for answering in prefill]
+        ds = [await stack.enter_async_context(scripted(answering)) for answering in decode]
+        urls = [server.url for server in ps], [server.url for server in ds]
+        server = await stack.enter_async_context(HttpServer("127.0.0.1", 0, *urls, Timeouts(*seconds)))
+        stage = Stage(server, ps, ds)
+        await stack.enter_async_context(stage.session)
+        yield stage

@@ -1,0 +1,289 @@
+"""The router's port: its paths, and clients that ask too much, too slowly or not to the end."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvd import limits
+from kvd.errors import BadRequest
+from kvd.router.http import HttpServer
+from kvd.router.upstream import Timeouts
+from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming
+
+CLIENTS = 1000
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8 * CLIENTS), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def head(length: int) -> bytes:
+    return f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def connect(stage: Stage) -> socket.socket:
+    """A client that takes little at a time."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        client.connect(tuple(stage.server._listener.sockets[0].getsockname()))
+    return client
+
+
+async def endless(server, request, body):
+    stream = await streaming(request)
+    while True:
+        await stream.write(event(0) * 1000)
+
+
+async def fall_to(tasks: int, descriptors: int) -> None:
+    async with asyncio.timeout(20):
+        while (  # noqa: ASYNC110  # nobody tells when the last descriptor is closed
+            len(asyncio.all_tasks()) > tasks or len(os.listdir("/proc/self/fd")) > descriptors
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
+    async with routed([prefilled, prefilled], [decoded]) as stage:
+        assert await stage.get("/healthz") == (200, "alive\n")
+        assert await stage.get("/readyz") == (200, "ready\n")
+        stage.server._health._groups[0].all[0].url = "http://127.0.0.1:1"
+        assert await stage.get("/readyz") == (200, "ready\n")
+        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        status, text = await stage.get("/readyz")
+        assert status == 503
+        assert text.startswith("no decode server is healthy: decode server http://127.0.0.1:1 cannot be reached")
+        assert (await stage.get("/healthz"))[0] == 200
+
+
+async def test_the_models_are_those_of_a_decode_server() -> None:
+    async with routed([prefilled], [decoded, decoded]) as stage:
+        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        assert await stage.get("/v1/models") == (200, '{"data": [{"id": "m"}]}')
+        stage.server._decodes.all[1].url = "http://127.0.0.1:1"
+        status, text = await stage.get("/v1/models")
+        assert (status, json.loads(text)["error"]["code"]) == (502, "peer_lost")
+
+
+async def test_an_unknown_path_is_answered_with_those_that_there_are() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        status, text = await stage.get("/v1/embeddings")
+        assert status == 404
+        assert "/v1/chat/completions" in json.loads(text)["error"]["message"]
+
+
+async def test_what_is_in_flight_is_counted_by_server() -> None:
+    async with routed([prefilled], [stalled]) as stage:
+        asking = asyncio.create_task(stage.ask())
+        await stage.decode[0].until(lambda server: server.open == 1)
+        line = f'kvd_router_in_flight{{role="decode",server="{stage.decode[0].url}"}}'
+        assert await stage.metric(line) == 1
+        asking.cancel()
+
+
+@pytest.mark.parametrize("length", ["known", "unknown"])
+async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> None:
+    monkeypatch.setattr(limits, "ROUTER_BODY_BYTES", 1000)
+
+    async def parts():
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with routed([prefilled], [decoded]) as stage:
+        data = b"x" * 2000 if length == "known" else parts()
+        async with stage.session.post(stage.url + PATH, data=data) as response:
+            assert response.status == 413
+            assert "at most 1000 are taken" in (await response.json())["error"]["message"]
+        assert stage.server._intake.body_bytes == 0
+
+
+async def test_bodies_have_a_bound_together(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_BODIES_BYTES", 400)
+    async with routed([prefilled], [stalled]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
+        await stage.decode[0].until(lambda server: server.open == 2)
+        status, error = await stage.error(prompt="x" * 300)
+        assert (status, error["code"]) == (503, "overloaded")
+        for task in asking:
+            task.cancel()
+        await stage.server._intake.idle.wait()
+        assert stage.server._intake.body_bytes == 0
+        assert (await stage.error(prompt=["a", "b"]))[0] == 400
+
+
+async def test_requests_in_flight_have_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_REQUESTS", 2)
+    async with routed([prefilled], [stalled]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
+        await stage.decode[0].until(lambda server: server.open == 2)
+        status, error = await stage.error()
+        assert (status, error["code"]) == (503, "overloaded")
+        assert "2 requests are in flight" in error["message"]
+        assert await stage.metric('kvd_router_requests_total{outcome="overloaded"}') == 1
+        for task in asking:
+            task.cancel()
+
+
+async def test_connections_have_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 3)
+    async with routed([prefilled], [decoded]) as stage:
+        place = stage.server._listener.sockets[0].getsockname()
+        kept = [await asyncio.open_connection(*place) for _ in range(3)]
+        reader, writer = await asyncio.open_connection(*place)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        for _, other in [*kept, (reader, writer)]:
+            other.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", head(100) + b"{"], ids=["nothing", "half a head", "half a body"]
+)
+async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes) -> None:
+    monkeypatch.setattr(limits, "ROUTER_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "ROUTER_BODY_SECONDS", 0.2)
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(sent)
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 504") == sent.startswith(b"POST /v1/completions ")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"\x16\x03\x01 hello\r\n\r\n", id="no HTTP"),
+        pytest.param(
+            head(10).replace(b"Content-Length: 10", b"Transfer-Encoding: chunked") + b"zz\r\n", id="no chunks"
+        ),
+        pytest.param(head(10) + b'{"prompt"}', id="no JSON"),
+        pytest.param(head(0), id="nothing"),
+    ],
+)
+async def test_what_is_no_request_is_refused_and_logged_by_nobody(sent: bytes, caplog) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(sent)
+        assert b" 400 Bad Request" in await reader.readline()
+        writer.close()
+        assert (await stage.ask())[0] == 200
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_body_that_ends_with_its_client_is_logged_by_nobody(caplog) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        _, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(head(100) + b"{")
+        line = 'kvd_router_requests_total{outcome="client_gone"}'
+        while not stage.server._intake.requests:
+            await stage.get("/healthz")
+        writer.close()
+        await stage.server._intake.idle.wait()
+        assert await stage.metric(line) == 1
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("name", ["X-Long: " + "x" * 20_000, "\r\n".join(f"X-{number}: x" for number in range(100))])
+async def test_headers_have_a_bound(name: str) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
+        writer.write(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{name}\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
+        writer.close()
+
+
+async def test_a_slow_client_slows_its_decode_server_and_gets_every_byte() -> None:
+    written = 0
+    parts = 4000
+    part = b"data: " + b"x" * 8000 + b"\n\n"
+
+    async def decode(server, request, body):
+        nonlocal written
+        stream = await streaming(request)
+        await stream.write(event(0))
+        for written in range(1, parts + 1):  # noqa: B007
+            await stream.write(part)
+        await stream.write(DONE)
+        return stream
+
+    async with (
+        routed([prefilled], [decode]) as stage,
+        stage.session.post(stage.url + PATH, json=BODY, read_bufsize=4096) as response,
+    ):
+        before = -1
+        while before != written:
+            before = written
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert before < parts
+        assert await response.read() == event(0) + part * parts + DONE
+
+
+async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CLIENT_SECONDS", 0.2)
+
+    async with routed([prefilled], [endless]) as stage:
+        client = connect(stage)
+        data = json.dumps(BODY).encode()
+        await asyncio.get_running_loop().sock_sendall(client, head(len(data)) + data)
+        await stage.decode[0].until(lambda server: server.open == 1)
+        await stage.decode[0].until(lambda server: server.open == 0)
+        await stage.server._intake.idle.wait()
+        assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
+        client.close()
+
+
+@pytest.mark.usefixtures("many_descriptors")
+async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> None:
+    data = json.dumps(BODY).encode()
+    whole = head(len(data)) + data
+    sent = [b"", whole[:20], whole[:-20], whole, whole + whole[:20], whole + whole]
+    loop = asyncio.get_running_loop()
+
+    async with routed([prefilled] * 2, [endless] * 2) as stage:
+        assert (await stage.get("/healthz"))[0] == 200
+        descriptors, tasks = len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+        clients = [connect(stage) for _ in range(CLIENTS)]
+        for number, client in enumerate(clients):
+            await loop.sock_sendall(client, sent[number % len(sent)])
+            if number < CLIENTS // 5:
+                client.close()
+        asking = sum(text.startswith(whole) for text in sent) * (CLIENTS - CLIENTS // 5) // len(sent)
+        for server in stage.decode:
+            await server.until(lambda one: one.open >= asking // 2 - 10)
+        for client in clients[CLIENTS // 5 : CLIENTS // 2]:
+            client.close()
+        for client in clients[CLIENTS // 2 :]:
+            with contextlib.suppress(BlockingIOError):
+                client.recv(100)
+        assert (await stage.get("/healthz"))[0] == 200
+        for client in clients:
+            client.close()
+        await stage.server._intake.idle.wait()
+        for server in stage.prefill + stage.decode:
+            await server.until(lambda one: one.open == 0)
+        assert stage.server._intake.body_bytes == 0
+        await fall_to(tasks, descriptors)
+        assert all(server.in_flight == 0 for group in stage.server._health._groups for server in group.all)
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadRequest, match=f"cannot listen on 127.0.0.1:{port}"):
+            await HttpServer("127.0.0.1", port, ["http://x"], ["http://y"], Timeouts(1, 1)).__aenter__()

@@ -1,0 +1,304 @@
+"""One request's life: prefilled here, decoded there, tried again until its first token, and never left behind."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from kvd import limits
+from kvd.router.http import HttpServer
+from kvd.router.upstream import Timeouts
+from tests.router.scripted import (
+    BODY,
+    DONE,
+    PARAMS,
+    PATH,
+    Scripted,
+    broken_off,
+    decoded,
+    event,
+    failing,
+    failing_in_stream,
+    hanging,
+    prefilled,
+    refusing,
+    routed,
+    scripted,
+    stalled,
+    vanishing,
+    without_params,
+)
+
+
+async def test_a_stream_passes_byte_for_byte_in_order() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        status, said = await stage.ask(max_tokens=500)
+        assert status == 200
+        assert said == b"".join(event(number) for number in range(500)) + DONE
+        assert await stage.metric('kvd_router_requests_total{outcome="done"}') == 1
+        assert await stage.metric("kvd_router_first_token_seconds_count") == 1
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_a_prefill_is_for_one_token_and_its_parameters_reach_the_decode_server_unchanged(path: str) -> None:
+    asked = {"min_tokens": 2, "stream_options": {"include_usage": True}, "max_completion_tokens": 3}
+    async with routed([prefilled], [decoded]) as stage:
+        await stage.ask(path, **asked)
+        (first,), (second,) = stage.prefill[0].bodies, stage.decode[0].bodies
+        assert stage.prefill[0].paths == stage.decode[0].paths == [path]
+    assert second == BODY | asked | {"kv_transfer_params": PARAMS}
+    sent = first.pop("kv_transfer_params")
+    assert sent["do_remote_decode"] is True
+    assert "kvd_consumers" not in sent
+    wanted = BODY | {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+    assert first == wanted
+
+
+async def test_one_prefill_is_offered_to_as_many_consumers_as_completions_are_asked_for() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        await stage.ask(n=3)
+        (first,), (second,) = stage.prefill[0].bodies, stage.decode[0].bodies
+    assert (first["n"], first["kv_transfer_params"]["kvd_consumers"]) == (1, 3)
+    assert second["n"] == 3
+
+
+async def test_headers_of_the_client_reach_both_servers_with_one_request_id() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        headers = {"Authorization": "Bearer x", "Connection": "keep-alive, X-Hop", "X-Hop": "1"}
+        data = json.dumps(BODY).encode()
+        async with stage.session.post(stage.url + PATH, data=data, headers=headers) as response:
+            await response.read()
+        (first,), (second,) = stage.prefill[0].headers, stage.decode[0].headers
+    assert first["Authorization"] == second["Authorization"] == "Bearer x"
+    assert first["X-Request-Id"] == second["X-Request-Id"]
+    assert first["Content-Type"] == second["Content-Type"] == "application/json"
+    assert "X-Hop" not in first
+
+
+async def test_an_answer_that_is_not_streamed_passes_too() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
+
+
+@pytest.mark.parametrize("bad", [failing, vanishing, without_params])
+async def test_a_prefill_that_fails_is_tried_on_another_server(bad) -> None:
+    async with routed([bad, prefilled], [decoded]) as stage:
+        status, said = await stage.ask()
+        assert (status, said[-len(DONE) :]) == (200, DONE)
+        assert len(stage.prefill[0].bodies) == len(stage.prefill[1].bodies) == 1
+        assert await stage.metric('kvd_router_retries_total{role="prefill"}') == 1
+
+
+@pytest.mark.parametrize("bad", [failing, vanishing, failing_in_stream])
+async def test_a_decode_that_fails_before_its_first_token_is_tried_on_another_pair_with_a_new_prefill(bad) -> None:
+    async with routed([prefilled], [bad, decoded]) as stage:
+        status, said = await stage.ask()
+        assert (status, said[-len(DONE) :]) == (200, DONE)
+        assert len(stage.prefill[0].bodies) == 2
+        assert len(stage.decode[0].bodies) == len(stage.decode[1].bodies) == 1
+
+
+async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one() -> None:
+    async with routed([prefilled], [decoded, decoded]) as stage:
+        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        status, _ = await stage.ask()
+        assert status == 200
+        assert len(stage.prefill[0].bodies) == 1
+
+
+async def test_a_server_that_failed_rests() -> None:
+    async with routed([prefilled], [failing, decoded]) as stage:
+        for _ in range(4):
+            assert (await stage.ask())[0] == 200
+        assert len(stage.decode[0].bodies) == 1
+        assert len(stage.decode[1].bodies) == 4
+
+
+async def test_nothing_is_tried_again_after_the_first_token() -> None:
+    async with routed([prefilled], [broken_off, decoded]) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            assert response.status == 200
+            said = event(0)
+            assert await response.content.readexactly(len(said)) == said
+            assert (await response.content.readuntil(b"}}")).startswith(b'data: {"error"')
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        assert len(stage.decode[1].bodies) == 0
+        assert await stage.metric('kvd_router_requests_total{outcome="broken_off"}') == 1
+
+
+@pytest.mark.parametrize("refuser", ["prefill", "decode"])
+async def test_a_refusal_of_a_server_is_the_answer(refuser: str) -> None:
+    answers = ([refusing], [decoded]) if refuser == "prefill" else ([prefilled], [refusing])
+    async with routed(*answers) as stage:
+        assert await stage.error() == (400, {"message": "too long", "code": 400})
+        assert await stage.metric('kvd_router_requests_total{outcome="refused"}') == 1
+
+
+async def test_a_prefill_server_without_a_connector_is_named() -> None:
+    async with routed([without_params], [decoded]) as stage:
+        status, error = await stage.error()
+        assert (status, error["type"]) == (502, "server_error")
+        assert stage.prefill[0].url in error["message"]
+        assert "--kv-transfer-config" in error["message"]
+        assert stage.decode[0].bodies == []
+
+
+async def test_an_error_says_what_failed_and_where() -> None:
+    async with routed([prefilled], [failing, failing]) as stage:
+        status, error = await stage.error()
+        assert (status, error["code"]) == (502, "peer_lost")
+        assert "decode server http://127.0.0.1:" in error["message"]
+        assert "no KV" in error["message"]
+        assert "1 more failed before" in error["message"]
+        stage.server._decodes.all[0].url = stage.server._decodes.all[1].url = "http://127.0.0.1:1"
+        _, error = await stage.error()
+        assert "cannot be reached" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "where"),
+    [
+        pytest.param(hanging, decoded, "prefill", id="a prefill that does not end"),
+        pytest.param(prefilled, hanging, "decode", id="a decode without a first token"),
+    ],
+)
+async def test_each_stage_has_a_deadline(prefill, decode, where: str) -> None:
+    async with routed([prefill], [decode], seconds=(0.2, 0.2)) as stage:
+        status, error = await stage.error()
+        assert (status, error["code"]) == (504, "deadline")
+        assert f"{where} server" in error["message"]
+        late = stage.prefill[0] if where == "prefill" else stage.decode[0]
+        await late.until(lambda server: server.aborted == 1 and server.open == 0)
+
+
+async def test_a_stream_that_stalls_is_broken_off() -> None:
+    async with routed([prefilled], [stalled], seconds=(30, 0.2)) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        await stage.decode[0].until(lambda server: server.aborted == 1)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "where"),
+    [
+        pytest.param(hanging, decoded, "prefill", id="while a long prefill runs"),
+        pytest.param(prefilled, hanging, "decode", id="before its first token"),
+        pytest.param(prefilled, stalled, "decode", id="in the middle of its tokens"),
+    ],
+)
+async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, decode, where, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
+    async with routed([prefill], [decode]) as stage:
+        busy = stage.prefill[0] if where == "prefill" else stage.decode[0]
+        asking = asyncio.create_task(stage.ask())
+        await busy.until(lambda server: server.open == 1 and len(server.bodies) == 1)
+        asking.cancel()
+        await busy.until(lambda server: server.open == 0 and server.aborted == 1)
+        await stage.server._intake.idle.wait()
+        assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
+        in_flight = [server.in_flight for servers in (stage.server._decodes,) for server in servers.all]
+        assert in_flight == [0]
+
+
+async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_client_is_gone() -> None:
+    held = asyncio.Event()
+
+    async with routed([prefilled], [stalled]) as stage:
+        post = stage.server._upstream.post
+        first = True
+
+        def post_later(server, path, body, headers, sent):
+            nonlocal first
+            if server.role == "decode" and first:
+                first = False
+                return _Never(held)
+            return post(server, path, body, headers, sent)
+
+        stage.server._upstream.post = post_later
+        asking = asyncio.create_task(stage.ask(n=2))
+        await held.wait()
+        asking.cancel()
+        await stage.decode[0].until(lambda server: server.aborted == 1)
+        (body,) = stage.decode[0].bodies
+        assert body["kv_transfer_params"] == PARAMS
+        assert (body["max_tokens"], body["n"], body["stream"]) == (1, 2, True)
+    assert stage.server._router._cleanup._tasks == set()
+
+
+async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:
+    gone = asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        await gone.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([late], [stalled]) as stage:
+        asking = asyncio.create_task(stage.ask())
+        await stage.prefill[0].until(lambda server: server.open == 1)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        gone.set()
+        await stage.decode[0].until(lambda server: server.aborted == 1)
+        assert stage.decode[0].bodies == [BODY | {"max_tokens": 1, "kv_transfer_params": PARAMS}]
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CLEANUPS", 1)
+    async with routed([hanging], [decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(3)]
+        await stage.prefill[0].until(lambda server: server.open == 3)
+        for task in asking:
+            task.cancel()
+        await stage.prefill[0].until(lambda server: server.aborted == 2)
+        assert stage.prefill[0].open == 1
+
+
+class _Never:
+    """Connecting to a server that takes for ever."""
+
+    def __init__(self, entered: asyncio.Event) -> None:
+        self._entered = entered
+
+    async def __aenter__(self):
+        self._entered.set()
+        await asyncio.Event().wait()
+
+    async def __aexit__(self, *_):
+        raise AssertionError
+
+
+async def test_a_request_with_the_beginning_of_an_earlier_one_goes_to_the_same_pair() -> None:
+    async with routed([prefilled] * 3, [decoded] * 3) as stage:
+        messages = [{"role": "user", "content": "one"}]
+        await stage.ask("/v1/chat/completions", messages=messages)
+        served = [server for server in stage.prefill + stage.decode if server.bodies]
+        await stage.ask("/v1/chat/completions", messages=[{"role": "user", "content": "other"}])
+        for text in ("two", "three"):
+            messages = [*messages, {"role": "user", "content": text}]
+            await stage.ask("/v1/chat/completions", messages=messages)
+        assert [len(server.bodies) for server in served] == [3, 3]
+
+
+async def test_requests_spread_over_servers_by_load() -> None:
+    async with routed([prefilled, prefilled], [stalled, stalled]) as stage:
+        asking = [asyncio.create_task(stage.ask(prompt=f"other {number}")) for number in range(6)]
+        for server in stage.decode:
+            await server.until(lambda one: one.open == 3)
+        for task in asking:
+            task.cancel()
+
+
+async def test_a_router_that_stops_lets_requests_end(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_STOP_SECONDS", 0.1)
+    async with scripted(prefilled) as one, scripted(stalled) as two, aiohttp.ClientSession() as session:
+        async with HttpServer("127.0.0.1", 0, [one.url], [two.url], Timeouts(30, 30)) as server:
+            asking = asyncio.create_task(session.post(f"http://{server.address}{PATH}", json=BODY))
+            response = await asking
+        await two.until(lambda scripted: scripted.aborted == 1)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()

@@ -1,0 +1,74 @@
+"""Which server gets a request."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_REST_SECONDS
+from kvd.router.servers import Servers, rest
+
+LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
+
+
+def make(loads: list[int]) -> Servers:
+    servers = Servers("decode", [f"http://{number}" for number in range(len(loads))])
+    for server, load in zip(servers.all, loads, strict=True):
+        server.in_flight = load
+    return servers
+
+
+@given(LOADS, st.data())
+def test_the_least_busy_server_is_chosen_of_those_that_were_not_tried(loads, data) -> None:
+    servers = make(loads)
+    tried = data.draw(st.sets(st.sampled_from(servers.all)))
+    chosen = servers.choose(0.0, tried=tried)
+    left = [server for server in servers.all if server not in tried]
+    assert (chosen is None) == (not left)
+    if chosen is not None:
+        assert chosen in left
+        assert chosen.in_flight == min(server.in_flight for server in left)
+
+
+@given(LOADS, st.integers(1, 3))
+def test_servers_that_are_equally_busy_take_turns(loads, rounds) -> None:
+    servers = make([5] * len(loads))
+    chosen = [servers.choose(0.0) for _ in range(rounds * len(loads))]
+    assert all(chosen.count(server) == rounds for server in servers.all)
+
+
+@given(LOADS, st.integers(1, 200))
+def test_requests_that_stay_differ_by_one_at_most_among_servers_that_began_idle(loads, requests) -> None:
+    servers = make([0] * len(loads))
+    for _ in range(requests):
+        servers.choose(0.0).in_flight += 1
+    busy = [server.in_flight for server in servers.all]
+    assert max(busy) - min(busy) <= 1
+
+
+@given(LOADS, st.data())
+def test_a_server_that_failed_is_chosen_only_if_no_other_is_there(loads, data) -> None:
+    servers = make(loads)
+    failed = data.draw(st.sets(st.sampled_from(servers.all)))
+    for server in failed:
+        rest(server, 0.0)
+    assert (servers.choose(ROUTER_REST_SECONDS / 2) in failed) == (len(failed) == len(loads))
+    assert servers.choose(ROUTER_REST_SECONDS).in_flight == min(loads)
+
+
+@given(LOADS, st.data())
+def test_a_server_that_knows_the_prompt_is_chosen_unless_it_is_much_busier_or_failed(loads, data) -> None:
+    servers = make(loads)
+    known = data.draw(st.sampled_from(servers.all))
+    failed = data.draw(st.booleans())
+    if failed:
+        rest(known, 0.0)
+    chosen = servers.choose(0.0, known_by=known)
+    awake = [server for server in servers.all if server is not known or not failed] or [known]
+    near = known in awake and known.in_flight <= min(one.in_flight for one in awake) + ROUTER_AFFINITY_REQUESTS
+    assert chosen is known if near else chosen.in_flight == min(server.in_flight for server in awake)
+
+
+def test_a_request_is_counted_until_it_ends() -> None:
+    (server,) = make([0]).all
+    with server.busy(), server.busy():
+        assert server.in_flight == 2
+    assert server.in_flight == 0
