@@ -203,6 +203,15 @@ SECRET_BYTES: Final = 16
 STAMP_BYTES: Final = 8
 """A lease's stamp: one word, read and written atomically."""
 
+MAX_IMPORTS_PER_PROCESS: Final = 16
+"""Connections of one process to the export socket; an honest one has one, or two while it imports anew."""
+
+MAX_TOKENS: Final = 2048
+"""Sets of pools that importers may ask for, the latest ones: each pool that comes or goes makes another set."""
+
+IMPORT_SECONDS: Final = 5.0
+"""How long importing a peer's pools may take, a millisecond as a rule; and how long a connection may ask nothing."""
+
 MAX_STAMPS: Final = 65_536
 """Leases with a stamp at a time, in 512 KiB; others are fenced by message."""
 

@@ -7,7 +7,10 @@ as it is.
 import os
 import shutil
 import subprocess
+import tempfile
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 _NOBODY = "02:00:00:00:00:fe"
@@ -30,11 +33,14 @@ class Host:
     def __init__(self, switch: str, name: str, address: str) -> None:
         self.name, self.address = name, address
         self.namespace = f"kvd-{os.getpid()}-{name}"
-        self.within: Sequence[str] = ("ip", "netns", "exec", self.namespace)
+        self._boot_id = Path(tempfile.gettempdir(), f"{self.namespace}.boot_id")
+        own_boot = f'mount --bind {self._boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
+        self.within: Sequence[str] = ("ip", "netns", "exec", self.namespace, "sh", "-c", own_boot, "sh")
         self._switch = switch
 
     def connect(self) -> None:
-        """Makes the namespace and plugs it into the switch."""
+        """Makes the namespace and plugs it into the switch. Its kernel calls itself another one than ours."""
+        self._boot_id.write_text(f"{uuid.uuid4()}\n")
         _run("ip", "netns", "add", self.namespace)
         _run(
             "ip", "-n", self._switch, "link", "add", self.name, "type", "veth", "peer", "eth0", "netns", self.namespace
@@ -46,6 +52,7 @@ class Host:
 
     def remove(self) -> None:
         """Removes the namespace, if it was made."""
+        self._boot_id.unlink(missing_ok=True)
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True, check=False)  # noqa: S603, S607
 
     def readdress(self, address: str) -> None:

@@ -12,7 +12,7 @@ from kvd.actors.gateway.policy import Policy
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.handshake.introductions import SpeaksFor, anybody
-from kvd.actors.handshake.peer_server import STAMPS, PeerServer, Rights, everything
+from kvd.actors.handshake.peer_server import PeerServer, Rights, everything
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
@@ -88,19 +88,12 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
     context.replies = gateway.sessions
 
     transport.start(_delivery(context, dependencies))
-    transport.register(STAMPS, stamps.base, stamps.words.nbytes)
     peer_port.start(channel.received, context.dispatcher)
     worker_port.start(context.gateway.tell, context.dispatcher)
 
 
 def _delivery(context: ActorContext, dependencies: Dependencies) -> Callable[[Event], None]:
     """Where each event of the transport goes."""
-
-    def on_memory(event: Registered | RegisterFailed | Deregistered) -> None:
-        if event.pool != STAMPS:
-            context.pools.tell(event)
-        elif isinstance(event, RegisterFailed):
-            dependencies.transport_died(f"it cannot register the stamps of leases: {event.reason}")
 
     def on_transport(event: Event) -> None:
         match event:
@@ -109,7 +102,7 @@ def _delivery(context: ActorContext, dependencies: Dependencies) -> Callable[[Ev
             case PeerAdded() | PeerFailed() | Described():
                 context.handshake.tell(event)
             case Registered() | RegisterFailed() | Deregistered():
-                on_memory(event)
+                context.pools.tell(event)
             case Answered():
                 dependencies.transport_answered(event.number)
             case TransportDied():

@@ -11,7 +11,7 @@ import msgspec
 
 from kvd.errors import BadRequest, ErrorCode, InternalError, Unavailable
 from kvd.layout import CacheSpec
-from kvd.protocol import peer, worker
+from kvd.protocol import export, peer, worker
 from kvd.protocol.codec import encode
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Message, Span
@@ -31,6 +31,10 @@ _SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "peer.schema.json": (
         "sockets between daemons",
         {"consumer to producer": peer.PeerRequest, "producer to consumer": peer.PeerReply},
+    ),
+    "export.schema.json": (
+        "export socket of a daemon, for daemons of its host",
+        {"importer to exporter": export.Import, "exporter to importer": export.Export},
     ),
     "ticket.schema.json": ("ticket, after its prefix and base64", {"ticket": Ticket}),
     "spec.schema.json": ("spec of a cache, as in attach and welcome", {"spec": CacheSpec}),

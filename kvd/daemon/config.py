@@ -86,11 +86,11 @@ class Config(BaseSettings):
     memory: Backing = Field(
         Backing.AUTO, description="Pages of host pools; `auto` takes the first of the others that is available."
     )
-    transport_threads: int = Field(
+    copy_threads: int = Field(
         default_factory=lambda: min(2, cores()),
         ge=1,
         le=16,
-        description="NIXL agents, each with a thread, that share long reads; two if the daemon has two cores.",
+        description="Threads that copy within the host; two if the daemon has two cores.",
     )
     heartbeat: float = Field(
         1.0, gt=0, le=60, description="Seconds between pings of a peer, which is lost after three without an answer."
@@ -171,13 +171,11 @@ class Config(BaseSettings):
         return (init_settings, env_settings, *([file] if file else []))
 
     def network_devices(self) -> list[str] | None:
-        """UCX names of the devices that may reach the transport; empty if all peers are on this host, None for any.
+        """UCX names of the devices that may reach the network's transport; None for any.
 
         Peers on other hosts come by the interface of `listen` (of `advertise` if `listen` is a wildcard) and by every
         port of an RDMA device.
         """
-        if is_local(self.listen):
-            return []
         address = self.advertise or self.listen if is_everywhere(self.listen) else self.listen
         interface = interface_of(host_of(address))
         return None if interface is None else [interface, *rdma_ports()]

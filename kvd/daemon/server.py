@@ -31,7 +31,7 @@ from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
-from kvd.host import raise_open_files
+from kvd.host import boot_id, raise_open_files
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
 from kvd.memory.stamps import HostStamps
@@ -40,12 +40,14 @@ from kvd.net import keys
 from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
-from kvd.transport.nixl.probe import Probe
-from kvd.transport.nixl.transport import open_transports
-from kvd.transport.striped import StripedTransport
+from kvd.protocol.address import is_local
+from kvd.transport.interface import Transport
+from kvd.transport.routed import RoutedTransport
+from kvd.transport.samehost.transport import SameHostTransport
 
 if TYPE_CHECKING:
     from kvd.daemon.tracing import Traces
+    from kvd.transport.nixl.probe import Probe
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ class Daemon:
         self._failure = ""
         self._busy: set[str] = set()
         self._idle = asyncio.Event()
+        self._probe: Probe | None = None
 
     async def serve(self) -> int:
         """Starts, waits for SIGTERM or SIGINT, drains, stops. Returns the exit status: 1 after a failure, else 0."""
@@ -132,11 +135,15 @@ class Daemon:
         """Opens the transport and the sockets."""
         config = self.config
         identity = f"{config.name}#{self.incarnation}"
-        agents = [identity, *(f"{number}.{identity}" for number in range(1, config.transport_threads))]
-        stripes = open_transports(agents, loop, devices=config.network_devices())
-        self._probe = Probe(stripes[0].library)
-        self._probe.start()
-        self._transport = StripedTransport(stripes, self._probe)
+        same_host = SameHostTransport(
+            identity,
+            loop,
+            f"{config.socket}.pools",
+            host=boot_id(),
+            threads=config.copy_threads,
+            mode=0o600 if is_local(config.listen) else 0o666,  # peers of other users come with keys, and show a token
+        )
+        self._transport = RoutedTransport(same_host, self._open_network(identity, loop))
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
         self._peer_sockets = PeerSockets(
             config.listen,
@@ -146,6 +153,18 @@ class Daemon:
             on_rejected=Rejections(self.metrics, self._log),
         )
         self._traces = _traces(config)
+
+    def _open_network(self, agent: str, loop: asyncio.AbstractEventLoop) -> Transport | None:
+        """The transport to other hosts, if this daemon listens for them; NIXL takes half a second to start."""
+        if is_local(self.config.listen):
+            return None
+        from kvd.transport.nixl.probe import Probe  # noqa: PLC0415
+        from kvd.transport.nixl.transport import NixlTransport  # noqa: PLC0415
+        from kvd.transport.nixl.ucx import nixl_name  # noqa: PLC0415
+
+        self._probe = Probe(nixl_name())
+        self._probe.start()
+        return NixlTransport(agent, loop, examine=self._probe, devices=self.config.network_devices())
 
     def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
         """Builds the actors, and lets workers and peers in."""
@@ -195,7 +214,8 @@ class Daemon:
         if not self._failure:
             await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
         self._peer_sockets.close()
-        await self._probe.close()
+        if self._probe is not None:
+            await self._probe.close()
         await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
         context.gateway.tell(Stop())
         await self._flush()

@@ -43,15 +43,16 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Mapping:
-    """`length` bytes of the file behind `descriptor`, readable and writable at `base`, a multiple of 2 MiB.
+    """`length` bytes of the file behind `descriptor` at `base`, a multiple of 2 MiB; to be written only if `writable`.
 
     Raises:
         OSError: the file cannot be mapped; `ENOMEM` also if hugetlb pages cannot be reserved.
 
     """
 
-    def __init__(self, descriptor: int, length: int) -> None:
-        self.base = _map_aligned(descriptor, length)
+    def __init__(self, descriptor: int, length: int, *, writable: bool = True) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.base = _map_aligned(descriptor, length, protection)
         self.length = length
 
     def populate(self) -> None:
@@ -122,7 +123,7 @@ def give_back(descriptor: int, length: int) -> None:
         raise _last_error("fallocate")
 
 
-def _map_aligned(descriptor: int, length: int) -> int:
+def _map_aligned(descriptor: int, length: int, protection: int) -> int:
     """Finds room and maps the file there, unless another thread was quicker; then again.
 
     Not over a reservation: a mapping that fails, for want of hugetlb pages, has already ended the reservation, and
@@ -133,9 +134,7 @@ def _map_aligned(descriptor: int, length: int) -> int:
         _unmap(room, room + length + HUGE_PAGE)
         base = -(-room // HUGE_PAGE) * HUGE_PAGE
         with contextlib.suppress(FileExistsError):
-            return _map(
-                base, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE, descriptor
-            )
+            return _map(base, length, protection, mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE, descriptor)
     raise OSError(errno.EEXIST, f"mmap: other threads took the room for {length} bytes {_ATTEMPTS} times")
 
 

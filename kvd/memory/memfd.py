@@ -152,6 +152,7 @@ def _create(name: str, size: int, *, hugetlb: bool = False, huge: bool = False) 
     descriptor = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
     try:
         os.ftruncate(descriptor, _file_length(size))
+        os.fchmod(descriptor, 0o400)  # a peer that gets a read-only descriptor cannot open it again for writing
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         mapping = Mapping(descriptor, _file_length(size))
         try:

@@ -6,7 +6,7 @@ import msgspec
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.protocol import peer, worker
+from kvd.protocol import export, peer, worker
 from kvd.protocol.types import Message
 
 T = TypeVar("T")
@@ -49,3 +49,6 @@ session_requests: Decoder[worker.SessionRequest] = Decoder(worker.SessionRequest
 session_replies: Decoder[worker.SessionReply] = Decoder(worker.SessionReply)
 peer_requests: Decoder[peer.PeerRequest] = Decoder(peer.PeerRequest)
 peer_replies: Decoder[peer.PeerReply] = Decoder(peer.PeerReply)
+import_requests: Decoder[export.Import] = Decoder(export.Import)
+exports: Decoder[export.Export] = Decoder(export.Export)
+export_addresses: Decoder[export.ExportAddress] = Decoder(export.ExportAddress)

@@ -12,7 +12,8 @@ The rules:
 3. `add_peer` of a known name takes in the new metadata. `remove_peer` waits for the peer's open reads; an `add_peer`
    that arrives before then keeps the peer.
 4. Short reads overtake long ones, and no read starves.
-5. A stamp is read after the last byte of its read, so what it says was still true when they had all been read.
+5. A stamp is read after the last byte of its read, out of the living process: what it says was still true when all
+   bytes had been read. Memory may outlive its process, so bytes may land after the process has ended; stamps do not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ReadRequest(Struct, frozen=True, gc=False):
     """Read `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
 
     `read` is the caller's number for it. Bases are addresses, the remote one in the process of `agent`. If `stamp` is
-    not 0, the 8 bytes at that address of `agent` (little-endian) are read after all others and returned in `Landed`.
+    not 0, the 8 bytes at that address of `agent` (little-endian) are read after all others and returned in `Landed`;
+    pass one only if `PeerAdded` said that stamps can be read.
     """
 
     read: int
@@ -70,10 +72,18 @@ class RegisterFailed(Struct, frozen=True, gc=False):
 
 
 class PeerAdded(Struct, frozen=True, gc=False):
-    """Reads from `agent` may start. `path` names the transports that carry the bytes (see `kvd.transport.path`)."""
+    """Reads from `agent` may start. `path` names the transports that carry the bytes (see `kvd.transport.path`).
+
+    `same_host` says that its transport has no part in them: they need no answer of its process. `stamps` says that
+    words can be read out of its living process.
+    """
 
     agent: str
     path: str = ""
+    same_host: bool = False
+    stamps: bool = False
+    detour: str = ""
+    """Why it is read over the network though it may be on this host; empty if it is not."""
 
 
 class PeerFailed(Struct, frozen=True, gc=False):
@@ -86,14 +96,12 @@ class PeerFailed(Struct, frozen=True, gc=False):
 class Landed(Struct, frozen=True, gc=False):
     """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
 
-    `in_post` is True if the kernel copied all of it out of the living process while it was being posted, so neither
-    the peer's transport nor a NIC took part; False if the path is unknown. `stamp` is what lay at the read's stamp
-    address after that; 0 if none was requested, or if it was not read.
+    `stamp` is what lay at the read's stamp address after that, in the living process; 0 if none was requested, or if
+    it could not be read.
     """
 
     read: int
     seconds: float
-    in_post: bool = False
     stamp: int = 0
 
 
@@ -145,8 +153,11 @@ class Transport(Protocol):
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
-    def register(self, pool: int, base: int, size: int) -> None:
-        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
+    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
+        """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`.
+
+        `descriptor` is of a file that maps to the same bytes; without one only this process reaches them directly.
+        """
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""

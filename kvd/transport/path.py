@@ -1,6 +1,7 @@
-"""How fast a path is, judged by the UCX transports on it.
+"""How fast a path is, judged by the transports on it.
 
-A `path` is the text of `PeerAdded`: UCX transports as `transport/device`, separated by blanks; empty if unknown.
+A `path` is the text of `PeerAdded`: `copy/memory` within the host, else UCX's transports as `transport/device`,
+separated by blanks; empty if unknown.
 """
 
 from enum import StrEnum
@@ -10,6 +11,8 @@ from typing import Final
 class Kind(StrEnum):
     """The fastest transport of a path, best first; a metrics label."""
 
+    COPY = "copy"
+    """kvd copies, out of a mapping of the peer's pool."""
     CUDA_IPC = "cuda_ipc"
     """GPU to GPU on one host."""
     RDMA = "rdma"
@@ -24,24 +27,13 @@ class Kind(StrEnum):
 
 
 _PREFIXES: Final = (
+    (Kind.COPY, ("copy",)),
     (Kind.CUDA_IPC, ("cuda_ipc", "rocm_ipc", "ze_ipc")),
     (Kind.RDMA, ("rc", "dc", "ud", "srd", "gga", "ugni")),
     (Kind.CMA, ("cma", "xpmem", "knem")),
     (Kind.SHM, ("sysv", "posix")),
     (Kind.TCP, ("tcp",)),
 )
-
-_BESIDE_CMA: Final = frozenset({"cma", "self", "posix", "sysv", "tcp", "cuda_copy", "cuda_ipc", "gdr_copy"})
-"""Transports that do not read another process's host memory: the peer sends what they carry, or they serve GPUs."""
-
-
-def is_copied(path: str) -> bool:
-    """Whether the kernel copies reads of host memory over `path` out of the living process (CMA).
-
-    False beside a NIC, since UCX may use either, and for xpmem, which keeps the pages of a dead process.
-    """
-    transports = _transports(path)
-    return "cma" in transports and transports <= _BESIDE_CMA
 
 
 def kind_of(path: str) -> Kind:
@@ -57,18 +49,12 @@ def _transports(path: str) -> set[str]:
     return {entry.partition("/")[0] for entry in path.split()}
 
 
-def why_slow(path: str, *, same_host: bool, rdma_here: bool) -> str | None:
-    """Why `path` is slower than it could be, and what to do; None if it is not, or if the path is unknown.
+def why_slow(path: str, *, rdma_here: bool) -> str | None:
+    """Why `path` to another host is slower than it could be, and what to do; None if it is not, or if it is unknown.
 
-    `same_host` is whether the peer runs on this kernel, `rdma_here` whether this host has RDMA devices.
+    `rdma_here` is whether this host has RDMA devices.
     """
-    kind = kind_of(path)
-    if same_host and kind is Kind.TCP:
-        return (
-            "the peer is on this host, but its bytes go through TCP: both daemons need the same user (or "
-            "CAP_SYS_PTRACE), one PID namespace and ptrace_scope 0; `kvd doctor` says which is missing"
-        )
-    if rdma_here and not same_host and kind is Kind.TCP:
+    if rdma_here and kind_of(path) is Kind.TCP:
         return (
             "this host has RDMA devices, but the peer's bytes go through TCP: check the devices and the memlock limit "
             "on both sides; `kvd doctor` says which is missing"

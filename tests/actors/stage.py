@@ -59,6 +59,8 @@ class Stage:
         self.commands, self.discarded, self.hung_up, self.idle = [], [], [], []
         self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
         self.stamps_asked_for = []
+        self.same_host = False
+        """Whether peers are on this host, and their stamps can be read."""
         self.conditions = {}
         self.context = ActorContext(
             loop=self.loop,
@@ -288,7 +290,7 @@ class _Transport:
     def start(self, on_event):
         self.on_event = on_event
 
-    def register(self, pool, base, size):
+    def register(self, pool, base, size, descriptor):
         self.on_event(Registered(pool, b"meta"))
 
     def deregister(self, pool):
@@ -300,7 +302,8 @@ class _Transport:
         self.on_event(Described(pools, repr(pools).encode()))
 
     def add_peer(self, agent, metadata):
-        self.on_event(PeerAdded(agent))
+        near = self.stage.same_host
+        self.on_event(PeerAdded(agent, same_host=near, stamps=near))
 
     def remove_peer(self, agent):
         self.stage.commands.append(("remove_peer", agent))

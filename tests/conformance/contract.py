@@ -36,11 +36,11 @@ class Contract:
 
     @asynccontextmanager
     async def _reader(self, size: int = PRODUCED) -> AsyncIterator[Reader]:
-        base, memory = self._site.memory(size)
+        base, memory, descriptor = self._site.memory(size)
         reader = Reader(self._site.transport(), base, memory)
         reader.transport.start(reader.on_event)
         try:
-            reader.transport.register(1, base, size)
+            reader.transport.register(1, base, size, descriptor)
             registered = await reader.answer(Registered)
             assert (registered.pool, registered.metadata) == (1, reader.transport.metadata)
             yield reader
@@ -131,11 +131,12 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
+            word = int.from_bytes(pattern(producer.seed, 4104)[4096:].tobytes(), "little")
             for count in (1, 1024):
                 read = reader.read(producer, blocks(0, count, 256 * KIB), stamp=producer.base + 4096)
                 end = await reader.end(read)
                 assert isinstance(end, Landed), end
-                assert end.stamp == int.from_bytes(pattern(producer.seed, 4104)[4096:].tobytes(), "little")
+                assert end.stamp == (word if reader.of(PeerAdded)[0].stamps else 0)
                 assert reader.memory[256 * KIB * count - 1] == pattern(producer.seed, 256 * KIB * count)[-1]
             unstamped = await reader.end(reader.read(producer, blocks(0, 1, KIB)))
             assert isinstance(unstamped, Landed)
@@ -177,6 +178,7 @@ class Contract:
                 while not reader.ends(long):
                     shorts += [reader.read(producer, blocks(0, 1, 16 * KIB)) for _ in range(4)]
                     await reader.end(shorts[-4])
+                    await asyncio.sleep(0)  # short reads may end within the command; the loop must turn all the same
             for short in shorts:
                 assert isinstance(await reader.end(short), Landed)
 
@@ -273,9 +275,12 @@ class Contract:
             await producer.kill()
             for read in reads:
                 await reader.end(read)
+            lost = await reader.answer(PeerFailed)
             last = reader.ends(reads[-1])[0]
-            assert isinstance(last, ReadFailed)
-            assert not last.aborted
+            if isinstance(last, ReadFailed):
+                assert not last.aborted
+            else:  # memory may outlive its process
+                assert reader.events.index(last) < reader.events.index(lost)
             after = await reader.end(reader.read(producer, blocks(0, 1, 4 * KIB)))
             assert isinstance(after, ReadFailed)
             assert [event.agent for event in reader.of(PeerFailed)] == [producer.agent]

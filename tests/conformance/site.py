@@ -62,8 +62,8 @@ class Site(Protocol):
     def transport(self) -> Transport:
         """A new one, not started, under a new name."""
 
-    def memory(self, size: int) -> tuple[int, Bytes]:
-        """Zeroed memory that a transport of this site can register: its base and its bytes."""
+    def memory(self, size: int) -> tuple[int, Bytes, int]:
+        """Zeroed memory that a transport of this site can register: its base, its bytes, its descriptor or -1."""
 
     async def shared(self) -> Producer:
         """A producer of `PRODUCED` bytes that lives as long as the site."""

@@ -77,11 +77,9 @@ def test_a_drained_consumer_finishes_200_pulls_in_flight_and_takes_no_new_one(fl
     assert time.monotonic() - began < GRACE
 
 
-def test_a_drained_producer_is_read_to_the_end_by_all_who_claimed_and_offers_nothing_new(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # slow enough for most reads to be open when the drain begins
-    source, target = fleet.daemon("p", drain_grace=str(GRACE)), fleet.daemon("d")
+def test_a_drained_producer_is_read_to_the_end_by_all_who_claimed_and_offers_nothing_new(fleet: Fleet) -> None:
+    # Over TCP, which is slow enough for most reads to be open when the drain begins.
+    source, target = fleet.far_daemon("p", drain_grace=str(GRACE)), fleet.far_daemon("d")
     prefill = fleet.worker(source, "prefill", blocks=PULLS, block_bytes=1 << 20)
     decode = fleet.worker(target, "decode", blocks=PULLS, block_bytes=1 << 20)
     offers = tickets(prefill)

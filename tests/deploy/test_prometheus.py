@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -12,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.fleet import PATIENCE, Daemon, Fleet, until
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(150)]
 RULES = Path(__file__).parents[2] / "deploy/prometheus/kvd.rules.yml"
 BLOCKS = [1, 2, 3]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Prometheus:

@@ -37,8 +37,9 @@ class Stage:
         self.fleet, self.way = fleet, way
         self.turn = 0
         # One thread copies long enough to be caught at it.
-        flags = {"heartbeat": "1.0", "transport_threads": "1"}
-        self.producer, self.consumer = (fleet.daemon(name, **flags) for name in "pd")
+        flags = {"heartbeat": "1.0", "copy_threads": "1"}
+        start = fleet.far_daemon if way == "tcp" else fleet.daemon
+        self.producer, self.consumer = (start(name, **flags) for name in "pd")
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")
         self.observer = fleet.worker(self.consumer, "observer", blocks=1)
@@ -149,9 +150,7 @@ class Stage:
 
 @pytest.fixture(scope="module", params=WAYS)
 def whole_stage(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, Fleet(tmp_path_factory.mktemp("kill")) as fleet:
-        if request.param == "tcp":
-            patch.setenv("UCX_TLS", "tcp")  # of restarted daemons too: one without TCP and one of TCP alone cannot meet
+    with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
         yield Stage(fleet, request.param)
 
 

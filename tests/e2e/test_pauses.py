@@ -34,7 +34,7 @@ def test_the_garbage_collector_does_not_look_through_what_the_start_has_left(tmp
 
 def test_a_daemons_threads_are_ordinary_ones(fleet):
     """Whoever computes beside them has what the kernel gives: none is nicer, greedier or kept to a core."""
-    producer, consumer = fleet.daemon("p"), fleet.daemon("d", transport_threads="2")
+    producer, consumer = fleet.daemon("p"), fleet.daemon("d", copy_threads="2")
     size = {"blocks": 64, "block_bytes": 1 << 20}
     prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
     every = list(range(64))

@@ -26,12 +26,3 @@ def test_daemons_of_one_host_open_no_port_but_their_own_and_move_blocks_all_the_
     assert decode.call("values", ids=IDS) == [9] * BLOCKS
     for daemon in daemons:
         assert listening(daemon.child.pid) == expected(daemon)
-
-
-def test_tcp_that_the_operator_asks_for_on_one_host_listens_on_loopback_alone(fleet, monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    daemon = fleet.daemon("d")
-    own = expected(daemon)
-    opened = listening(daemon.child.pid)
-    assert opened > own  # one for each agent of NIXL's
-    assert {host for host, _ in opened} == {"127.0.0.1"}

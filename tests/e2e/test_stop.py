@@ -30,9 +30,9 @@ def ended(child):
     return bool(select.select([child.exit], [], [], 0)[0])
 
 
-def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # a paused producer stalls a read over TCP
-    producer, consumer = fleet.daemon("p", transport_threads="1"), fleet.daemon("d", drain_grace="0.1", heartbeat="10")
+def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet):
+    # Over TCP, where a paused producer stalls a read.
+    producer, consumer = fleet.far_daemon("p"), fleet.far_daemon("d", drain_grace="0.1", heartbeat="10")
     prefill = fleet.worker(producer, "prefill", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     decode = fleet.worker(consumer, "decode", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     prefill.call("fill", ids=IDS, value=7)

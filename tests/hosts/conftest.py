@@ -1,7 +1,4 @@
-"""Four hosts: two that prefill and two that decode, each with a daemon, CURVE between all of them.
-
-`UCX_TLS=tcp`: the namespaces share a kernel, and UCX, which asks it who is near, would copy between "hosts" by CMA.
-"""
+"""Four hosts: two that prefill and two that decode, each with a daemon, CURVE between all of them."""
 
 import os
 import subprocess
@@ -27,8 +24,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    with pytest.MonkeyPatch.context() as patch, Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
-        patch.setenv("UCX_TLS", "tcp")
+    with Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
         ring = Keyring(fleet, folder)
         start = {host.name: ring.daemon(host.name) for host in hosts}
         daemons = {

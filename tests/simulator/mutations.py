@@ -22,7 +22,6 @@ from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
-from kvd.actors.scheduler.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
@@ -34,7 +33,8 @@ from kvd.state.machine import Step
 from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
-from tests.support.fake_fabric import FakeFabric, FakeRead, Fault
+from tests.simulator.virtual.fabric import SimFabric
+from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Reach
 from tests.support.fake_transport import FakeTransport
 
 
@@ -191,10 +191,10 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
 
-    def read(self, slices):
-        word = FakeRead(slices.request, Fault())
-        early[self._agent, slices.request.read] = read_now(self._fabric, self._agent, word)
-        read_then(self, slices)
+    def read(self, request):
+        word = FakeRead(request, Fault(), Reach(same_host=True, stamps=True))
+        early[self._agent, request.read] = read_now(self._fabric, self._agent, word)
+        read_then(self, request)
 
     read_now = FakeFabric.stamp
     monkeypatch.setattr(FakeTransport, "_read", read)
@@ -221,10 +221,9 @@ def generations_are_not_compared(monkeypatch):
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
 
 
-@mutation(Promise.FENCED, first=42)
-def stamps_are_believed_whatever_path_the_bytes_took(monkeypatch):
-    original = Transfers.landed
-    monkeypatch.setattr(Transfers, "landed", lambda self, event: original(self, replace(event, in_post=True)))
+@mutation(Promise.FENCED)
+def stamps_of_dead_processes_are_believed(monkeypatch):
+    monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------

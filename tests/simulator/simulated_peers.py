@@ -157,7 +157,7 @@ class InstantTransport:
     def _soon(self, event: Event) -> None:
         self._loop.call_soon(self._on_event, event)
 
-    def register(self, pool: int, _base: int, _size: int) -> None:
+    def register(self, pool: int, _base: int, _size: int, _descriptor: int = -1) -> None:
         """Registered at once."""
         self._soon(Registered(pool, b""))
 

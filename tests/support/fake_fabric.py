@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
 from kvd.transport.interface import ReadRequest
-from kvd.transport.nixl.queue import Slice
+from kvd.transport.slices import Slice
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -75,14 +75,21 @@ class Faults:
         return self.random.random() < self.add_peer
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How a peer is reached, as in `PeerAdded`."""
+
+    same_host: bool = False
+    stamps: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class FakeRead:
     """An open read: `posted` slices, `landed` bytes, and `failure`, why it will not land."""
 
     request: ReadRequest
     fault: Fault
-    in_post: bool = False
-    """As in `Landed`."""
+    reach: Reach = field(default_factory=Reach)
     posted: int = 0
     landed: int = 0
     started: float = 0.0
@@ -130,12 +137,11 @@ class FakeFabric:
         *,
         latency: float = 20e-6,
         bytes_per_second: float = 10e9,
-        direct: bool = False,
+        stamps: bool = False,
     ) -> None:
         self.loop = loop
         self.faults = faults or Faults(rng)
-        self.direct = direct
-        """Whether reads land `in_post`."""
+        self._reach = Reach(same_host=stamps, stamps=stamps)
         self._random = rng
         self._latency = latency
         self._bytes_per_second = bytes_per_second
@@ -172,9 +178,10 @@ class FakeFabric:
         raise InternalError(ErrorCode.INTERNAL, f"{length} bytes at {address:#x} are not mapped")
 
     def stamp(self, reader: str, read: FakeRead) -> int:
-        """What lies at the address of a read's stamp now; 0 if it cannot be read."""
+        """What lies at the address of a read's stamp now, in the living process; 0 if it cannot be read."""
         request = read.request
-        if not request.stamp or self.serving(read) is None or (reader, request.agent) in self._cut:
+        cut = (reader, request.agent) in self._cut
+        if not request.stamp or not read.reach.stamps or cut or not self.knows(request.agent):
             return 0
         try:
             word = self.view(request.stamp, limits.STAMP_BYTES)
@@ -223,9 +230,9 @@ class FakeFabric:
         """The agent whose memory is read; None if it is gone."""
         return self._agents.get(read.request.agent)
 
-    def is_direct(self) -> bool:
-        """Whether the next read lands `in_post`."""
-        return self.direct
+    def reach(self) -> Reach:
+        """How the next peer that is added is reached."""
+        return self._reach
 
     def fault_of_read(self, reader: str) -> Fault:
         """The fault of a new read."""

@@ -23,8 +23,8 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
-from kvd.transport.nixl.queue import U64, Slice, SliceQueue, Slices
-from tests.support.fake_fabric import FakeFabric, FakeRead, Flight
+from kvd.transport.slices import U64, Slice, SliceQueue
+from tests.support.fake_fabric import FakeFabric, FakeRead, Flight, Reach
 
 Region = tuple[int, int]
 """Base address and bytes."""
@@ -37,6 +37,7 @@ class _Peer:
     leaving: bool = False
     lost: bool = False
     again: bytes | None = None
+    reach: Reach = field(default_factory=Reach)
 
 
 class FakeTransport:
@@ -69,7 +70,7 @@ class FakeTransport:
         self.alive = True
         self._fabric.join(self)
 
-    def register(self, pool: int, base: int, size: int) -> None:
+    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
         """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
         self._soon(self._register, pool, base, size)
 
@@ -81,7 +82,7 @@ class FakeTransport:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._soon(lambda: self._emit(Described(pools, self._describe(pools))))
 
-    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
+    def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
         self._soon(self._add_peer, agent, metadata)
 
@@ -91,11 +92,7 @@ class FakeTransport:
 
     def read(self, request: ReadRequest) -> None:
         """Starts a read."""
-        self.read_share(Slices(request))
-
-    def read_share(self, slices: Slices) -> None:
-        """Reads as much as it gets of `slices`."""
-        self._soon(self._read, slices)
+        self._soon(self._read, request)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -171,23 +168,24 @@ class FakeTransport:
             peer = self._peers.setdefault(agent, _Peer())
             peer.regions = [(base, size) for base, size in regions]
             peer.leaving = False
-            self._emit(PeerAdded(agent, "cma/memory" if self._fabric.direct else ""))
+            peer.reach = self._fabric.reach()
+            path = "copy/memory" if peer.reach.same_host else ""
+            self._emit(PeerAdded(agent, path, peer.reach.same_host, peer.reach.stamps))
 
     def _remove_peer(self, agent: str) -> None:
         if agent in self._peers:
             self._peers[agent].leaving, self._peers[agent].again = True, None
             self._forget_if_done(agent)
 
-    def _read(self, slices: Slices) -> None:
-        key, agent = slices.request.read, slices.request.agent
+    def _read(self, request: ReadRequest) -> None:
+        key, agent = request.read, request.agent
         if key in self._reads:
             raise InternalError(ErrorCode.INTERNAL, f"read {key} was asked for twice")
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
-        elif self._slices.add(slices):
-            fault = self._fabric.fault_of_read(self._agent)
-            self._reads[key] = FakeRead(slices.request, fault, self._fabric.is_direct())
+        elif self._slices.add(request):
+            self._reads[key] = FakeRead(request, self._fabric.fault_of_read(self._agent), peer.reach)
             peer.reads.add(key)
             self._pump()
         else:
@@ -237,7 +235,7 @@ class FakeTransport:
             self._emit(ReadFailed(key, read.failure, read.aborted))
         else:
             seconds = self._fabric.loop.time() - read.started
-            self._emit(Landed(key, seconds, read.in_post, self._fabric.stamp(self._agent, read)))
+            self._emit(Landed(key, seconds, self._fabric.stamp(self._agent, read)))
         self._peers[agent].reads.remove(key)
         self._forget_if_done(agent)
 

@@ -6,15 +6,18 @@ import os
 import select
 import signal
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from kvd.processes import Child, Processes
 from kvd.protocol import ticket as tickets
+from tests.support.ports import free_port, own_address
 
 PATIENCE = 60.0
 """Seconds to wait for what takes a moment on an idle machine: a test fails for being wrong, not for a busy machine."""
@@ -147,6 +150,19 @@ class Fleet:
     def daemon(self, name: str, *, within: Sequence[str] = (), **flags: str) -> Daemon:
         named = {key.replace("_", "-"): value for key, value in flags.items()}
         return Daemon(self._processes, self._folder, name, named, within)
+
+    def far_daemon(self, name: str, **flags: str) -> Daemon:
+        """A daemon that others take to be on another host: it is reached over TCP.
+
+        Skips the test where this machine has no address but the loopback interface's, or we are not root.
+        """
+        if os.geteuid() != 0:
+            pytest.skip("a boot id of its own takes root")
+        boot_id = self._folder / f"{name}.boot_id"
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        own_boot = f'mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
+        flags |= {"listen": f"tcp://{own_address()}:{free_port()}", "insecure": "true"}
+        return self.daemon(name, within=("unshare", "--mount", "sh", "-c", own_boot, "sh"), **flags)
 
     def worker(self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096) -> Worker:
         self._runs += 1

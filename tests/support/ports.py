@@ -3,7 +3,10 @@
 import contextlib
 import ipaddress
 import os
+import socket
 from pathlib import Path
+
+import pytest
 
 LISTENING = "0A"
 
@@ -37,3 +40,18 @@ def endpoint(address: str) -> tuple[str, int]:
     """Address and port of `host:port`, with or without `tcp://`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
+
+
+def own_address() -> str:
+    """An address of this machine that is not the loopback interface's; skips the test if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # for documentation only (RFC 5737): nothing is sent
+        except OSError:
+            pytest.skip("this machine has no route to other hosts")
+        return str(probe.getsockname()[0])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,7 +1,6 @@
 """The contract's checks over NIXL, in a process that ends by os._exit: NIXL's teardown must not decide a test's result.
 
-`python -m tests.transport.nixl_child STRIPES CHECK...` prints one JSON object per check of a transport with STRIPES
-agents. Producers are processes, too.
+`python -m tests.transport.nixl_child CHECK...` prints one JSON object per check. Producers are processes, too.
 """
 
 import asyncio
@@ -18,13 +17,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvd import limits
-from kvd.transport.interface import Landed, PeerAdded, PeerFailed, Registered, Transport, TransportDied
+from kvd.transport.interface import PeerFailed, Registered, Transport, TransportDied
 from kvd.transport.nixl.probe import Probe
-from kvd.transport.nixl.transport import NixlTransport, open_transports
-from kvd.transport.path import is_copied
-from kvd.transport.striped import StripedTransport
+from kvd.transport.nixl.transport import NixlTransport
+from kvd.transport.nixl.ucx import nixl_name
 from tests.conformance.contract import CHECKS, Contract
-from tests.conformance.site import PRODUCED, Bytes, Reader, blocks, pattern
+from tests.conformance.site import PRODUCED, Bytes, Reader, pattern
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
 FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl_cu12"])
@@ -83,21 +81,18 @@ class NixlProducer:
 
 
 class NixlSite:
-    def __init__(self, stripes: int) -> None:
-        self._stripes = stripes
+    def __init__(self) -> None:
         self._names = map("{}-agent-whose-name-ucx-cuts-off".format, itertools.count())
         self._shared: NixlProducer | None = None
         self._spare = allocate(PRODUCED)  # faulted in once: a fresh 256 MiB for each check is a second of page faults
 
     def transport(self) -> Transport:
-        loop = asyncio.get_running_loop()
-        stripes = open_transports([next(self._names) for _ in range(self._stripes)], loop)
-        return stripes[0] if len(stripes) == 1 else StripedTransport(stripes)
+        return NixlTransport(next(self._names), asyncio.get_running_loop())
 
-    def memory(self, size: int) -> tuple[int, Bytes]:
+    def memory(self, size: int) -> tuple[int, Bytes, int]:
         memory = self._spare[:size] if size > PRODUCED // 2 else allocate(size)
         memory[:] = 0
-        return memory.ctypes.data, memory
+        return memory.ctypes.data, memory, -1
 
     async def shared(self) -> NixlProducer:
         if self._shared is None:
@@ -123,44 +118,11 @@ async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: Nix
     assert "KeyError: 4711" in died.reason
 
 
-async def a_read_is_said_to_be_copied_where_it_needs_nothing_of_the_other_process_and_nowhere_else(
-    site: NixlSite,
-) -> None:
-    if site._stripes > 1:
-        return  # the other agents know the path from the first; one that has not read yet needs the producer to connect
-    size = limits.MIB
-    producer = await site.producer(size, 3)
-    base, memory = site.memory(size)
-    reader = Reader(site.transport(), base, memory)
-    reader.transport.start(reader.on_event)
-    reader.transport.register(1, base, size)
-    await reader.answer(Registered)
-    await reader.add(producer)
-    copied = is_copied(reader.of(PeerAdded)[0].path)
-    assert copied is (os.environ.get("UCX_TLS") != "tcp")
-    async with asyncio.timeout(20):  # the first read waits for the connection, which needs both sides
-        while (end := await reader.end(reader.read(producer, blocks(0, 1, size)))) and copied:
-            if isinstance(end, Landed) and end.in_post:
-                break
-    if copied:
-        os.kill(producer.pid, signal.SIGSTOP)
-    for length in (8, 64, 512, 4096, limits.SLICE_BYTES // 64, size):
-        for stamp in (0, producer.base):
-            end = await reader.end(
-                reader.read(producer, blocks(0, size // length if length > 64 else 4, length), stamp=stamp)
-            )
-            assert isinstance(end, Landed)
-            assert end.in_post is copied, (length, stamp)
-    reader.transport.stop()
-    await producer.kill()
-
-
 async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(site: NixlSite) -> None:
     size = limits.MIB
-    stripes = open_transports([next(site._names) for _ in range(site._stripes)], asyncio.get_running_loop())
-    probe = Probe(stripes[0].library)
-    transport = StripedTransport(stripes, probe)
-    base, memory = site.memory(size)
+    probe = Probe(nixl_name())
+    transport = NixlTransport(next(site._names), asyncio.get_running_loop(), examine=probe)
+    base, memory, _ = site.memory(size)
     reader = Reader(transport, base, memory)
     transport.start(reader.on_event)
     transport.register(1, base, size)
@@ -185,8 +147,8 @@ async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(si
     await producer.kill()
 
 
-async def main(stripes: int, checks: list[str]) -> None:
-    site = NixlSite(stripes)
+async def main(checks: list[str]) -> None:
+    site = NixlSite()
     for check in checks:
         error = None
         try:
@@ -201,5 +163,5 @@ async def main(stripes: int, checks: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))
+    asyncio.run(main(sys.argv[1:]))
     os._exit(0)

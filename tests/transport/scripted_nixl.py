@@ -20,9 +20,6 @@ class nixlBackendError(Exception):  # noqa: N801
 FAILURES = (nixlRemoteDisconnectError, nixlNotFoundError, nixlBackendError)
 
 
-Row = tuple[int, int, int]
-
-
 class Handle:
     def __init__(self, nixl: "ScriptedNixl") -> None:
         self.state: str | Exception = "PROC"
@@ -49,10 +46,7 @@ class ScriptedNixl:
         self.script: deque[Any] = deque()
         self.calls: list[str] = []
         self.refuse: Exception | None = None
-        self.unmade: Exception | None = None
         self.immediately: str | Exception = "PROC"
-        self.prepared: list[tuple[str, int]] = []
-        """Agent and length of each list."""
         self.on_transfer: Callable[[], object] = lambda: None
 
     def get_new_notifs(self) -> None:
@@ -91,21 +85,9 @@ class ScriptedNixl:
         return f"metadata of {regions}".encode()
 
     def prep_xfer_dlist(self, agent: str, rows: Any, mem_type: str) -> Handle:
-        self.prepared.append((agent, len(rows)))
         return Handle(self)
 
     def make_prepped_xfer(self, *arguments: Any) -> Handle:
-        return Handle(self)
-
-    def get_xfer_descs(self, rows: list[Row], mem_type: str) -> list[Row]:
-        return rows
-
-    def initialize_xfer(self, operation: str, local: list[Row], remote: list[Row], agent: str) -> Handle:
-        assert operation == "READ"
-        assert agent in self.agents
-        assert len(local) == len(remote)
-        if self.unmade is not None:
-            raise self.unmade
         return Handle(self)
 
     def transfer(self, handle: Handle) -> str:

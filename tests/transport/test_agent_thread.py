@@ -10,7 +10,8 @@ from kvd.transport.nixl import agent_thread as module
 from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.metadata import agent_of
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
-from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slices
+from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.slices import CHUNK_DESCRIPTORS
 from tests.transport.descriptors import Descriptors, descriptors, request
 from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
 
@@ -26,17 +27,18 @@ def slices(count: int) -> Descriptors:
 class Run:
     """An `AgentThread` on the test's own thread: each poll of the network runs a step of a script."""
 
-    def __init__(self, path: str = "cma/memory self/memory") -> None:
+    def __init__(self) -> None:
         self.nixl = ScriptedNixl()
         self.events: list[Event] = []
-        self.thread = AgentThread(self.nixl, FAILURES, None, emit=self.events.append, flush=lambda: None)
-        self.tell("add_peer", "p", metadata("p"), path)
+        endpoints = UcxEndpoints("nobody")
+        self.thread = AgentThread(self.nixl, FAILURES, endpoints, emit=self.events.append, flush=lambda: None)
+        self.tell("add_peer", "p", metadata("p"))
 
     def tell(self, command: str, *arguments: object) -> None:
         self.thread.commands.put(lambda: getattr(self.thread, command)(*arguments))
 
-    def read(self, read: int, what: Descriptors, stamp: int = 0) -> None:
-        self.tell("read", Slices(request(read, what, stamp=stamp)))
+    def read(self, read: int, what: Descriptors) -> None:
+        self.tell("read", request(read, what))
 
     def go(self, *steps: Callable[[], object], seconds: float = 0.0) -> list[Event]:
         settle = [lambda: None] * 100
@@ -212,146 +214,6 @@ def test_a_defect_escapes_the_loop() -> None:
         run.go()
 
 
-SMALL = descriptors([(0, 0, 16 * limits.KIB)])
-
-
-def met(run: Run) -> None:
-    """The peer was read from before, and is on this host; the thread sleeps."""
-    run.nixl.immediately = "DONE"
-    run.read(1, slices(1))
-    post(run)
-    run.events.clear()
-
-
-def post(run: Run) -> None:
-    run.thread._run_commands(run.thread.commands.get_nowait())
-    run.thread._reads.post_next()
-
-
-def read_at_once(run: Run, what: Descriptors = SMALL, stamp: int = 0) -> bool:
-    return run.thread.read_at_once(request(2, what, stamp=stamp))
-
-
-def next_turn(run: Run) -> None:
-    """The thread's next turn."""
-    while not run.thread.commands.empty():
-        run.thread._run_commands(run.thread.commands.get_nowait())
-    run.thread._reads.check_posted(1)
-
-
-def test_a_small_read_of_a_peer_on_this_host_is_made_on_the_callers_thread() -> None:
-    run = Run()
-    met(run)
-    assert read_at_once(run)
-    (landed,) = run.events
-    assert isinstance(landed, Landed)
-    assert (landed.read, landed.in_post) == (2, True)
-
-
-def test_a_small_read_waits_for_the_thread_where_the_peer_is_not_known_to_be_on_this_host() -> None:
-    run = Run()
-    run.read(1, slices(1))
-    post(run)
-    set_all(run.nixl.transfers, "DONE")
-    run.thread._reads.check_posted(1)
-    assert len(run.ends(1)) == 1
-    assert not read_at_once(run)
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        descriptors([(0, 0, 65 * limits.KIB)]),
-        descriptors((i, i, 1) for i in range(17)),
-        descriptors([(0, 0, 1), (1, 1, 0)]),
-    ],
-)
-def test_a_read_that_is_not_small_or_has_empty_descriptors_waits_for_the_thread(what: Descriptors) -> None:
-    run = Run()
-    met(run)
-    assert not read_at_once(run, what)
-
-
-def test_a_small_read_waits_for_the_thread_where_that_is_at_work_or_has_been_told_something() -> None:
-    run = Run()
-    met(run)
-    with run.thread.turn:
-        assert not read_at_once(run)
-    run.tell("remove_peer", "p")
-    assert not read_at_once(run)
-
-
-def test_a_small_read_that_is_not_copied_while_it_is_posted_is_looked_after_by_the_thread() -> None:
-    run = Run()
-    met(run)
-    run.nixl.immediately = "PROC"
-    assert read_at_once(run)
-    assert not run.events
-    assert not run.thread.commands.empty()
-
-
-def test_a_small_read_that_cannot_be_made_has_failed_and_nothing_is_left_of_it() -> None:
-    run = Run()
-    met(run)
-    run.nixl.unmade = nixlBackendError("no")
-    assert read_at_once(run)
-    assert [type(event) for event in run.events] == [ReadFailed]
-    assert not run.nixl.live
-    assert not run.thread._reads._reads
-
-
-def test_a_small_read_whose_post_fails_has_failed_when_its_handle_is_released() -> None:
-    run = Run()
-    met(run)
-    run.nixl.immediately = nixlBackendError("broken")
-    run.nixl.on_transfer = lambda: [setattr(handle, "held", True) for handle in run.nixl.live]
-    assert read_at_once(run)
-    (handle,) = run.nixl.live
-    next_turn(run)
-    assert not run.events
-    handle.held = False
-    next_turn(run)
-    assert [type(event) for event in run.events] == [ReadFailed]
-    assert not run.nixl.live
-
-
-def test_a_small_read_that_finds_its_peer_gone_loses_it() -> None:
-    run = Run()
-    met(run)
-    run.nixl.immediately = nixlRemoteDisconnectError("gone")
-    assert read_at_once(run)
-    next_turn(run)
-    assert {type(event) for event in run.events} == {ReadFailed, PeerFailed}
-    assert not read_at_once(run)
-
-
-def test_a_stamp_that_is_late_makes_a_small_read_one_that_was_waited_for() -> None:
-    run = Run()
-    met(run)
-    run.nixl.on_transfer = lambda: setattr(run.nixl, "immediately", "PROC" if len(run.nixl.transfers) % 2 else "DONE")
-    run.nixl.transfers.clear()
-    assert read_at_once(run, stamp=4096)
-    assert not run.events
-    set_all(run.nixl.transfers, "DONE")
-    next_turn(run)
-    (landed,) = run.events
-    assert isinstance(landed, Landed)
-    assert not landed.in_post
-    assert len(run.nixl.transfers) == 2
-    assert len(run.thread._reads._stamps._free) == 512
-
-
-def test_stamps_of_one_page_are_read_by_one_prepared_list_and_nothing_is_left_of_it() -> None:
-    run = Run()
-    run.nixl.immediately = "DONE"
-    for read in range(1, 4):
-        run.read(read, slices(1), stamp=4096 + 8 * read)
-    run.go()
-    assert [event.read for event in run.events if isinstance(event, Landed)] == [1, 2, 3]
-    assert run.nixl.prepared.count(("p", 512)) == 1
-    assert not run.nixl.live
-
-
 def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     run = Run()
     run.nixl.immediately = "DONE"
@@ -388,15 +250,3 @@ def test_a_read_shortens_the_poll_interval_only_if_it_waits_for_the_network(
     run.read(1, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))
     assert (len(touched) > 1) is shortens  # once for the connection
-
-
-@pytest.mark.parametrize("path", ["", "tcp/lo self/memory", "cma/memory rc_mlx5/mlx5_0:1", "posix/memory"])
-def test_a_read_that_ends_while_it_is_posted_is_no_copy_of_the_kernels_where_its_path_is_another(path: str) -> None:
-    run = Run(path)
-    met(run)
-    assert not read_at_once(run)
-    run.read(3, slices(1), stamp=4096)
-    post(run)
-    (landed,) = run.ends(3)
-    assert isinstance(landed, Landed)
-    assert not landed.in_post

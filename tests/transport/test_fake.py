@@ -34,17 +34,17 @@ class FakeProducer:
 
 
 class FakeSite:
-    def __init__(self, *, direct: bool = False) -> None:
-        self._fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1), direct=direct)  # noqa: S311
+    def __init__(self, *, stamps: bool = False) -> None:
+        self._fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1), stamps=stamps)  # noqa: S311
         self._names = map("agent-{}".format, itertools.count())
         self._shared: FakeProducer | None = None
 
     def transport(self) -> FakeTransport:
         return FakeTransport(next(self._names), self._fabric)
 
-    def memory(self, size: int) -> tuple[int, Bytes]:
+    def memory(self, size: int) -> tuple[int, Bytes, int]:
         memory = np.zeros(size, np.uint8)
-        return self._fabric.map(memory), memory
+        return self._fabric.map(memory), memory, -1
 
     async def shared(self) -> FakeProducer:
         if self._shared is None:
@@ -55,6 +55,7 @@ class FakeSite:
         return await FakeProducer(self._fabric, next(self._names), size, seed).open()
 
 
+@pytest.mark.parametrize("stamps", [False, True])
 @pytest.mark.parametrize("check", CHECKS)
-async def test_the_fake_keeps_the_contract(check: str) -> None:
-    await Contract(FakeSite()).run(check)
+async def test_the_fake_keeps_the_contract(check: str, stamps: bool) -> None:
+    await Contract(FakeSite(stamps=stamps)).run(check)

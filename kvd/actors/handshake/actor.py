@@ -241,7 +241,7 @@ class HandshakeActor(Actor):
     def added(self, event: PeerAdded) -> None:
         """The transport can reach the memory of a peer."""
         for peer in self._peers.using(event.agent):
-            peer.reached_by(event.path, self._context)
+            peer.reached_by(event, self._context)
             self._step(peer, Event.LOADED)
 
     @handles(PeerFailed)

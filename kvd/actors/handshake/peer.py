@@ -9,6 +9,7 @@ from kvd.actors.runtime.messages import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
 from kvd.state import peer as machine
 from kvd.state.peer import State
+from kvd.transport.interface import PeerAdded
 from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
@@ -38,7 +39,8 @@ class Peer:
     state: State = machine.TABLE.initial
     welcome: Welcome | None = None
     pools: dict[str, PeerPool] = field(default_factory=dict)
-    path: str = ""
+    reached: PeerAdded | None = None
+    """How the transport reached it last."""
     slow: str | None = None
     """Why its path is slower than it should be; None if it is not."""
     early: set[int] = field(default_factory=set)
@@ -82,16 +84,22 @@ class Peer:
         """Whether it has failed repeatedly and is not greeted now, so that no pull should wait for it."""
         return self.failures > 1 and now < self.greeted_from
 
-    def reached_by(self, path: str, context: ActorContext) -> None:
+    @property
+    def path(self) -> str:
+        """What carries its bytes (`kvd.transport.path`); empty if that is not known."""
+        return self.reached.path if self.reached is not None else ""
+
+    def reached_by(self, event: PeerAdded, context: ActorContext) -> None:
         """Notes the path to it, and warns when it becomes slow."""
         self.failures = 0
-        settings, welcome = context.settings, self.welcome
-        same_host = welcome is not None and bool(settings.host) and welcome.host == settings.host
-        slow = why_slow(path, same_host=same_host, rdma_here=settings.rdma)
+        settings, welcome, path = context.settings, self.welcome, event.path
+        slow = why_slow(path, rdma_here=settings.rdma)
+        if welcome is not None and bool(settings.host) and welcome.host == settings.host and not event.same_host:
+            slow = f"it is on this host, but its bytes go over the network: {event.detour}"
         if slow and not self.slow:
             context.metrics.slow_paths.labels(kind_of(path)).inc()
             _log.warning("slow path", peer=self.address, path=path, reason=slow)
-        self.path, self.slow = path, slow
+        self.reached, self.slow = event, slow
         self._count(context)
 
     def forgotten(self, context: ActorContext) -> None:
@@ -111,10 +119,18 @@ class Peer:
 
     def view(self) -> PeerView:
         """What the scheduler needs to know of it, once it is loaded."""
-        welcome = self.welcome
+        welcome, reached = self.welcome, self.reached
         assert welcome is not None  # noqa: S101 - only a loaded peer is announced
-        stamps = int.from_bytes(welcome.stamps, "little")
-        return PeerView(self.address, welcome.daemon, welcome.incarnation, welcome.agent, self.pools, stamps)
+        assert reached is not None  # noqa: S101 - the same
+        return PeerView(
+            self.address,
+            welcome.daemon,
+            welcome.incarnation,
+            welcome.agent,
+            self.pools,
+            same_host=reached.same_host,
+            stamps=int.from_bytes(welcome.stamps, "little") if reached.stamps else 0,
+        )
 
     def report(self, now: float) -> dict[str, object]:
         """Its entry in a status."""

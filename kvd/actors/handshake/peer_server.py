@@ -22,9 +22,6 @@ from kvd.protocol.peer import Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import Described, Transport
 
-STAMPS: Final = 0
-"""What the transport knows the stamps' memory as, which every peer may read: pools are numbered from 1."""
-
 _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
 
 Rights = Callable[[str], tuple[str, ...]]
@@ -57,7 +54,7 @@ class PeerServer(Component):
         self._parts: dict[tuple[int, ...], bytes] = {}
         """Metadata of some of the pools, by the numbers that the transport knows them as."""
         self._welcomes: dict[tuple[int, ...], bytes] = {}
-        """Encoded frames, by the same numbers (none for all pools): peers with equal rights share one."""
+        """Encoded frames, by the same numbers: peers with equal rights share one."""
         self._waiting: dict[tuple[int, ...], dict[bytes, HandshakeRequest]] = {}
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
@@ -115,7 +112,7 @@ class PeerServer(Component):
             self._welcome(message, (), self._metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.worker))
-        numbers = (STAMPS, *(pool.id for pool in pools))
+        numbers = tuple(pool.id for pool in pools)
         metadata = self._parts.get(numbers)
         if metadata is not None:
             self._welcome(message, numbers, metadata, pools)

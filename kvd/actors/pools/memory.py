@@ -72,7 +72,7 @@ class PoolMemory(Component):
     def _register(self, record: PoolRecord) -> None:
         memory = record.mapped
         record.pool = replace(record.pool, base=memory.base)
-        self._transport.register(record.pool.id, memory.base, memory.size)
+        self._transport.register(record.pool.id, memory.base, memory.size, memory.descriptor)
 
     @handles(Registered)
     def registered(self, event: Registered) -> None:

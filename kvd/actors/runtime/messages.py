@@ -48,8 +48,10 @@ class PeerView(Struct, frozen=True, gc=False):
     incarnation: int
     agent: str
     pools: Mapping[str, PeerPool]
+    same_host: bool = False
+    """Whether its transport has no part in reads from it."""
     stamps: int = 0
-    """Address of its first stamp, 0 if it has none."""
+    """Address of its first stamp; 0 if it has none, or if its process cannot be read."""
 
 
 class Report(Struct, frozen=True, gc=False):

@@ -154,7 +154,7 @@ class PeerRequests:
             reader=pull.pool.spec.shard.rank,
             readers=transfer.source.readers,
             ttl=self._context.settings.claim_ttl,
-            serve=not self._producers.is_direct(transfer.address),
+            serve=not transfer.view.same_host,
             traceparent=None if transfer.span is None else transfer.span.traceparent,
         )
 

@@ -12,7 +12,6 @@ class Producers:
 
     def __init__(self) -> None:
         self._views: dict[str, PeerView] = {}
-        self._direct: set[str] = set()
         self._routes: dict[RouteKey, tuple[Source, ...]] = {}
 
     def __getitem__(self, address: str) -> PeerView:
@@ -28,7 +27,6 @@ class Producers:
     def forget(self, address: str) -> None:
         """Forgets a peer that is not ready any more."""
         self._views.pop(address, None)
-        self._direct.discard(address)
         self._routes = {
             key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
         }
@@ -86,14 +84,6 @@ class Producers:
         if key not in self._routes:
             self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
         return self._routes[key]
-
-    def is_direct(self, address: str) -> bool:
-        """Whether the last read from this peer was made by the kernel of this host, without the peer's transport."""
-        return address in self._direct
-
-    def was_read(self, address: str, *, direct: bool) -> None:
-        """Notes how a read from this peer was made."""
-        (self._direct.add if direct else self._direct.discard)(address)
 
     @property
     def routes(self) -> int:

@@ -50,9 +50,14 @@ class Transfer(Struct, eq=False):
         return self.rank.address
 
     @property
+    def view(self) -> PeerView:
+        """The producer's daemon, as it was when the pull was routed."""
+        return self.pull.views[self.address]
+
+    @property
     def incarnation(self) -> int:
         """The run of the producer's daemon that told us about the pool."""
-        return self.pull.views[self.address].incarnation
+        return self.view.incarnation
 
     @property
     def names_lease(self) -> bool:
@@ -73,9 +78,8 @@ class Transfer(Struct, eq=False):
         return self.descriptors
 
     def expect_stamp(self) -> int:
-        """The address of the lease's stamp, and notes what is to be found there; 0 if the producer has told of none."""
-        ticket, rank = self.pull.ticket, self.rank
-        stamps = self.pull.views[rank.address].stamps
+        """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read."""
+        ticket, rank, stamps = self.pull.ticket, self.rank, self.view.stamps
         if not stamps or not rank.stamp:
             return 0
         self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank))

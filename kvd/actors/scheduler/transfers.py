@@ -74,7 +74,7 @@ class Transfers(Component):
 
     def begin(self, pull: Pull) -> None:
         """Reads at once where the ticket names the lease and the peer is on this host; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if each.names_lease and self._producers.is_direct(each.address)}
+        known = {each.number for each in pull.transfers if each.names_lease and each.view.same_host}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
                 return  # the pull has failed: none of its transfers may begin
@@ -189,12 +189,9 @@ class Transfers(Component):
     def landed(self, event: Landed) -> None:
         """Every byte of a read is in place."""
         transfer = self._open[event.read]
-        self._producers.was_read(transfer.address, direct=event.in_post)
         read = transfer.plan()
         self._context.loop.call_soon(self._count, event.seconds, read.bytes, read.count)
-        # A stamp proves only what was copied while the producer's process lived: memory that a network card reads
-        # lives longer than the process that would have wiped the stamp.
-        stamped = event.in_post and transfer.stamp and event.stamp == transfer.stamp
+        stamped = transfer.stamp and event.stamp == transfer.stamp
         self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
@@ -277,7 +274,7 @@ class Transfers(Component):
         if not read.count:
             self._step(transfer, Event.LANDED)
             return
-        word = transfer.expect_stamp() if self._producers.is_direct(transfer.address) else 0
+        word = transfer.expect_stamp()
         if not transfer.claimed:
             self._requests.claim_if_it_lasts(transfer)
         base = transfer.pull.pool.base

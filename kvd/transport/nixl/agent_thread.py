@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,7 @@ from kvd.transport.interface import (
 )
 from kvd.transport.nixl.peers import text_of
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
-from kvd.transport.nixl.queue import Slices
-from kvd.transport.nixl.reads import Reads, is_small
+from kvd.transport.nixl.reads import Reads
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 Command = Callable[[], None]
@@ -35,7 +33,7 @@ _abandoned: list[object] = []
 
 
 class AgentThread:
-    """Runs one NIXL agent. Every method but `commands.put` and `read_at_once` belongs to the thread in `run`.
+    """Runs one NIXL agent. Every method but `commands.put` belongs to the thread in `run`.
 
     `emit` takes each event; `flush` delivers those emitted so far.
     """
@@ -44,14 +42,12 @@ class AgentThread:
         self,
         agent: Any,
         failures: tuple[type[Exception], ...],
-        endpoints: UcxEndpoints | None,
+        endpoints: UcxEndpoints,
         *,
         emit: Callable[[Event], None],
         flush: Callable[[], None],
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.turn = threading.Lock()
-        """Held by whoever touches NIXL, or any state of this class."""
         self._nixl = agent
         self._failures = failures
         self._emit = emit
@@ -70,33 +66,19 @@ class AgentThread:
         while self._stop_seconds is None:
             wait = 0.0 if busy else self._poll.seconds(time.monotonic(), bool(self._reads.in_flight))
             command = self._next_command(wait)
-            with self.turn:
-                self._run_commands(command)
-                posted = self._reads.post_next()
-                ended = self._reads.check_posted(CHECKS_PER_POST if posted else self._reads.in_flight)
-                if not posted:
-                    self._flush()
-                now = time.monotonic()
-                if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
-                    self._nixl.get_new_notifs()  # makes progress for peers that read from us; none arrive
-                    polled = now
-                busy = command is not None or posted or ended
-                if ended or self._reads.in_flight:
-                    self._poll.touch(now)
+            self._run_commands(command)
+            posted = self._reads.post_next()
+            ended = self._reads.check_posted(CHECKS_PER_POST if posted else self._reads.in_flight)
+            if not posted:
+                self._flush()
+            now = time.monotonic()
+            if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
+                self._nixl.get_new_notifs()  # makes progress for peers that read from us; none arrive
+                polled = now
+            busy = command is not None or posted or ended
+            if ended or self._reads.in_flight:
+                self._poll.touch(now)
         self._shut_down(self._stop_seconds)
-
-    def read_at_once(self, request: ReadRequest) -> bool:
-        """On the caller's thread: posts a small read that the kernel copies, if nothing is ahead of it; else False."""
-        if not is_small(request.descriptors) or not self.turn.acquire(blocking=False):
-            return False
-        try:
-            if not self.commands.empty() or not self._reads.post_now(request):
-                return False
-            if self._reads.in_flight:
-                self.commands.put(_wake)
-            return True
-        finally:
-            self.turn.release()
 
     # --- commands, as those of `Transport` --------------------------------------------------------------------------
 
@@ -124,18 +106,18 @@ class AgentThread:
         described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
         self._emit(Described(pools, self._nixl.get_partial_agent_metadata(described, True, ["UCX"])))
 
-    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
-        """Adds a peer; `path` is known if another agent of this process has added it before."""
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Adds a peer."""
         self.expect_connection()
-        self._reads.peers.add(agent, metadata, path)
+        self._reads.peers.add(agent, metadata)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets a peer once its reads have ended."""
         self._reads.peers.remove(agent)
 
-    def read(self, slices: Slices) -> None:
-        """Reads as much as it gets of `slices`."""
-        self._reads.begin(slices)
+    def read(self, request: ReadRequest) -> None:
+        """Starts a read."""
+        self._reads.begin(request)
 
     def abort(self, read: int) -> None:
         """Ends a read early if it can."""
@@ -181,7 +163,3 @@ class AgentThread:
         for registration in self._pools.values():
             self._nixl.deregister_memory(registration)
         del self._nixl, self._reads
-
-
-def _wake() -> None:
-    """A command that only wakes the thread."""

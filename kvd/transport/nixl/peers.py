@@ -13,7 +13,6 @@ from typing import Any
 
 from kvd.transport.interface import Event, PeerAdded, PeerFailed
 from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.stamp_reader import StampReader
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
@@ -22,7 +21,7 @@ _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`lost` is why the peer is unusable; `again` is the metadata and path to load once its reads have ended."""
+    """`lost` is why the peer is unusable; `again` is the metadata to load once its reads have ended."""
 
     agent: str
     metadata: bytes
@@ -30,9 +29,7 @@ class Peer:
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: str = ""
-    again: tuple[bytes, str] | None = None
-    in_post: bool = False
-    """What `Landed` said of its last read: whether the kernel copied it while it was posted."""
+    again: bytes | None = None
 
     @property
     def readable(self) -> bool:
@@ -41,17 +38,13 @@ class Peer:
 
 
 class Peers:
-    """Peers by name. `fail_read` is called with each open read of a peer that is lost, and the reason.
-
-    Without `endpoints` the paths of peers are those that `add` is given.
-    """
+    """Peers by name. `fail_read` is called with each open read of a peer that is lost, and the reason."""
 
     def __init__(
         self,
         nixl: Any,
         failures: tuple[type[Exception], ...],
-        endpoints: UcxEndpoints | None,
-        stamps: StampReader,
+        endpoints: UcxEndpoints,
         *,
         emit: Callable[[Event], None],
         fail_read: Callable[[int, str], None],
@@ -59,7 +52,6 @@ class Peers:
         self._nixl = nixl
         self._failures = failures
         self._endpoints = endpoints
-        self._stamps = stamps
         self._emit = emit
         self._fail_read = fail_read
         self._metadata_failures: tuple[type[Exception], ...] = (*failures, *_GARBAGE)
@@ -70,7 +62,7 @@ class Peers:
         peer = self._peers.get(agent)
         return peer if peer is not None and peer.readable else None
 
-    def add(self, agent: str, metadata: bytes, path: str) -> None:
+    def add(self, agent: str, metadata: bytes) -> None:
         """Loads metadata and connects; answers with `PeerAdded` or `PeerFailed`."""
         named = agent_of(metadata)
         known = self._peers.get(agent)
@@ -79,9 +71,9 @@ class Peers:
             if known:
                 self._lose(known, "it was replaced by unusable metadata")
         elif known is None:
-            self._load(agent, metadata, path)
+            self._load(agent, metadata)
         elif known.lost:
-            known.again = metadata, path
+            known.again = metadata
         else:
             known.leaving = False
             self._merge(known, metadata)
@@ -110,20 +102,19 @@ class Peers:
 
     def disconnect(self, agent: str) -> None:
         """Has NIXL forget an agent."""
-        self._stamps.forget(agent)
         try:
             self._nixl.remove_remote_agent(agent)
         except self._failures as error:
             if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
                 raise
 
-    def _load(self, agent: str, metadata: bytes, path: str) -> None:
+    def _load(self, agent: str, metadata: bytes) -> None:
         """Loads the metadata of an agent that NIXL does not know, and starts to connect.
 
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
         incarnation, so a daemon that sends such metadata has shut itself out until it is restarted.
         """
-        before = self._endpoints.endpoints() if self._endpoints else frozenset()
+        before = self._endpoints.endpoints()
         try:
             self._nixl.add_remote_agent(metadata)
             self._nixl.make_connection(agent)
@@ -131,8 +122,7 @@ class Peers:
             self.disconnect(agent)
             self._emit(PeerFailed(agent, text_of(error)))
         else:
-            if self._endpoints:
-                path = self._endpoints.path_since(before)
+            path = self._endpoints.path_since(before)
             self._peers[agent] = Peer(agent, metadata, path)
             self._emit(PeerAdded(agent, path))
 
@@ -140,10 +130,9 @@ class Peers:
         """Loads newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
         try:
             if metadata != peer.metadata:
-                self._stamps.forget(peer.agent)
                 self._nixl.add_remote_agent(metadata)
         except self._metadata_failures as error:
-            peer.again = metadata, peer.path
+            peer.again = metadata
             self._lose(peer, f"its metadata was replaced: {text_of(error)}")
         else:
             peer.metadata = metadata
@@ -162,7 +151,7 @@ class Peers:
         del self._peers[peer.agent]
         self.disconnect(peer.agent)
         if peer.again is not None:
-            self._load(peer.agent, *peer.again)
+            self._load(peer.agent, peer.again)
 
 
 def text_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What NIXL is given for one read: lists prepared chunk by chunk as slices are posted, or the whole read at once."""
+"""What NIXL is given for one read: lists prepared chunk by chunk as slices are posted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvd.transport.nixl.queue import U64, Chunk, Slice
+from kvd.transport.slices import U64, Chunk, Slice
 
 if TYPE_CHECKING:
     from kvd.transport.interface import ReadRequest
@@ -46,17 +46,6 @@ class PreparedRead:
         indices = np.arange(piece.start, piece.stop, dtype=np.int32)
         lists.posted += 1
         return self._nixl.make_prepped_xfer("READ", lists.local, indices, lists.remote, indices)
-
-    def transfer_of_all(self) -> Any:
-        """A NIXL transfer handle of the whole read, for the caller to release; raises NIXL's errors.
-
-        It prepares no lists, which would serve one transfer only: for one descriptor that takes a third less time.
-        """
-        request = self._request
-        local = [(request.local_base + dst, size, 0) for _, dst, size in request.descriptors.copies]
-        remote = [(request.remote_base + src, size, 0) for src, _, size in request.descriptors.copies]
-        sides = [self._nixl.get_xfer_descs(rows, mem_type="DRAM") for rows in (local, remote)]
-        return self._nixl.initialize_xfer("READ", *sides, request.agent)
 
     def slice_ended(self, piece: Slice) -> None:
         """A slice passed to `transfer_of` has ended."""

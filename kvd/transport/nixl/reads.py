@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -21,29 +20,15 @@ from kvd.transport.interface import Event, Landed, ReadFailed, ReadRequest
 from kvd.transport.nixl.peers import Peer, Peers, text_of
 from kvd.transport.nixl.poll_interval import PROMPT
 from kvd.transport.nixl.prepared import PreparedRead
-from kvd.transport.nixl.queue import Slice, SliceQueue, Slices
-from kvd.transport.nixl.stamp_reader import StampReader
-from kvd.transport.path import is_copied
+from kvd.transport.slices import Slice, SliceQueue
 
 if TYPE_CHECKING:
-    from kvd.plan import Descriptors
     from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 FLUSH_BYTES = 64 * limits.KIB
 """Events wait while slices smaller than this are posted, 10 to 20 us each, so that a burst wakes the loop once."""
 
-SMALL_BYTES = 64 * limits.KIB
-SMALL_DESCRIPTORS = 16
-"""Reads up to this may be posted on the loop if the kernel copies them: 20 to 100 us, like waking the thread up."""
-
 _DISCONNECTED = frozenset({"nixlRemoteDisconnectError"})
-
-
-def is_small(descriptors: Descriptors) -> bool:
-    """Whether a read is short enough to be posted as a whole, on the loop. NIXL takes no empty descriptors."""
-    if descriptors.count > SMALL_DESCRIPTORS or descriptors.bytes > SMALL_BYTES:
-        return False
-    return 0 not in [size for _, _, size in descriptors.copies]
 
 
 class _Read(Struct, eq=False):
@@ -56,24 +41,13 @@ class _Read(Struct, eq=False):
     started: float = 0.0
     failure: str = ""
     aborted: bool = False
-    waited: bool = False
-    """A post returned before its bytes were there."""
-    word: int | None = None
-    """Where the stamp is read to; it is posted last."""
-    seconds: float = 0.0
-    """From the first post to the last byte of a descriptor."""
-
-    @property
-    def in_post(self) -> bool:
-        """Whether the kernel has copied all of it: the path says what copies, the posts that nothing was waited for."""
-        return not self.waited and is_copied(self.peer.path)
 
 
 class _Posted(Struct, eq=False):
-    """What NIXL has: a slice or, without one, a whole read or a stamp. After a `failure` only its handle is left."""
+    """A slice that NIXL has. After a `failure` only its handle is left."""
 
     read: _Read
-    piece: Slice | None
+    piece: Slice
     handle: Any
     failure: Exception | None = None
 
@@ -89,15 +63,14 @@ class Reads:
         self,
         nixl: Any,
         failures: tuple[type[Exception], ...],
-        endpoints: UcxEndpoints | None,
+        endpoints: UcxEndpoints,
         *,
         emit: Callable[[Event], None],
         flush: Callable[[], None],
     ) -> None:
         self._nixl = nixl
         self._failures = failures
-        self._stamps = StampReader(nixl)
-        self.peers = Peers(nixl, failures, endpoints, self._stamps, emit=emit, fail_read=self._fail)
+        self.peers = Peers(nixl, failures, endpoints, emit=emit, fail_read=self._fail)
         self._emit = emit
         self._flush = flush
         self._slices = SliceQueue()
@@ -111,26 +84,16 @@ class Reads:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def begin(self, slices: Slices) -> None:
-        """Queues as much of a read as it gets of `slices`."""
-        request = slices.request
+    def begin(self, request: ReadRequest) -> None:
+        """Queues a read."""
         peer = self.peers.find(request.agent)
         if peer is None:
             reason = f"agent {request.agent!r} is not known: add it before reading from it"
             self._emit(ReadFailed(request.read, reason))
-        elif self._slices.add(slices):
+        elif self._slices.add(request):
             self._open(request, peer)
         else:
             self._emit(Landed(request.read, 0.0))
-
-    def post_now(self, request: ReadRequest) -> bool:
-        """Posts a small read as a whole; False if others come first, or if the kernel might not copy it at once."""
-        peer = self.peers.find(request.agent)
-        if peer is None or not peer.in_post or self._slices:
-            return False
-        read = self._open(request, peer)
-        self._post(read, None, read.prepared.transfer_of_all)
-        return True
 
     def abort(self, read: int) -> None:
         """Drops what is not posted."""
@@ -154,7 +117,6 @@ class Reads:
             read.prepared.release()
         for agent in agents:
             self.peers.disconnect(agent)
-        self._stamps.close()
         return True
 
     def _open(self, request: ReadRequest, peer: Peer) -> _Read:
@@ -174,8 +136,7 @@ class Reads:
             return False
         if piece.bytes >= FLUSH_BYTES:
             self._flush()
-        read = self._reads[piece.request.read]
-        self._post(read, piece, partial(read.prepared.transfer_of, piece))
+        self._post(self._reads[piece.request.read], piece)
         return True
 
     def check_posted(self, most: int) -> bool:
@@ -189,18 +150,16 @@ class Reads:
                 self._posted.append(posted)
         return ended
 
-    def _post(self, read: _Read, piece: Slice | None, prepare: Callable[[], Any]) -> None:
-        """Posts the handle that `prepare` makes: of a slice or, without one, of the whole read or its stamp."""
+    def _post(self, read: _Read, piece: Slice) -> None:
         read.posted += 1
         read.started = read.started or time.perf_counter()
         try:
-            handle = prepare()
+            handle = read.prepared.transfer_of(piece)
         except self._failures as error:
             self._slice_ended(read, piece, error)
             return
         posted = _Posted(read, piece, handle)
         if not self._has_ended(posted, self._nixl.transfer):
-            read.waited = True
             self._posted.append(posted)
 
     def _has_ended(self, posted: _Posted, ask: Callable[[Any], str]) -> bool:
@@ -227,11 +186,10 @@ class Reads:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _slice_ended(self, read: _Read, piece: Slice | None, failure: Exception | None) -> None:
+    def _slice_ended(self, read: _Read, piece: Slice, failure: Exception | None) -> None:
         read.posted -= 1
-        if piece is not None:
-            self._slices.ended(piece)
-            read.prepared.slice_ended(piece)
+        self._slices.ended(piece)
+        read.prepared.slice_ended(piece)
         if failure is None:
             self._end_if_done(read)
         elif type(failure).__name__ in _DISCONNECTED and not read.peer.lost:
@@ -250,24 +208,10 @@ class Reads:
         key = read.request.read
         if read.posted or self._slices.waiting(key):
             return
-        if read.word is None:
-            read.seconds = time.perf_counter() - read.started
-            read.prepared.release()
-            if not read.failure and read.request.stamp and self._post_stamp(read):
-                return
+        read.prepared.release()
         del self._reads[key]
-        stamp = 0 if read.word is None else self._stamps.give_back(read.word)
         if read.failure:
             self._emit(ReadFailed(key, read.failure, read.aborted))
         else:
-            read.peer.in_post = read.in_post
-            self._emit(Landed(key, read.seconds, in_post=read.in_post, stamp=stamp))
+            self._emit(Landed(key, time.perf_counter() - read.started))
         self.peers.read_ended(read.peer, key)
-
-    def _post_stamp(self, read: _Read) -> bool:
-        """All bytes are in place: posts the stamp, a mere word, ahead of the queue. False if there is no free word."""
-        read.word = self._stamps.take()
-        if read.word is None:
-            return False
-        self._post(read, None, partial(self._stamps.transfer_of, read.word, read.peer.agent, read.request.stamp))
-        return True

@@ -1,9 +1,10 @@
 """The transport over NIXL: one agent (UCX backend) on one thread.
 
-A NIXL post may block (a same-host read is copied inside it), and the agent is not locked, so calls to it are made on
-the thread (`kvd.transport.nixl.agent_thread`): commands travel there on a queue, events travel back through an
-`Outbox`. Only a small read may be posted on the loop, while the thread is idle and `AgentThread.turn` keeps it so.
-Nothing else imports nixl, and this file does so late: workers and tests import the package without it.
+A NIXL post may block, and the agent is not locked, so calls to it are made on the thread
+(`kvd.transport.nixl.agent_thread`): commands travel there on a queue, events travel back through an `Outbox`. Nothing
+else imports nixl, and this file does so late: workers and tests import the package without it.
+
+No peer's metadata is loaded before it is examined, since some of it kills the process that loads it.
 
 At the end of the process, `stop()` shuts NIXL down in order, but NIXL's own teardown has crashed (signal 11) in
 processes that lost a peer in the middle of a read. A daemon therefore leaves by `os._exit` once its own clean-up is
@@ -15,18 +16,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 from kvd.errors import ErrorCode, InternalError
-from kvd.transport.interface import Deregistered, Event, ReadRequest, Registered, TransportDied
+from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Registered, TransportDied
 from kvd.transport.nixl.agent_thread import AgentThread
+from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.outbox import Outbox
-from kvd.transport.nixl.queue import Slices
 from kvd.transport.nixl.ucx import choose_settings, load_nixl, make_agent
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.outbox import Outbox
 
 STOP_SECONDS = 5.0
 """How long `stop` waits for posted slices: 64 MiB take 10 ms at memory speed, seconds over a bad network."""
@@ -45,21 +46,6 @@ def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
     return make_agent(load_nixl(), name)
 
 
-def open_transports(
-    agents: Sequence[str], loop: asyncio.AbstractEventLoop, *, devices: Collection[str] | None = None
-) -> list[NixlTransport]:
-    """The transports of one process, each with its own thread; the first finds out the path to each peer.
-
-    `devices` are as in `choose_settings`.
-
-    Raises:
-        ImportError: nixl is not installed (it comes with the extra `daemon`).
-
-    """
-    others = [NixlTransport(agent, loop, beside=None, devices=devices) for agent in agents[1:]]
-    return [NixlTransport(agents[0], loop, beside=others, devices=devices), *others]
-
-
 class NixlTransport:
     """`kvd.transport.interface.Transport` over NIXL. `agent` must be unique to this incarnation of the daemon.
 
@@ -73,32 +59,27 @@ class NixlTransport:
         agent: str,
         loop: asyncio.AbstractEventLoop,
         *,
-        beside: Sequence[NixlTransport] | None = (),
+        examine: Examine = accept,
         devices: Collection[str] | None = None,
     ) -> None:
-        """The transports `beside` it in this process rest while it asks UCX for paths; None: another one asks."""
+        """No metadata is loaded that `examine` finds fault with; `devices` are as in `choose_settings`."""
         handle = open_agent(agent, devices)
         bindings = vars(load_nixl()._bindings)
         failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
         self._agent = agent
-        self._library = type(handle).__module__
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
             raise InternalError(
                 ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
             )
-        endpoints = None if beside is None else UcxEndpoints(agent, [other._agent_thread.turn for other in beside])
         self._outbox = Outbox(loop, self._deliver)
         self._agent_thread: AgentThread = AgentThread(
-            handle, failures, endpoints, emit=self._outbox.put, flush=self._outbox.flush
+            handle, failures, UcxEndpoints(agent), emit=self._outbox.put, flush=self._outbox.flush
         )
+        load = partial(self._tell, self._agent_thread.add_peer)
+        self._peers = ExaminedPeers(examine, load=load, refuse=self._refuse)
         self._thread: threading.Thread | None = None
         self._on_event: Callable[[Event], None]
-
-    @property
-    def library(self) -> str:
-        """The module that the agent is from: NIXL has one for each major release of CUDA."""
-        return self._library
 
     @property
     def agent(self) -> str:
@@ -118,7 +99,7 @@ class NixlTransport:
         self._thread = threading.Thread(target=self._run, name="kvd-transport", daemon=True)
         self._thread.start()
 
-    def register(self, pool: int, base: int, size: int) -> None:
+    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:  # noqa: ARG002
         """Registers `size` bytes at address `base`; answered by `Registered` or `RegisterFailed`."""
         self._tell(self._agent_thread.register, pool, base, size)
 
@@ -130,24 +111,22 @@ class NixlTransport:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._tell(self._agent_thread.describe, pools)
 
-    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
+    def add_peer(self, agent: str, metadata: bytes) -> None:
         """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
-        self._tell(self._agent_thread.add_peer, agent, metadata, path)
+        self._peers.add(agent, metadata)
+
+    def _refuse(self, agent: str, fault: str) -> None:
+        self.remove_peer(agent)
+        self._on_event(PeerFailed(agent, fault))
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
+        self._peers.forget(agent)
         self._tell(self._agent_thread.remove_peer, agent)
 
     def read(self, request: ReadRequest) -> None:
-        """Starts a read, on the loop if it is small and the kernel copies it."""
-        if self._agent_thread.read_at_once(request):
-            self._outbox.deliver()
-        else:
-            self.read_share(Slices(request))
-
-    def read_share(self, slices: Slices) -> None:
-        """Reads as much as it gets of `slices`, which other transports may share."""
-        self._tell(self._agent_thread.read, slices)
+        """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
+        self._tell(self._agent_thread.read, request)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -167,6 +146,7 @@ class NixlTransport:
 
     def stop(self) -> None:
         """Shuts down in order and waits for it, `STOP_SECONDS` at most for posted slices."""
+        self._peers.forget_all()
         if self._thread is None:
             return
         self._outbox.close()
@@ -179,6 +159,8 @@ class NixlTransport:
     def _deliver(self, event: Event) -> None:
         if isinstance(event, Registered | Deregistered):
             self._metadata = event.metadata
+        elif isinstance(event, PeerFailed):
+            self._peers.forget(event.agent)
         self._on_event(event)
 
     def _run(self) -> None:

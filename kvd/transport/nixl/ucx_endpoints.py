@@ -2,15 +2,12 @@
 
 UCX lists its endpoints by address in its virtual file system (`ucs_vfs_*`, meant for debuggers), and `ucp_ep_query`
 names the transports of one. Both are called on the thread of the agent in question, the only one that makes or closes
-its endpoints, so a listed endpoint is alive. But listing walks through all agents of the process, so the others must
-rest meanwhile. If a UCX lacks either function, the transports stay unknown.
+its endpoints, so a listed endpoint is alive; a process has one agent. If a UCX lacks either function, the transports
+stay unknown.
 """
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Final
 
 _OK: Final = 0
@@ -48,14 +45,13 @@ class _Attributes(ctypes.Structure):
 
 
 class UcxEndpoints:
-    """The endpoints of an existing agent. Holding all of `others` makes the other agents of the process rest.
+    """The endpoints of an existing agent.
 
     The first 31 characters of the agent's name must be unique in this process, since UCX knows no more of it.
     """
 
-    def __init__(self, agent: str, others: Sequence[AbstractContextManager[object]] = ()) -> None:
+    def __init__(self, agent: str) -> None:
         self._agent = agent
-        self._others = others
         self._ucs = _loaded("libucs", "ucs_vfs_path_list_dir")
         self._ucp = _loaded("libucp", "ucp_ep_query")
 
@@ -63,14 +59,11 @@ class UcxEndpoints:
         """Addresses of the endpoints that are open now; empty if UCX does not say."""
         context = f"/ucp/context/{self._agent[:_NAME_CHARACTERS]}"
         found: set[int] = set()
-        with contextlib.ExitStack() as stack:
-            for other in self._others:
-                stack.enter_context(other)
-            for folder in ("/", "/ucp", "/ucp/context", context):
-                self._list(folder)  # UCX fills a folder in when the one above it is read
-            for worker in self._list(f"{context}/worker"):
-                self._list(f"{context}/worker/{worker}")
-                found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
+        for folder in ("/", "/ucp", "/ucp/context", context):
+            self._list(folder)  # UCX fills a folder in when the one above it is read
+        for worker in self._list(f"{context}/worker"):
+            self._list(f"{context}/worker/{worker}")
+            found.update(int(name, 16) for name in self._list(f"{context}/worker/{worker}/ep"))
         return frozenset(found)
 
     def path_since(self, before: frozenset[int]) -> str:

@@ -55,10 +55,10 @@ def test_a_peer_hears_of_the_pools_that_it_may_read_with_metadata_of_these_alone
     assert set(pools_in(firm.hello(ALICE))) == {"one", "two"}
     welcome = firm.hello(BOB)
     assert set(pools_in(welcome)) == {"two"}
-    assert welcome.metadata == repr((0, 2)).encode()
+    assert welcome.metadata == repr((2,)).encode()
     firm.hello(BOB)
     connects = ("expect_connection",)
-    assert firm.stage.commands == [connects, ("describe", (0, 2)), connects, connects]
+    assert firm.stage.commands == [connects, ("describe", (2,)), connects, connects]
 
 
 def test_the_transport_is_told_that_whoever_got_metadata_will_connect(firm):
@@ -69,7 +69,7 @@ def test_the_transport_is_told_that_whoever_got_metadata_will_connect(firm):
 def test_a_peer_that_may_read_nothing_hears_of_no_pool(firm):
     firm.rights[BOB] = ()
     welcome = firm.hello(BOB)
-    assert (welcome.pools, welcome.metadata) == ((), repr((0,)).encode())
+    assert (welcome.pools, welcome.metadata) == ((), repr(()).encode())
 
 
 def test_who_may_read_the_same_gets_the_very_same_frame(firm, monkeypatch):
@@ -97,11 +97,11 @@ def test_a_hello_that_waited_for_metadata_is_answered_by_the_rights_of_then(firm
     describe, asked = transport.describe, []
     transport.describe = asked.append
     assert firm.stage.asked_by_peer(Hello("peer", 3), b"bob", BOB) == []
-    assert asked == [(0, 2)]
+    assert asked == [(2,)]
     firm.rights[BOB] = ("one",)
     transport.describe = describe
     before = len(firm.stage.answers)
-    transport.describe((0, 2))
+    transport.describe((2,))
     firm.stage.run()
     [(sender, welcome)] = firm.stage.answers[before:]
     assert (sender, set(pools_in(welcome))) == (b"bob", {"one"})
@@ -216,7 +216,7 @@ def test_a_worker_whose_pool_cannot_be_registered_anew_is_hung_up_on_and_attache
     stage = interrupted.stage
     transport = stage.dependencies.transport
     register = transport.register
-    transport.register = lambda pool, base, size: transport.on_event(RegisterFailed(pool, "no room"))
+    transport.register = lambda pool, base, size, descriptor: transport.on_event(RegisterFailed(pool, "no room"))
     interrupted.finish()
     assert stage.hung_up == [2]
     assert "two" not in stage.context.pools._records

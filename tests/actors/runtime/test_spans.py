@@ -51,9 +51,9 @@ class Pair:
             for reply in self.producer.asked_by_peer(ask):
                 self.consumer.peer_says(reply)
 
-    def land(self, in_post=False):
+    def land(self):
         self.read += 1
-        self.consumer.transport_says(Landed(self.read, 0.01, in_post))
+        self.consumer.transport_says(Landed(self.read, 0.01))
         self.relay()
 
     def spans(self, daemon):
@@ -109,12 +109,13 @@ def test_a_pull_of_a_worker_that_traces_nothing_begins_a_trace_of_its_own():
 
 def test_a_short_read_that_is_not_claimed_takes_the_producer_into_the_trace_by_its_fence():
     pair = Pair()
+    pair.consumer.same_host = True
     pair.pull(pair.offer())
-    pair.land(in_post=True)  # from now on the peer's memory counts as reached directly
+    pair.land()
     for exporter in pair.exporters.values():
         exporter.clear()
     pair.pull(pair.offer(), name="q", blocks=(4, 5))
-    pair.land(in_post=True)
+    pair.land()
     ours, theirs = pair.spans("consumer"), pair.spans("producer")
     assert set(ours) == {"kvd.pull", "kvd.transfer", "kvd.reading", "kvd.fencing"}
     assert parent_of(theirs["kvd.claim"]) == ids_of(ours["kvd.transfer"])[1]

@@ -32,9 +32,10 @@ def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5):
     return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
 
 
-def read_once(stage, in_post=True):
+def read_once(stage, same_host=True):
+    stage.same_host = same_host
     start_reading(stage)
-    stage.transport_says(Landed(1, 0.01, in_post))
+    stage.transport_says(Landed(1, 0.01))
     stage.peer_says(Held(1))
 
 
@@ -53,15 +54,15 @@ def test_a_lease_that_the_ticket_names_is_not_claimed_first_and_its_stamp_is_rea
 
 def test_a_stamp_that_was_found_after_the_last_byte_is_the_proof(stage):
     read_at_once(stage)
-    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     assert stage.notified == [Done("p"), Done("q")]
 
 
 def test_the_producer_hears_of_proven_reads_later_and_of_many_at_once(stage):
     read_at_once(stage)
-    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     stage.pull("r", blocks=(4, 5), ticket=known_ticket())
-    stage.transport_says(Landed(3, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(3, 0.01, stamp=STAMP))
     assert stage.asks(Settle) == []
     stage.run(0.1)
     [settle] = stage.asks(Settle)
@@ -76,7 +77,7 @@ def test_the_producer_hears_of_proven_reads_later_and_of_many_at_once(stage):
 
 def test_a_producer_that_does_not_answer_is_told_again_of_a_proven_read(stage):
     read_at_once(stage)
-    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     stage.run(1.2)
     assert [fence.claim for fence in stage.asks(Fence)] == [1, 2, 2]
     stage.peer_says(Broken((2,), "offer_gone", "ended"))
@@ -87,7 +88,7 @@ def test_a_producer_that_does_not_answer_is_told_again_of_a_proven_read(stage):
 
 def test_a_producer_that_never_answers_is_not_told_for_ever(stage):
     read_at_once(stage)
-    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     for second in range(70):
         stage.peer_says(Pong(second, 5))
         stage.run(1.0)
@@ -104,7 +105,7 @@ def test_a_producer_that_never_answers_is_not_told_for_ever(stage):
 def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
     read_at_once(stage)
     stage.context.scheduler.tell(Drain())
-    stage.transport_says(Landed(2, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     assert stage.idle == []
     stage.run(0.1)
     stage.peer_says(Settled((2,)))
@@ -112,19 +113,13 @@ def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
 
 
 @pytest.mark.parametrize(
-    ("in_post", "found"),
-    [
-        (True, 0),
-        (True, stamp(SECRET, 10, CONTENT)),
-        (True, stamp(SECRET, 9, bytes(16))),
-        (True, stamp(bytes(16), 9, CONTENT)),
-        (False, STAMP),
-    ],
-    ids=["wiped", "another lease", "other blocks", "another secret", "read by the network"],
+    "found",
+    [0, stamp(SECRET, 10, CONTENT), stamp(SECRET, 9, bytes(16)), stamp(bytes(16), 9, CONTENT)],
+    ids=["wiped", "another lease", "other blocks", "another secret"],
 )
-def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, in_post, found):
+def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, found):
     read_at_once(stage)
-    stage.transport_says(Landed(2, 0.01, in_post, found))
+    stage.transport_says(Landed(2, 0.01, found))
     assert stage.notified == [Done("p")]
     fence = stage.asks(Fence)[-1]
     assert (fence.claim, fence.generation, fence.unclaimed.offer) == (2, 9, "o")
@@ -145,7 +140,7 @@ def test_of_reads_that_began_together_those_that_last_are_claimed(stage):
     read_at_once(stage)
     stage.pull("r", blocks=(4, 5), ticket=known_ticket())
     stage.pull("s", blocks=(6, 7), ticket=known_ticket())
-    stage.transport_says(Landed(3, 0.01, in_post=True, stamp=STAMP))
+    stage.transport_says(Landed(3, 0.01, stamp=STAMP))
     stage.run(0.025)
     assert [claim.claim for claim in stage.asks(Claim)] == [1, 2, 4]
 
@@ -217,7 +212,7 @@ def test_a_lease_that_the_ticket_does_not_name_is_claimed(stage, ticket):
     assert len(stage.asks(Claim)) == 2
 
 
-def test_a_read_that_the_peers_transport_served_is_claimed(stage):
-    read_once(stage, in_post=False)
+def test_a_read_that_the_peers_transport_serves_is_claimed(stage):
+    read_once(stage, same_host=False)
     stage.pull("q", ticket=known_ticket())
     assert len(stage.asks(Claim)) == 2

@@ -10,14 +10,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.transport.interface import Event, RegisterFailed
-from kvd.transport.nixl.queue import Slices
+from kvd.transport.interface import Event, ReadRequest, RegisterFailed
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.memory import File
 from tests.simulator.virtual.world import World
-from tests.support.fake_fabric import Agent, FakeFabric, FakeRead, Fault, Flight
+from tests.support.fake_fabric import Agent, FakeFabric, FakeRead, Fault, Flight, Reach
 from tests.support.fake_transport import FakeTransport
 
 _BYTES_PER_SECOND = 40e3
@@ -33,7 +32,8 @@ _EVENT = 0.002
 _DIES = 0.01
 """Seconds from a read's start to the death of its peer, at most."""
 _OUTLIVES = 0.2
-"""Seconds for which a NIC goes on reading the memory of a killed process."""
+"""Seconds for which the memory of a killed process goes on being read: by a NIC, or out of a peer's mapping."""
+_REACHES = (Reach(), Reach(same_host=True), Reach(same_host=True, stamps=True))
 
 
 class SimFabric(FakeFabric):
@@ -41,12 +41,12 @@ class SimFabric(FakeFabric):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
-        self.direct = world.rng.random() < 0.5
+        self._reach = world.rng.choice(_REACHES)
         self.world = world
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
         self._outlived: dict[str, Agent] = {}
-        """Agents whose process is dead, but whose memory NICs still read for a moment."""
+        """Agents whose process is dead, but whose memory is still read for a moment."""
         self._places: dict[Flight, NDArray[np.int64]] = {}
         """Which bytes of its file each slice writes."""
 
@@ -63,13 +63,9 @@ class SimFabric(FakeFabric):
 
     def crash(self, agent: str, bases: list[int]) -> None:
         """Kills the process of `agent`, which has mapped memory at `bases`."""
-        if Piece.CHANGING_PATHS in self.world.pieces:
-            self._outlived[agent] = self._agents[agent]
-            self.world.loop.call_later(_OUTLIVES, self._forget, agent, bases)
-            self.kill(agent)
-        else:
-            self.kill(agent)
-            self._forget(agent, bases)
+        self._outlived[agent] = self._agents[agent]
+        self.world.loop.call_later(_OUTLIVES, self._forget, agent, bases)
+        self.kill(agent)
 
     def _forget(self, agent: str, bases: list[int]) -> None:
         self._outlived.pop(agent, None)
@@ -78,12 +74,12 @@ class SimFabric(FakeFabric):
             self.files.pop(base, None)
 
     def serving(self, read: FakeRead) -> Agent | None:
-        """Reads by the kernel end with the process that they read from; those by a NIC may outlive it."""
-        return super().serving(read) or (None if read.in_post else self._outlived.get(read.request.agent))
+        """Memory outlives its process for a moment."""
+        return super().serving(read) or self._outlived.get(read.request.agent)
 
-    def is_direct(self) -> bool:
-        """Drawn per world, or per read if paths change."""
-        return self.world.rng.random() < 0.7 if Piece.CHANGING_PATHS in self.world.pieces else self.direct
+    def reach(self) -> Reach:
+        """Drawn per world, or anew for each peer that is added if paths change."""
+        return self.world.rng.choice(_REACHES) if Piece.CHANGING_PATHS in self.world.pieces else self._reach
 
     def mend(self, one: str, other: str) -> None:
         """Lets bytes flow again between two agents."""
@@ -154,23 +150,23 @@ class SimTransport(FakeTransport):
 
         super().start(later)
 
-    def read_share(self, slices: Slices) -> None:
+    def read(self, request: ReadRequest) -> None:
         """Reads; the peer dies during it if the knobs say so."""
         world = self._world
         if world.chance(world.knobs.die_while_read):
-            world.loop.call_later(world.rng.random() * _DIES, world.on_death, slices.request.agent)
-        super().read_share(slices)
+            world.loop.call_later(world.rng.random() * _DIES, world.on_death, request.agent)
+        super().read(request)
 
-    def add_peer(self, agent: str, metadata: bytes, path: str = "") -> None:
+    def add_peer(self, agent: str, metadata: bytes) -> None:
         """Adds a peer, or fails to if the knobs say so."""
         if self._world.chance(self._world.knobs.add_peer_fails):
             self._world.disturb(daemon_of(self.agent))
             metadata = b"spoilt"
-        super().add_peer(agent, metadata, path)
+        super().add_peer(agent, metadata)
 
-    def register(self, pool: int, base: int, size: int) -> None:
-        """Registers memory, or fails to if the knobs say so (but never the stamps, which a daemon starts with)."""
-        if pool and self._world.chance(self._world.knobs.registration_fails):
+    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
+        """Registers memory, or fails to if the knobs say so."""
+        if self._world.chance(self._world.knobs.registration_fails):
             self._emit(RegisterFailed(pool, "injected"))
         else:
-            super().register(pool, base, size)
+            super().register(pool, base, size, descriptor)

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.transport.nixl.queue import CHUNK_DESCRIPTORS, Slice, SliceQueue, Slices, cut
+from kvd.transport.slices import CHUNK_DESCRIPTORS, Slice, SliceQueue, cut
 from tests.transport.descriptors import Descriptors, descriptors, request
 
 LENGTHS = st.lists(
@@ -27,10 +27,6 @@ def pieces(piece: Slice) -> list[tuple[int, int, int]]:
     return [
         (int(s), int(d), int(n)) for s, d, n in zip(chunk.src[part], chunk.dst[part], chunk.length[part], strict=True)
     ]
-
-
-def slices(read: int, what: Descriptors, agent: str = "p") -> Slices:
-    return Slices(request(read, what, agent))
 
 
 def in_flight(queue: SliceQueue, agent: str) -> int:
@@ -80,29 +76,29 @@ def test_a_slice_is_as_large_as_the_limits_allow() -> None:
 
 def test_a_read_without_bytes_has_no_slices() -> None:
     queue = SliceQueue()
-    assert not queue.add(slices(1, descriptors([])))
-    assert not queue.add(slices(2, descriptors([(0, 0, 0)])))
+    assert not queue.add(request(1, descriptors([])))
+    assert not queue.add(request(2, descriptors([(0, 0, 0)])))
     assert not queue
     assert queue.pick() is None
 
 
 def test_a_short_read_overtakes_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add(slices(1, blocks(64, limits.MIB)))
+    queue.add(request(1, blocks(64, limits.MIB)))
     for _ in range(2):
         first = take(queue)
         assert first.request.read == 1
-    queue.add(slices(2, blocks(1, 16)))
+    queue.add(request(2, blocks(1, 16)))
     second = take(queue)
     assert second.request.read == 2
 
 
 def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
     queue = SliceQueue()
-    queue.add(slices(0, blocks(40, limits.SLICE_BYTES)))
+    queue.add(request(0, blocks(40, limits.SLICE_BYTES)))
     picked = []
     for short in range(1, 101):
-        queue.add(slices(short, blocks(1, 16)))
+        queue.add(request(short, blocks(1, 16)))
         piece = take(queue)
         queue.ended(piece)
         picked.append(piece.request.read)
@@ -111,8 +107,8 @@ def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
 
 def test_the_oldest_turn_spans_the_peers() -> None:
     queue = SliceQueue()
-    queue.add(slices(0, blocks(400, limits.SLICE_BYTES)))
-    queue.add(slices(1, blocks(400, limits.SLICE_BYTES), "q"))
+    queue.add(request(0, blocks(400, limits.SLICE_BYTES)))
+    queue.add(request(1, blocks(400, limits.SLICE_BYTES), "q"))
     picked = []
     for _ in range(40):
         piece = take(queue)
@@ -123,19 +119,19 @@ def test_the_oldest_turn_spans_the_peers() -> None:
 
 def test_bytes_in_flight_are_bounded_for_each_peer_and_a_stuck_peer_takes_no_room_of_another() -> None:
     queue = SliceQueue()
-    queue.add(slices(1, blocks(1024, limits.MIB), "stuck"))
+    queue.add(request(1, blocks(1024, limits.MIB), "stuck"))
     posted = 0
     while (piece := queue.pick()) is not None:
         posted += piece.bytes
     assert posted == in_flight(queue, "stuck") == limits.MAX_BYTES_IN_FLIGHT
-    queue.add(slices(2, blocks(1, 16), "well"))
+    queue.add(request(2, blocks(1, 16), "well"))
     piece = take(queue)
     assert piece.request.read == 2
 
 
 def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> None:
     queue = SliceQueue()
-    queue.add(slices(1, blocks(64, limits.MIB)))
+    queue.add(request(1, blocks(64, limits.MIB)))
     piece = take(queue)
     queue.drop(1)
     assert not queue.waiting(1)
@@ -147,11 +143,11 @@ def test_a_dropped_read_posts_no_more_and_its_posted_bytes_stay_in_flight() -> N
 
 def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> None:
     queue = SliceQueue()
-    queue.add(slices(0, blocks(64, limits.MIB)))
+    queue.add(request(0, blocks(64, limits.MIB)))
     while (piece := queue.pick()) is not None:
         last = piece
     for read in range(1, 1000):
-        queue.add(slices(read, blocks(1, limits.MIB)))
+        queue.add(request(read, blocks(1, limits.MIB)))
         queue.drop(read)
     of_peer = queue._queues["p"]
     assert len(of_peer.by_posted) < 100
@@ -182,7 +178,7 @@ class Model:
 
     def add(self, agent: str, lengths: list[int]) -> None:
         size = sum(lengths)
-        assert self.queue.add(slices(len(self.agent), packed(lengths), agent)) == (size > 0)
+        assert self.queue.add(request(len(self.agent), packed(lengths), agent)) == (size > 0)
         self.agent.append(agent)
         self.wanted.append(size)
         self.posted.append(0)

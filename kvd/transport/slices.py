@@ -13,7 +13,6 @@ of descriptors delays nobody.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -50,20 +49,6 @@ class Slice:
     start: int
     stop: int
     bytes: int
-
-
-class Slices:
-    """The slices of one read in order. Threads may share it: each slice is taken once, by whoever has room for it."""
-
-    def __init__(self, request: ReadRequest) -> None:
-        self.request = request
-        self._slices = cut(request)
-        self._lock = threading.Lock()
-
-    def take(self) -> Slice | None:
-        """The next slice; None once all are taken."""
-        with self._lock:
-            return next(self._slices, None)
 
 
 def cut(request: ReadRequest) -> Iterator[Slice]:
@@ -110,7 +95,8 @@ class _Read:
     """A read with slices left to post. `age` numbers reads in order of arrival; `head` is its next slice."""
 
     age: int
-    slices: Slices
+    request: ReadRequest
+    slices: Iterator[Slice]
     head: Slice
     posted: int = 0
 
@@ -160,13 +146,14 @@ class SliceQueue:
         self._ages = 0
         self._picks = 0
 
-    def add(self, slices: Slices) -> bool:
-        """Queues a read; False if it has no slice to take."""
-        head = slices.take()
+    def add(self, request: ReadRequest) -> bool:
+        """Queues a read; False if it is empty."""
+        slices = cut(request)
+        head = next(slices, None)
         if head is None:
             return False
         self._ages += 1
-        request, read = slices.request, _Read(self._ages, slices, head)
+        read = _Read(self._ages, request, slices, head)
         queue = self._queues.setdefault(request.agent, _PeerQueue())
         self._reads[request.read] = queue.by_age[read.age] = read
         queue.push(read)
@@ -197,7 +184,7 @@ class SliceQueue:
         """Forgets what `read` has not posted; a read that is unknown or posted entirely is ignored."""
         dropped = self._reads.pop(read, None)
         if dropped is not None:
-            agent = dropped.slices.request.agent
+            agent = dropped.request.agent
             del self._queues[agent].by_age[dropped.age]
             self._sweep(agent)
 
@@ -212,7 +199,7 @@ class SliceQueue:
         piece = read.head
         queue.in_flight += piece.bytes
         read.posted += piece.bytes
-        following = read.slices.take()
+        following = next(read.slices, None)
         if following is None:
             del self._reads[piece.request.read], queue.by_age[read.age]
         else:

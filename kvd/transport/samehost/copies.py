@@ -1,0 +1,202 @@
+"""Threads that copy the slices of reads. All threads share one queue, so each copies the next slice when it is free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
+from kvd.transport.slices import U64, Chunk, Slice, SliceQueue, cut
+
+if TYPE_CHECKING:
+    from kvd.transport.interface import ReadRequest
+
+
+class Copy(Protocol):
+    """A way to copy."""
+
+    def __call__(self, target: U64, source: U64, length: U64) -> None:
+        """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
+
+        Raises:
+            OSError: not all could be copied.
+
+        """
+
+
+class Memory(Struct, frozen=True, gc=False):
+    """`size` bytes at `address` of this process."""
+
+    address: int
+    size: int
+
+    def addresses(self, offset: U64, length: U64) -> U64:
+        """Where `length[i]` bytes at `offset[i]` begin; no length is above `limits.SLICE_BYTES`.
+
+        Raises:
+            OSError: some lie outside.
+
+        """
+        end = np.minimum(offset, np.uint64(self.size)) + length
+        if int(end.max()) > self.size:
+            first = int(end.argmax())
+            raise OSError(f"{length[first]} bytes at {offset[first]} are outside of {self.size} registered bytes")
+        return offset + np.uint64(self.address)
+
+
+class Read(Struct, eq=False):
+    """A read, and how far it is. `stamp` reads the word at an address of the peer; 0 if it cannot."""
+
+    request: ReadRequest
+    source: Memory
+    target: Memory
+    copy: Copy
+    stamp: Callable[[int], int]
+    running: int = 0
+    """Slices that are being copied."""
+    started: float = 0.0
+    failure: str = ""
+    aborted: bool = False
+    placed: tuple[Chunk, U64, U64] | None = None
+    """The latest chunk, with the addresses that it is copied to and from."""
+
+    def run(self, piece: Slice) -> None:
+        """Copies a slice; what goes wrong becomes the read's failure."""
+        self.started = self.started or time.perf_counter()
+        part = slice(piece.start, piece.stop)
+        try:
+            target, source = self._place(piece.chunk)
+            self.copy(target[part], source[part], piece.chunk.length[part])
+        except OSError as error:
+            self.failure = self.failure or f"copy from {self.request.agent!r}: {error.strerror or error}"
+
+    def _place(self, chunk: Chunk) -> tuple[U64, U64]:
+        """The addresses of a chunk, on both sides, worked out once for all its slices."""
+        placed = self.placed
+        if placed is None or placed[0] is not chunk:
+            target = self.target.addresses(chunk.dst, chunk.length)
+            self.placed = placed = chunk, target, self.source.addresses(chunk.src, chunk.length)
+        return placed[1:]
+
+    def end(self) -> Landed | ReadFailed:
+        """How it ended, once nothing of it is being copied: the stamp is read after the last byte."""
+        number = self.request.read
+        if self.failure:
+            return ReadFailed(number, self.failure, self.aborted)
+        seconds = time.perf_counter() - self.started if self.started else 0.0
+        return Landed(number, seconds, self.stamp(self.request.stamp) if self.request.stamp else 0)
+
+
+def copy_now(read: Read) -> Landed | ReadFailed:
+    """Copies a whole read on the caller's thread."""
+    for piece in cut(read.request):
+        read.run(piece)
+    return read.end()
+
+
+class CopyThreads:
+    """`count` threads. `emit` takes each event, on one of them."""
+
+    def __init__(self, count: int, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self._changed = threading.Condition()
+        """Held by whoever touches the queue or the reads."""
+        self._queue = SliceQueue()
+        self._reads: dict[int, Read] = {}
+        self._stopped = False
+        self._pings: dict[int, set[int]] = {}
+        """The threads that have not answered, by the ping's number."""
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name="kvd-copy", daemon=True) for index in range(count)
+        ]
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, read: Read) -> None:
+        """Queues a read, which ends in `Landed` or `ReadFailed`."""
+        with self._changed:
+            if self._queue.add(read.request):
+                self._reads[read.request.read] = read
+                self._changed.notify_all()
+                return
+        self._emit(read.end())
+
+    def give_up(self, number: int, reason: str, *, aborted: bool = False) -> None:
+        """Ends a read early, if slices of it wait; it has ended once none is being copied."""
+        with self._changed:
+            read = self._reads.get(number)
+            if read is None or not self._queue.waiting(number):
+                return
+            read.failure, read.aborted = read.failure or reason, aborted
+            self._queue.drop(number)
+            if read.running:
+                return
+            del self._reads[number]
+        self._emit(read.end())
+
+    def ping(self, number: int) -> None:
+        """Asks every thread for a sign of life; the last one emits `Answered`."""
+        with self._changed:
+            self._pings[number] = set(range(len(self._threads)))
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the threads and waits for the slices that are being copied."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _run(self, index: int) -> None:
+        try:
+            while (work := self._next(index)) is not None:
+                read, piece = work
+                read.run(piece)
+                if self._is_last(read, piece):
+                    self._emit(read.end())
+        except BaseException as error:
+            self._emit(TransportDied(f"a thread that copies raised {type(error).__name__}: {error}"))
+            raise
+
+    def _next(self, index: int) -> tuple[Read, Slice] | None:
+        """Waits for a slice to copy; None once stopped."""
+        with self._changed:
+            while not self._stopped:
+                self._answer(index)
+                piece = self._queue.pick()
+                if piece is not None:
+                    read = self._reads[piece.request.read]
+                    read.running += 1
+                    return read, piece
+                self._changed.wait()
+        return None
+
+    def _answer(self, index: int) -> None:
+        for number, missing in list(self._pings.items()):
+            missing.discard(index)
+            if not missing:
+                del self._pings[number]
+                self._emit(Answered(number))
+
+    def _is_last(self, read: Read, piece: Slice) -> bool:
+        """Takes note of a copied slice; whether the read has ended."""
+        number = read.request.read
+        with self._changed:
+            self._queue.ended(piece)
+            read.running -= 1
+            if read.failure:
+                self._queue.drop(number)
+            if read.running or self._queue.waiting(number):
+                return False
+            del self._reads[number]
+            return True

@@ -1,0 +1,177 @@
+"""Imports the pools of another daemon of this host: maps what its exporter lends, for reading only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import time
+from typing import Final
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.memory.mapping import HUGE_PAGE, Mapping
+from kvd.memory.memfd import SEALS
+from kvd.net.frames import Frame, close_descriptors
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode, exports
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
+from kvd.transport.samehost.copies import Memory
+from kvd.transport.samehost.process_memory import ProcessMemory
+
+_FRAME_BYTES: Final = 4 * limits.KIB
+
+
+class ImportedPools:
+    """The pools of one daemon as it exported them, until the last `release`; made with one user.
+
+    `process` is that daemon's memory, None if it cannot be read from here.
+    """
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+        self._mappings: dict[int, tuple[Mapping, Memory]] = {}
+        """By the address of the pool in the exporting daemon's process."""
+        self.process: ProcessMemory | None = None
+        self._users = 1
+
+    def fileno(self) -> int:
+        """The connection's descriptor: it is readable once the exporting daemon has ended."""
+        return self._stream.fileno()
+
+    def find(self, base: int) -> Memory | None:
+        """Where the pool is mapped whose address in the exporting daemon's process is `base`; None if it has none."""
+        found = self._mappings.get(base)
+        return found[1] if found else None
+
+    def stamp(self, address: int) -> int:
+        """The word at an address of the exporting daemon's process; 0 if it cannot be read."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                return self.process.word(address)
+        return 0
+
+    def add(self, pool: ExportedPool, descriptor: int) -> None:
+        """Maps a pool.
+
+        Raises:
+            BadRequest: `BAD_POOL`, the descriptor is no pool of that size.
+
+        """
+        _check(descriptor, pool.size)
+        length = -(-pool.size // HUGE_PAGE) * HUGE_PAGE
+        try:
+            mapping = Mapping(descriptor, length, writable=False)
+        except OSError as error:
+            raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
+        self._mappings[int.from_bytes(pool.base, "little")] = mapping, Memory(mapping.base, pool.size)
+
+    def verify(self, exported: Exported) -> None:
+        """Forgets the process if its memory may not be read, or is not where the exporter's is."""
+        if self.process is not None and self.stamp(int.from_bytes(exported.word, "little")) != int.from_bytes(
+            exported.value, "little"
+        ):
+            self.process.close()
+            self.process = None
+
+    def use(self) -> None:
+        """Keeps the pools mapped until `release`."""
+        self._users += 1
+
+    def release(self) -> None:
+        """Unmaps the pools if that was the last user."""
+        self._users -= 1
+        if self._users:
+            return
+        for mapping, _ in self._mappings.values():
+            mapping.close()
+        if self.process is not None:
+            self.process.close()
+
+    def hang_up(self) -> None:
+        """Closes the connection, and gives up the first use."""
+        self._stream.close()
+        self.release()
+
+
+def import_pools(address: ExportAddress) -> ImportedPools:
+    """Imports what `address` leads to. Blocks for up to `limits.IMPORT_SECONDS`.
+
+    Raises:
+        KvdError: the pools cannot be had; the text says why.
+
+    """
+    deadline = time.monotonic() + limits.IMPORT_SECONDS
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(limits.IMPORT_SECONDS)
+        connected.connect(address.path)
+    except OSError as error:
+        connected.close()
+        text = f"{address.path} cannot be reached ({error}); mount the folder of the daemons' sockets into both"
+        raise Unavailable(ErrorCode.TRANSPORT, text) from error
+    stream = FrameStream(connected, _FRAME_BYTES)
+    pools = ImportedPools(stream)
+    try:
+        with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
+            pools.process = ProcessMemory(connected)
+        stream.send(encode(Import(address.token)))
+        while not _complete(pools, _next_frames(stream, deadline)):
+            pass
+    except OSError as error:
+        pools.hang_up()
+        raise Unavailable(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error
+    except KvdError:
+        pools.hang_up()
+        raise
+    return pools
+
+
+def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
+    ready, _, _ = select.select([stream.fileno()], [], [], max(deadline - time.monotonic(), 0.0))
+    if not ready:
+        raise Unavailable(ErrorCode.TRANSPORT, f"its pools did not come within {limits.IMPORT_SECONDS:g} s")
+    frames = stream.receive()
+    if frames is None:
+        raise Unavailable(ErrorCode.TRANSPORT, "it hung up before all of its pools had come")
+    return frames
+
+
+def _complete(pools: ImportedPools, frames: list[Frame]) -> bool:
+    """Adds the pools that have come; whether those were all."""
+    complete = False
+    try:
+        for frame in frames:
+            message = exports.decode(frame.content)
+            if isinstance(message, ImportRefused):
+                raise error_from_code(message.code, message.text)
+            if isinstance(message, ExportedPool):
+                if len(frame.descriptors) != 1:
+                    raise BadRequest(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
+                pools.add(message, frame.descriptors[0])
+            else:
+                pools.verify(message)
+                complete = True
+    finally:
+        for frame in frames:
+            close_descriptors(frame.descriptors)
+    return complete
+
+
+def _check(descriptor: int, size: int) -> None:
+    """Checks that nobody can take pages off the end of the file, which would end a process that reads there.
+
+    Raises:
+        BadRequest: `BAD_POOL`, it is no sealed memfd of that size.
+
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        length = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise BadRequest(ErrorCode.BAD_POOL, f"the descriptor of a pool is no memfd ({error})") from error
+    if seals & SEALS != SEALS or length < size:
+        text = f"a pool of {size} bytes came as a memfd of {length} with seals {seals:#x}, not {SEALS:#x}"
+        raise BadRequest(ErrorCode.BAD_POOL, text)

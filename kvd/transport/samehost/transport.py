@@ -1,0 +1,246 @@
+"""The transport within a host: a peer's pools are mapped for reading, and threads of ours copy.
+
+A peer that reads from us needs nothing of this process but its exporter's socket. Small reads are copied on the loop,
+as that takes less time than waking a thread up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvd import limits
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.protocol.codec import encode, export_addresses
+from kvd.protocol.export import ExportAddress
+from kvd.transport.interface import (
+    Deregistered,
+    Described,
+    Event,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Registered,
+)
+from kvd.transport.outbox import Outbox
+from kvd.transport.samehost.copies import CopyThreads, Memory, Read, copy_now
+from kvd.transport.samehost.exporter import Exporter
+from kvd.transport.samehost.importer import ImportedPools, import_pools
+from kvd.transport.samehost.process_memory import copy
+
+PATH: Final = "copy/memory"
+"""The path to every peer (`kvd.transport.path`)."""
+
+SMALL_BYTES: Final = 64 * limits.KIB
+SMALL_DESCRIPTORS: Final = 64
+"""Reads up to this are copied on the loop: some 10 us, where a thread takes 50 to wake up."""
+
+
+class SameHostTransport:
+    """`kvd.transport.interface.Transport` within `host`, the running kernel. Peers import pools at `path`.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, nothing can be bound at `path`, of file mode `mode`.
+
+    """
+
+    def __init__(
+        self, agent: str, loop: asyncio.AbstractEventLoop, path: str, *, host: str, threads: int, mode: int = 0o600
+    ) -> None:
+        self._agent = agent
+        self._loop = loop
+        self._path = path
+        self._host = host
+        self._exporter = Exporter(path, mode)
+        self._metadata = self._address(self._exporter.token())
+        self._outbox = Outbox(loop, self._deliver)
+        self._copies = CopyThreads(threads, self._emit)
+        self._bases: dict[int, int] = {}
+        """Addresses of the registered pools, by number."""
+        self._pools: dict[int, Memory] = {}
+        """By address."""
+        self._peers: dict[str, ImportedPools] = {}
+        self._importing: dict[str, object] = {}
+        """The latest attempt to import the pools of an agent."""
+        self._reads: dict[int, ImportedPools] = {}
+        """What the reads on threads use."""
+        self._on_event: Callable[[Event], None]
+        self._stopped = False
+
+    @property
+    def agent(self) -> str:
+        """The name under which peers add this agent."""
+        return self._agent
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, as of the last event that changed it."""
+        return self._metadata
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Starts the threads; `on_event` is called on the loop, in the order of the events."""
+        self._on_event = on_event
+        self._copies.start()
+
+    # --- our pools --------------------------------------------------------------------------------------------------
+
+    def register(self, pool: int, base: int, size: int, descriptor: int = -1) -> None:
+        """Exports a pool, if it has a `descriptor`, and lets reads land in it; answered by `Registered`."""
+        self._pools[base] = Memory(base, size)
+        self._bases[pool] = base
+        if descriptor >= 0:
+            self._exporter.add(pool, base, size, descriptor)
+        self._metadata = self._address(self._exporter.token())
+        self._on_event(Registered(pool, self._metadata))
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
+        del self._pools[self._bases.pop(pool)]
+        self._exporter.remove(pool)
+        self._metadata = self._address(self._exporter.token())
+        self._on_event(Deregistered(pool, self._metadata))
+
+    def describe(self, pools: tuple[int, ...]) -> None:
+        """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
+        self._on_event(Described(pools, self._address(self._exporter.token(pools))))
+
+    def _address(self, token: bytes) -> bytes:
+        return encode(ExportAddress(self._agent, self._host, self._path, token))
+
+    # --- peers ------------------------------------------------------------------------------------------------------
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`."""
+        try:
+            address = self._check(agent, metadata)
+        except KvdError as error:
+            self._importing.pop(agent, None)
+            self._lose(agent, error.text)
+            return
+        attempt = self._importing[agent] = object()
+        importing = self._loop.run_in_executor(None, import_pools, address)
+        importing.add_done_callback(partial(self._imported, agent, attempt))
+
+    def _check(self, agent: str, metadata: bytes) -> ExportAddress:
+        """Reads metadata.
+
+        Raises:
+            BadRequest: `BAD_MESSAGE`, it is malformed, or another agent's.
+            Unavailable: `TRANSPORT`, the agent is on another host.
+
+        """
+        address = export_addresses.decode(metadata)
+        if address.agent != agent:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"its metadata is about {address.agent!r}")
+        if address.host != self._host:
+            raise Unavailable(ErrorCode.TRANSPORT, f"it runs on another host ({address.host!r}, not {self._host!r})")
+        return address
+
+    def _imported(self, agent: str, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
+        error = importing.exception()
+        current = self._importing.get(agent) is attempt and not self._stopped
+        if current:
+            del self._importing[agent]
+        if error is None:
+            pools = importing.result()
+            if current:
+                self._add(agent, pools)
+            else:
+                pools.hang_up()
+        elif not isinstance(error, KvdError):
+            raise error
+        elif current:
+            self._lose(agent, error.text)
+
+    def _add(self, agent: str, pools: ImportedPools) -> None:
+        self._forget(agent)
+        self._peers[agent] = pools
+        self._loop.add_reader(pools.fileno(), self._lose, agent, "it has ended, or hung up")
+        self._on_event(PeerAdded(agent, PATH, same_host=True, stamps=pools.process is not None))
+
+    def _lose(self, agent: str, reason: str) -> None:
+        """A peer is of no use any more: its reads fail."""
+        pools = self._peers.get(agent)
+        self._forget(agent)
+        self._on_event(PeerFailed(agent, reason))
+        for read, used in list(self._reads.items()):
+            if used is pools:
+                self._copies.give_up(read, f"lost agent {agent!r}: {reason}")
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets `agent`; its open reads keep what they read from. No answer."""
+        self._importing.pop(agent, None)
+        self._forget(agent)
+
+    def _forget(self, agent: str) -> None:
+        pools = self._peers.pop(agent, None)
+        if pools is not None:
+            self._loop.remove_reader(pools.fileno())
+            pools.hang_up()
+
+    # --- reads ------------------------------------------------------------------------------------------------------
+
+    def read(self, request: ReadRequest) -> None:
+        """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
+        pools = self._peers.get(request.agent)
+        source = pools.find(request.remote_base) if pools else None
+        target = self._pools.get(request.local_base)
+        if pools is None or source is None or target is None:
+            self._on_event(ReadFailed(request.read, self._missing(request, known=pools is not None)))
+            return
+        read = Read(request, source, target, copy, pools.stamp)
+        if request.descriptors.bytes <= SMALL_BYTES and request.descriptors.count <= SMALL_DESCRIPTORS:
+            self._on_event(copy_now(read))
+            return
+        pools.use()
+        self._reads[request.read] = pools
+        self._copies.add(read)
+
+    def _missing(self, request: ReadRequest, *, known: bool) -> str:
+        if not known:
+            return f"agent {request.agent!r} is not known: add it before reading from it"
+        if request.local_base in self._pools:
+            return f"agent {request.agent!r} has exported no pool at {request.remote_base:#x}"
+        return f"no pool is registered at {request.local_base:#x}"
+
+    def abort(self, read: int) -> None:
+        """Asks for an early end of a read; unknown and ended reads are ignored."""
+        self._copies.give_up(read, "aborted", aborted=True)
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def expect_connection(self) -> None:
+        """Nothing to do: the exporter answers."""
+
+    def expect_readers(self, expected: bool) -> None:
+        """Nothing to do: peers that read need nothing of us."""
+
+    def ping(self, number: int) -> None:
+        """Asks the threads for a sign of life; answered by `Answered`."""
+        self._copies.ping(number)
+
+    def stop(self) -> None:
+        """Ends the threads after the slices that they copy. Open reads get no more events."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._outbox.close()
+        self._copies.stop()
+        for agent in list(self._peers):
+            self._forget(agent)
+        for pools in self._reads.values():
+            pools.release()
+        self._exporter.close()
+
+    def _emit(self, event: Event) -> None:
+        self._outbox.put(event)
+        self._outbox.flush()
+
+    def _deliver(self, event: Event) -> None:
+        if isinstance(event, Landed | ReadFailed):
+            self._reads.pop(event.read).release()
+        self._on_event(event)

@@ -1,0 +1,121 @@
+import asyncio
+import ctypes
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.memory.memfd import MemfdProvider
+from kvd.transport.interface import Transport
+from kvd.transport.routed import RoutedTransport
+from kvd.transport.samehost.transport import SameHostTransport
+from tests.conformance.contract import CHECKS, Contract
+from tests.conformance.site import PRODUCED, Bytes, pattern
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["tests.transport.test_samehost"])
+
+
+def transport_at(path: str, agent: str) -> Transport:
+    same_host = SameHostTransport(agent, asyncio.get_running_loop(), path, host="this", threads=2)
+    return RoutedTransport(same_host, None)
+
+
+async def produce(path: str, agent: str, pipe: Connection) -> None:
+    """Exports pools as the pipe asks, and exits when the pipe is closed."""
+    transport = transport_at(path, agent)
+    events: asyncio.Queue = asyncio.Queue()
+    transport.start(events.put_nowait)
+    kept = []
+    for number in itertools.count():
+        try:
+            size, seed = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            os._exit(0)
+        pool = MemfdProvider().allocate("pool", size)
+        kept.append(pool)
+        os.pwrite(pool.descriptor, pattern(seed, size).tobytes(), 0)
+        transport.register(number, pool.base, size, pool.descriptor)
+        pipe.send(((await events.get()).metadata, pool.base))
+
+
+def run_producer(path: str, agent: str, pipe: Connection) -> None:
+    asyncio.run(produce(path, agent, pipe))
+
+
+class SameHostProducer:
+    def __init__(self, path: str, agent: str, size: int, seed: int) -> None:
+        self.agent, self.size, self.seed = agent, size, seed
+        self._pipe, theirs = FORKSERVER.Pipe()
+        self._process = FORKSERVER.Process(target=run_producer, args=(path, agent, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def open(self) -> "SameHostProducer":
+        self.metadata, self.base = await self.register_more(self.size, self.seed)
+        return self
+
+    async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
+        self._pipe.send((size, seed))
+        return await asyncio.to_thread(self._pipe.recv)
+
+    async def kill(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        self._pipe.close()
+
+
+class SameHostSite:
+    def __init__(self, folder: Path) -> None:
+        self._names = map("agent-{}".format, itertools.count())
+        self._folder = folder
+        self.kept: SameHostProducer | None = None
+        provider = MemfdProvider()
+        self._pools = provider.allocate("small", PRODUCED // 2), provider.allocate("large", PRODUCED)
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+        if self.kept is not None:
+            self.kept.end()
+
+    def transport(self) -> Transport:
+        name = next(self._names)
+        return transport_at(str(self._folder / name), name)
+
+    def memory(self, size: int) -> tuple[int, Bytes, int]:
+        pool = self._pools[size > PRODUCED // 2]
+        memory = np.frombuffer((ctypes.c_char * size).from_address(pool.base), np.uint8)
+        memory[:] = 0
+        return pool.base, memory, pool.descriptor
+
+    async def shared(self) -> SameHostProducer:
+        if self.kept is None:
+            self.kept = await self.producer(PRODUCED, 5)
+        return self.kept
+
+    async def producer(self, size: int, seed: int) -> SameHostProducer:
+        name = next(self._names)
+        return await SameHostProducer(str(self._folder / name), name, size, seed).open()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SameHostSite]:
+    site = SameHostSite(tmp_path_factory.mktemp("samehost"))
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_copies_within_the_host_keep_the_contract(site: SameHostSite, check: str) -> None:
+    await Contract(site).run(check)
