@@ -190,7 +190,7 @@ def test_pinning_what_is_not_mapped_is_refused_by_name():
         copies.pin(device(0), 1 << 40, 4096, writable=True)
 
 
-@over_standin()
+@over_standin(device_count=1)  # a GPU counts nothing
 def test_nothing_of_the_driver_is_left_but_the_zeros_where_memory_has_moved_from():
     gpu = device(0)
     memory = Mapping.allocate(gpu, LENGTH)

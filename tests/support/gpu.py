@@ -1,15 +1,22 @@
-"""Tests over the stand-in driver, each in a process of its own: NIXL would see the driver in the next tests, too."""
+"""Tests over the stand-in driver, each in a process of its own: NIXL would see the driver in the next tests, too.
+
+With TESTS_ON_GPU=1 they run on a GPU of this machine instead, except those that change the stand-in.
+"""
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+
+import pytest
 
 from tests.standin.build import build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
 
 SECONDS = 60
+ON_GPU = "TESTS_ON_GPU" in os.environ
 
 
 def over_standin(
@@ -22,10 +29,13 @@ def over_standin(
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         def test(standin: StandinDriver) -> None:
+            if ON_GPU and (settings or without):
+                pytest.skip("changes the stand-in")
             standin.set(**settings)
+            stood_in = environment(standin, LD_LIBRARY_PATH=str(build(without=without)))
             ran = subprocess.run(
                 [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
-                env=environment(standin, LD_LIBRARY_PATH=str(build(without=without)), **(env or {})),
+                env={**(os.environ if ON_GPU else stood_in), **(env or {})},
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
