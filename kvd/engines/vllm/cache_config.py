@@ -130,7 +130,7 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         head_stride=head_stride,
         token_stride=token_stride,
         heads=spec.num_heads,
-        total_heads=_total_heads(vllm_config, spec, tensor.layers[0]),
+        total_heads=_total_heads(vllm_config, spec, tensor.layers[0], numbers[0]),
         kernel_tokens=kernel_tokens,
         cell_bytes=spec.state_content_size_bytes,
         dtype=_format(vllm_config, spec, on_cpu=on_cpu),
@@ -146,19 +146,41 @@ def _component(name: str) -> tuple[str, int]:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name), int(numbers[0])
 
 
-def _total_heads(vllm_config: Any, spec: Any, name: str) -> int:
+def _total_heads(vllm_config: Any, spec: Any, name: str, layer: int) -> int:
     """KV heads of this layer over all ranks; 1 if every rank holds the same."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:
         return int(spec.max_tp_shards)
     if get_kv_cache_spec_kind(spec) in _MLA:
         return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
-    if spec.num_heads == max(1, total // ranks):
-        return total
+    declared = _declared_heads(vllm_config, layer)
+    fitting = [total for total in declared if spec.num_heads == max(1, total // ranks)]
+    if fitting and fitting[0] == declared[0]:
+        return declared[0]
     if spec.num_heads > 1 or ranks == 1:
         return int(spec.num_heads) * ranks
-    raise _refusal(f"{name} has one KV head on each of {ranks} ranks; vLLM does not say of how many in all")
+    if len(set(fitting)) == 1:
+        return fitting[0]
+    text = f"{name} has one KV head on each of {ranks} ranks, the model's configuration names {declared}"
+    raise _refusal(f"{text}: of how many heads in all it is one cannot be told; use another tensor parallel size")
+
+
+def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
+    """Every number of KV heads that the configuration of the layer's model names, the model's own first.
+
+    Models whose layers differ give each kind a field of its own: `num_global_key_value_heads`,
+    `swa_num_key_value_heads`.
+    """
+    model = vllm_config.model_config
+    if layer >= model.get_total_num_hidden_layers():
+        model = vllm_config.speculative_config.draft_model_config
+    others = {
+        value
+        for field, value in model.hf_text_config.to_dict().items()
+        if "kv_heads" in field or "key_value_heads" in field
+        if type(value) is int and value > 0
+    }
+    return [int(model.get_total_num_kv_heads()), *sorted(others)]
 
 
 def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:
@@ -179,12 +201,21 @@ def _shard(vllm_config: Any) -> Shard:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
     pp_rank, tp_rank = divmod(rank_of(vllm_config), parallel.tensor_parallel_size)
+    *earlier, last = (tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages))
     return Shard(
-        stages=tuple(tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages)),
+        stages=(*earlier, (last[0], last[1] + _draft_layers(vllm_config))),
         tp_rank=tp_rank,
         tp_size=parallel.tensor_parallel_size,
         pp_rank=pp_rank,
     )
+
+
+def _draft_layers(vllm_config: Any) -> int:
+    """Layers of a drafter (EAGLE, MTP), which the last stage runs and which are numbered after the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        return 0
+    return int(speculative.draft_model_config.get_total_num_hidden_layers())
 
 
 def _refusal(text: str) -> BadRequest:

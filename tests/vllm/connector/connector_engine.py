@@ -38,6 +38,7 @@ PATIENCE = 60.0
 LATENT = 576
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "drafted": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "gemma": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "deepseek": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -52,6 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": LAYERS,
     },
 }
+
+
+DRAFT_LAYERS = {"drafted": 1}
+"""Layers of a drafter (EAGLE), which vLLM numbers after the model's."""
 
 
 def configuration(kind: str, folder: Path) -> Any:
@@ -78,6 +83,13 @@ def configuration(kind: str, folder: Path) -> Any:
         num_gpu_blocks_override=BLOCKS,
         kv_transfer_config=transfer,
     ).create_engine_config()
+    if kind in DRAFT_LAYERS:
+        draft = SimpleNamespace(
+            get_total_num_hidden_layers=lambda: DRAFT_LAYERS[kind],
+            get_total_num_kv_heads=config.model_config.get_total_num_kv_heads,
+            hf_text_config=config.model_config.hf_text_config,
+        )
+        config.speculative_config = SimpleNamespace(draft_model_config=draft, use_eagle=lambda: False)
     config.cache_config.kv_cache_layout = "LBNHC" if kind == "deepseek" else "LBHNC"
     return config
 
@@ -90,10 +102,12 @@ def layer_specs(kind: str, tp_size: int) -> dict[str, Any]:
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
     of_layer: dict[str, Callable[[int], Any]] = {
         "llama": lambda _: dense,
+        "drafted": lambda _: dense,
         "gemma": lambda layer: dense if layer % 3 == 2 else local,
         "deepseek": lambda _: latent,
     }
-    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(LAYERS)}
+    layers = LAYERS + DRAFT_LAYERS.get(kind, 0)
+    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(layers)}
 
 
 @dataclass
