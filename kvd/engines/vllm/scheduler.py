@@ -153,8 +153,12 @@ class SchedulerSide:
         )
 
     def _let_go(self, request: Any, offered: TransferParams) -> None:
-        """Tells the producer that its blocks are not needed."""
-        if not offered.refused:
+        """Tells the producer that its blocks are not needed.
+
+        The prompt need not be the ticket's: where vLLM's API server has rejected a request, it sends one with a prompt
+        of its own and ends it at once, only for this.
+        """
+        if offered.ticket:
             name = self._name(request.request_id)
             self._metadata.pulls.append(PullOrder(request.request_id, name, offered.ticket, (), waits=False))
 

@@ -11,7 +11,7 @@ restarted daemon only with its next step.
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvd.client import (
@@ -153,6 +153,8 @@ class WorkerSide:
         elif order.refused:
             self._failed(order, ErrorCode.BAD_TICKET, order.refused)
             self._received(order)
+            if order.ticket:
+                self._send_one(_without_blocks(order))
         else:
             self._client.pull(order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout)
             self._pulls[order.pull] = order, time.monotonic()
@@ -165,10 +167,10 @@ class WorkerSide:
             self._received(order)
 
     def _cancel(self, pull: str) -> None:
-        for entry in self._queue:
-            _, order = entry
+        for place, (until, order) in enumerate(self._queue):
             if isinstance(order, PullOrder) and order.pull == pull:
-                self._queue.remove(entry)
+                # It is still sent, without blocks: the producer's are held until it hears that nobody wants them.
+                self._queue[place] = until, _without_blocks(order)
                 self._received(order)
                 return
         if pull in self._pulls:
@@ -237,3 +239,8 @@ class WorkerSide:
         logger.error("the KV blocks of request %s are not offered: %s: %s", request, code, text)
         self._counts.refused_offers += 1
         self._results.sent.add(request)
+
+
+def _without_blocks(order: PullOrder) -> PullOrder:
+    """A pull that only lets the producer free its blocks."""
+    return replace(order, blocks=(), waits=False, refused="")

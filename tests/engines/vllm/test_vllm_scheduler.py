@@ -216,6 +216,16 @@ def test_an_abort_before_the_pull_lets_the_producer_go() -> None:
     assert not pull.waits
 
 
+def test_a_request_that_the_decode_server_rejected_lets_the_producer_go() -> None:
+    """VLLM's API server sends its parameters with a prompt of one token, to be aborted at once."""
+    consumer, params = side(), prefilled(side(), 9, [3, 1, 2])
+    request = Request([0], params, status=Status.FINISHED_ABORTED)
+    consumer.arrived(request)
+    assert consumer.finished(request, [[]]) is None
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.ticket, pull.blocks, pull.waits, pull.refused) == (params["kvd_ticket"], (), False, "")
+
+
 def test_an_aborted_prefill_is_not_offered() -> None:
     producer = side()
     request = Request(list(range(9)), dict(PREFILL), status=Status.FINISHED_ABORTED)

@@ -127,6 +127,14 @@ def test_a_refused_ticket_fails_without_asking_the_daemon(side: WorkerSide, clie
     assert (results.received, results.failed, client.calls) == ({"r"}, {"r"}, [])
 
 
+def test_a_ticket_of_another_prompt_fails_and_lets_the_producer_go(side: WorkerSide, client: Client) -> None:
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed) == ({"r"}, {"r"})
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+    assert step(side, client, Done("r#1")) == Results()
+
+
 def test_an_offer_ends_when_it_is_released(side: WorkerSide, client: Client) -> None:
     assert step(side, client, metadata=StepMetadata(offers=[OFFER])).sent == set()
     assert client.calls == [("offer", "r#1", 8, BLOCKS, 9.0, 1, SECRET)]
@@ -169,14 +177,17 @@ def test_orders_fail_when_the_daemon_stays_away(
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
 
 
-def test_an_order_that_waits_can_be_cancelled(side: WorkerSide, client: Client) -> None:
+def test_an_order_that_waits_and_is_cancelled_lets_the_producer_go_when_the_daemon_is_back(
+    side: WorkerSide, client: Client
+) -> None:
     client.connected = False
     side.begin(StepMetadata(pulls=[PULL]))
     results = step(side, client, metadata=StepMetadata(cancels=["r#1"]))
     assert (results.received, results.failed) == ({"r"}, set())
     client.connected = True
-    step(side, client)
-    assert client.calls == []
+    assert step(side, client) == Results()
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+    assert step(side, client, Done("r#1")) == Results()
 
 
 def test_what_the_client_refuses_fails_at_once(side: WorkerSide, client: Client) -> None:
