@@ -19,12 +19,15 @@ from kvd.client import Worker
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
 from kvd.engines.vllm.memory import PoolAllocation, as_tensor, check_views
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
+from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
 from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import ErrorCode, InternalError
+
+register()  # also where vLLM loads no plugins (`VLLM_PLUGINS`) and was given `kv_connector_module_path`
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

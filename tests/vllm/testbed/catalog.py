@@ -17,7 +17,6 @@ BLOCK: Final = 32
 MODELS: Final = ("llama", "gemma", "deepseek", "bench")
 
 FLAGS: Final[dict[str, tuple[str, ...]]] = {
-    "gemma": ("--no-disable-hybrid-kv-cache-manager",),
     "deepseek": ("--block-size", "16", "--max-num-seqs", "1"),
 }
 """What a server needs for a model beside the flags that all have."""

@@ -94,7 +94,6 @@ class KvdPair(Pair):
         """Names the sockets of the daemons of that side."""
         return {
             "kv_connector": "KvdConnector",
-            "kv_connector_module_path": "kvd.engines.vllm",
             "kv_connector_extra_config": {
                 "socket": str(self._folder / f"kvd-{side}-daemon-{{rank}}.sock"),
                 **self._extra,
@@ -105,6 +104,23 @@ class KvdPair(Pair):
     def services(self) -> list[Service]:
         """Daemons first: a server attaches when it starts."""
         return [*self.daemons.values(), *self.others, *super().services]
+
+
+class MultiPair(KvdPair):
+    """With MultiConnector: kvd between the servers, and on each vLLM's connector that keeps prompts in files."""
+
+    name = "multi"
+    title = "MultiConnector"
+
+    def connector(self, side: str) -> dict[str, Any]:
+        """Both connectors of that side, kvd first."""
+        files = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(self._folder / f"{side}-files")},
+        }
+        parts = [super().connector(side) | {"kv_role": "kv_both"}, files]
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": parts}}
 
 
 class NixlPair(Pair):
