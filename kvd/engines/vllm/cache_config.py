@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
@@ -66,8 +67,8 @@ def window_of(spec: Any) -> Window:
     raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
-def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
-    """The worker's cache, which must have passed `check_supported`.
+def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> WorkerCache:
+    """The worker's cache, which must have passed `check_supported`; `model` is told to peers in place of its path.
 
     Raises:
         BadRequest: `BAD_SPEC`, kvd does not move one of the layers.
@@ -75,7 +76,9 @@ def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
     """
     groups = cache_config.kv_cache_groups
     layers = vllm_config.compilation_config.static_forward_context
-    kernels = prepare_kernel_block_sizes(cache_config, [_attention_groups(group, layers) for group in groups])
+    attention = [_attention_groups(group, layers) for group in groups]
+    backends = {layer.backend.get_name() for group in attention for layer in group}
+    kernels = prepare_kernel_block_sizes(cache_config, attention)
     pages: list[list[Pages]] = [[] for _ in groups]
     for tensor in cache_config.kv_cache_tensors:
         index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
@@ -89,6 +92,7 @@ def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
+        identity=_identity(vllm_config, model or vllm_config.model_config.model, backends),
     )
 
 
@@ -173,7 +177,7 @@ def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
     """
     model = vllm_config.model_config
     if layer >= model.get_total_num_hidden_layers():
-        model = vllm_config.speculative_config.draft_model_config
+        model = _drafter(vllm_config)
     others = {
         value
         for field, value in model.hf_text_config.to_dict().items()
@@ -212,10 +216,31 @@ def _shard(vllm_config: Any) -> Shard:
 
 def _draft_layers(vllm_config: Any) -> int:
     """Layers of a drafter (EAGLE, MTP), which the last stage runs and which are numbered after the model's."""
+    drafter = _drafter(vllm_config)
+    return 0 if drafter is None else int(drafter.get_total_num_hidden_layers())
+
+
+def _drafter(vllm_config: Any) -> Any:
+    """The configuration of the drafter's model; None without one, as where drafts are n-grams of the prompt."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.draft_model_config is None:
-        return 0
-    return int(speculative.draft_model_config.get_total_num_hidden_layers())
+    if speculative is None or speculative.draft_model_config is speculative.target_model_config:
+        return None
+    return speculative.draft_model_config
+
+
+def _identity(vllm_config: Any, model: str, backends: set[str]) -> tuple[tuple[str, str], ...]:
+    """What both sides must have alike for one to go on with the other's cache, beside its layout."""
+    drafter = _drafter(vllm_config)
+    identity = {
+        "model": model,
+        "revision": vllm_config.model_config.revision or "none",
+        "model dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "attention backends": ", ".join(sorted(backends)),
+        "vLLM": ".".join(vllm.__version__.split(".")[:2]),  # no other number stands for the format of its caches
+    }
+    if drafter is not None:
+        identity["drafter"] = f"{drafter.model} ({vllm_config.speculative_config.method})"
+    return tuple(identity.items())
 
 
 def _refusal(text: str) -> BadRequest:

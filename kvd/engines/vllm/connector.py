@@ -53,7 +53,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _attach(self) -> None:
         settings = self._settings
-        self._cache = worker_cache(self._vllm_config, self._kv_cache_config)
+        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model)
         spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
         self._pool = as_tensor(client.pool, zero=client.kept)

@@ -22,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Session socket of the rank's daemon: like the daemon's own setting, from `KVD_SOCKET` unless it is given."""
     worker: str = "vllm-{dp_rank}-{rank}"
     """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
+    model: str = ""
+    """The model as peers are told of it, whose own must be the same; if empty, its name or path as vLLM was given."""
     offer_ttl: _Ttl = 120.0
     """How long the producer holds blocks that nobody has claimed."""
     pull_timeout: _Timeout = 60.0

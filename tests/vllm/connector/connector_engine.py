@@ -88,8 +88,11 @@ def configuration(kind: str, folder: Path) -> Any:
             get_total_num_hidden_layers=lambda: DRAFT_LAYERS[kind],
             get_total_num_kv_heads=config.model_config.get_total_num_kv_heads,
             hf_text_config=config.model_config.hf_text_config,
+            model="drafter",
         )
-        config.speculative_config = SimpleNamespace(draft_model_config=draft, use_eagle=lambda: False)
+        config.speculative_config = SimpleNamespace(
+            draft_model_config=draft, target_model_config=None, method="eagle", use_eagle=lambda: False
+        )
     config.cache_config.kv_cache_layout = "LBNHC" if kind == "deepseek" else "LBHNC"
     return config
 

@@ -29,7 +29,7 @@ def total(config: SimpleNamespace, ranks: int, held: int, layer: int = 0, draft:
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=config,
-        speculative_config=draft and SimpleNamespace(draft_model_config=draft),
+        speculative_config=draft and SimpleNamespace(draft_model_config=draft, target_model_config=config),
     )
     spec = FullAttentionSpec(block_size=32, num_kv_heads=held, head_size=32, dtype=torch.bfloat16)
     return _total_heads(vllm_config, spec, f"model.layers.{layer}.self_attn.attn", layer)
