@@ -1,8 +1,9 @@
 """The scheduler's half: decides what is offered, pulled and cancelled. It talks to no daemon.
 
-On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. Once
-vLLM has given the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that
-still runs. On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
+On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. A
+request that is not scheduled at once has its offer held, by every rank's daemon (`take_metadata`). Once vLLM has given
+the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. On
+the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
 
 The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
 token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
@@ -18,7 +19,7 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
-from kvd.engines.vllm.metadata import OfferOrder, PullOrder, RankEndpoint, StepMetadata
+from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.transfer_params import TransferParams
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
@@ -42,6 +43,10 @@ class SchedulerSide:
         self._endpoints: dict[int, RankEndpoint] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
+        self._queued: dict[str, str] = {}
+        """The tickets of requests that came since the last step; of those that are scheduled in it, none is left."""
+        self._holds: dict[str, str] = {}
+        """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
@@ -58,7 +63,10 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
             prompt, tokens = request.prompt_token_ids, request.num_prompt_tokens
-            self._params[request.request_id] = transfer_params.read(params, prompt, tokens)
+            offered = transfer_params.read(params, prompt, tokens)
+            self._params[request.request_id] = offered
+            if offered.ticket and not offered.refused:
+                self._queued[request.request_id] = offered.ticket
         elif transfer_params.is_producer(params) and self._keeps_too_little(request):
             _leave_out_last_token(request)
 
@@ -76,6 +84,7 @@ class SchedulerSide:
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
+        self._queued.pop(request.request_id, None)
         tokens = self._computed.pop(request.request_id, 0) + external
         if external == 0:
             self._let_go(request, offered)
@@ -87,12 +96,21 @@ class SchedulerSide:
         if len({part.group for part in missing}) < len(missing):
             refused = "the prefix cache holds blocks between the missing ones; kvd does not overwrite them"
         self._metadata.pulls.append(
-            PullOrder(request.request_id, pull, offered.ticket, missing, waits=True, refused=refused)
+            PullOrder(
+                request.request_id,
+                pull,
+                offered.ticket,
+                missing,
+                waits=True,
+                refused=refused,
+                consumer=self._holds.pop(request.request_id, ""),
+            )
         )
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns the router's parameters if its blocks are offered: vLLM then keeps them."""
         self._computed.pop(request.request_id, None)
+        self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
         if offered is not None:
             self._let_go(request, offered)
@@ -121,6 +139,10 @@ class SchedulerSide:
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
+        for request, ticket in self._queued.items():
+            self._holds[request] = hold = self._name(request)
+            self._metadata.holds.append(HoldOrder(request, hold, ticket))
+        self._queued.clear()
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
@@ -159,8 +181,9 @@ class SchedulerSide:
         of its own and ends it at once, only for this.
         """
         if offered.ticket:
-            name = self._name(request.request_id)
-            self._metadata.pulls.append(PullOrder(request.request_id, name, offered.ticket, (), waits=False))
+            name, hold = self._name(request.request_id), self._holds.pop(request.request_id, "")
+            order = PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold)
+            self._metadata.pulls.append(order)
 
     def _missing(self, blocks: Sequence[Sequence[Any]], tokens: int) -> Iterable[Blocks]:
         """The blocks that attention to the next token needs and that have no hash: they are not here."""

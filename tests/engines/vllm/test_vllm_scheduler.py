@@ -190,6 +190,36 @@ def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
     assert consumer.external(request, 0) == 0
 
 
+def test_the_offer_of_a_request_that_is_not_scheduled_at_once_is_held_as_one_consumer_with_its_pull() -> None:
+    params, consumer = prefilled(side(), 9, [3, 1, 2]), side()
+    request = Request(list(range(9)), params)
+    consumer.arrived(request)
+    (hold,) = consumer.take_metadata().holds
+    assert (hold.request, hold.ticket) == ("r", params["kvd_ticket"])
+    assert consumer.take_metadata().holds == []
+    consumer.allocated(request, [table(5, 6, 7)], consumer.external(request, 0))
+    metadata = consumer.take_metadata()
+    assert [(pull.consumer, pull.waits) for pull in metadata.pulls] == [(hold.hold, True)]
+    assert metadata.holds == []
+
+
+def test_the_offer_of_a_request_that_is_scheduled_at_once_is_not_held() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    metadata = consumer.take_metadata()
+    assert (metadata.holds, metadata.pulls[0].consumer) == ([], "")
+
+
+def test_an_abort_of_a_request_that_queues_lets_the_producer_go_as_the_consumer_that_held() -> None:
+    consumer = side()
+    request, _ = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    (hold,) = consumer.take_metadata().holds
+    consumer.finished(request, [[]])
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.waits, pull.consumer) == (False, hold.hold)
+
+
 def test_an_abort_during_the_pull_cancels_it() -> None:
     consumer = side()
     request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)

@@ -211,8 +211,18 @@ class Engine:
         self, name: str, prompt: Sequence[int], params: dict[str, Any], tables: Sequence[list[int]], computed: int = 0
     ) -> Request:
         """A request that has its blocks, the first `computed` tokens of them from the prefix cache (of one group)."""
+        request = self.queue(name, prompt, params)
+        self.allocate(request, tables, computed)
+        return request
+
+    def queue(self, name: str, prompt: Sequence[int], params: dict[str, Any]) -> Request:
+        """A request that has come, and has no blocks yet."""
         request = Request(name, list(prompt), params)
         self.scheduler.on_new_request(request)
+        return request
+
+    def allocate(self, request: Request, tables: Sequence[list[int]], computed: int = 0) -> None:
+        """Gives a queued request its blocks."""
         tokens, _ = self.scheduler.get_num_new_matched_tokens(request, computed)
         cached = computed // BLOCK_TOKENS
         blocks = [
@@ -223,7 +233,6 @@ class Engine:
             for table in tables
         ]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=blocks), tokens)
-        return request
 
     def fill(self, seed: int) -> None:
         """Other bytes in every layer's cache of every rank."""
