@@ -14,7 +14,7 @@ WINDOW: Final = 64
 BLOCK: Final = 32
 """Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
 
-MODELS: Final = ("llama", "gemma", "deepseek", "bench")
+MODELS: Final = ("llama", "gemma", "deepseek", "bench", "eagle")
 
 FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek": ("--block-size", "16", "--max-num-seqs", "1"),

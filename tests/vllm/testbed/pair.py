@@ -15,7 +15,7 @@ class Pair(ABC):
     """A prefill server and a decode server.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache; `ranks` the TP size of a side where it is not 1.
+    of either KV cache; `ranks` the TP size of a side where it is not 1, `drafters` the drafter of a side that has one.
     """
 
     name: str
@@ -32,13 +32,16 @@ class Pair(ABC):
         policy: str = "fail",
         blocks: int = BLOCKS,
         ranks: Mapping[str, int] = MappingProxyType({}),
+        drafters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
-        self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks, ranks.get(side, 1)), self._config(side))
-            for side in ("prefill", "decode")
-        )
+
+        def server(side: str) -> Server:
+            engine = Engine(models, model, blocks, ranks.get(side, 1), drafters.get(side, ""))
+            return Server(f"{self.name}-{side}", folder, engine, self._config(side))
+
+        self.prefill, self.decode = server("prefill"), server("decode")
 
     def _config(self, side: str) -> dict[str, Any]:
         return {"kv_role": "kv_both", "kv_load_failure_policy": self.policy, **self.connector(side)}
@@ -79,6 +82,7 @@ class KvdPair(Pair):
         policy: str = "fail",
         blocks: int = BLOCKS,
         ranks: Mapping[str, int] = MappingProxyType({}),
+        drafters: Mapping[str, str] = MappingProxyType({}),
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
@@ -88,7 +92,7 @@ class KvdPair(Pair):
         self.others = [
             Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
         ]
-        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks, drafters=drafters)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the sockets of the daemons of that side."""
