@@ -78,6 +78,8 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
     layers = vllm_config.compilation_config.static_forward_context
     attention = [_attention_groups(group, layers) for group in groups]
     backends = {layer.backend.get_name() for group in attention for layer in group}
+    specs = [layer.kv_cache_spec for group in attention for layer in group]
+    slotted = any(spec.num_head_slots not in {None, spec.num_kv_heads} for spec in specs)
     kernels = prepare_kernel_block_sizes(cache_config, attention)
     pages: list[list[Pages]] = [[] for _ in groups]
     for tensor in cache_config.kv_cache_tensors:
@@ -92,7 +94,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
-        identity=_identity(vllm_config, model or vllm_config.model_config.model, backends),
+        identity=_identity(vllm_config, model or vllm_config.model_config.model, backends, slotted=slotted),
     )
 
 
@@ -228,7 +230,7 @@ def _drafter(vllm_config: Any) -> Any:
     return speculative.draft_model_config
 
 
-def _identity(vllm_config: Any, model: str, backends: set[str]) -> tuple[tuple[str, str], ...]:
+def _identity(vllm_config: Any, model: str, backends: set[str], *, slotted: bool) -> tuple[tuple[str, str], ...]:
     """What both sides must have alike for one to go on with the other's cache, beside its layout."""
     drafter = _drafter(vllm_config)
     identity = {
@@ -238,6 +240,9 @@ def _identity(vllm_config: Any, model: str, backends: set[str]) -> tuple[tuple[s
         "attention backends": ", ".join(sorted(backends)),
         "vLLM": ".".join(vllm.__version__.split(".")[:2]),  # no other number stands for the format of its caches
     }
+    if slotted:
+        # K and V of a rank's heads lie in slots of their own: other ranks' slots lie between those of one head.
+        identity["tensor parallel size"] = str(vllm_config.parallel_config.tensor_parallel_size)
     if drafter is not None:
         identity["drafter"] = f"{drafter.model} ({vllm_config.speculative_config.method})"
     return tuple(identity.items())

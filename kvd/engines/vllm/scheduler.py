@@ -7,7 +7,8 @@ the prefill side, `finished` orders the offer and returns the ticket, which need
 
 The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
 token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
-prefill engine then leaves the last token out (`arrived`), as vLLM's own connector does for recurrent models.
+prefill engine then leaves the last token out (`arrived`), as vLLM's own connector does for recurrent models. With
+several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of drafts.
 """
 
 import logging
@@ -35,11 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers."""
+    """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers.
 
-    def __init__(self, groups: Sequence[tuple[Window, int]], ranks: int) -> None:
+    `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0) -> None:
         self._groups = tuple(groups)
         self._ranks = ranks
+        self._lookahead = lookahead
         self._endpoints: dict[int, RankEndpoint] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
@@ -67,8 +72,10 @@ class SchedulerSide:
             self._params[request.request_id] = offered
             if offered.ticket and not offered.refused:
                 self._queued[request.request_id] = offered.ticket
-        elif transfer_params.is_producer(params) and self._keeps_too_little(request):
-            _leave_out_last_token(request)
+        elif transfer_params.is_producer(params):
+            left_out = max(int(self._keeps_too_little(request)), self._lookahead - 1)
+            if 0 < left_out < request.num_prompt_tokens and not request.get_skip_reading_prefix_cache():
+                _leave_out_last_tokens(request, left_out)
 
     def external(self, request: Any, computed: int) -> int:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all."""
@@ -167,9 +174,7 @@ class SchedulerSide:
     def _keeps_too_little(self, request: Any) -> bool:
         """Whether a prefill of the whole prompt drops blocks that its last token, computed again, needs."""
         tokens = request.num_prompt_tokens
-        if tokens < 2 or request.get_skip_reading_prefix_cache():
-            return False
-        return any(
+        return tokens > 1 and any(
             not set(window.needed(tokens - 1, block_tokens)) <= set(window.needed(tokens, block_tokens))
             for window, block_tokens in self._groups
         )
@@ -233,12 +238,12 @@ def _runs(group: int, positions: Sequence[int], ids: Sequence[int]) -> Iterable[
             start = end
 
 
-def _leave_out_last_token(request: Any) -> None:
-    """Makes the prefill end one token early. It samples a wrong token, which nobody reads, only to end."""
+def _leave_out_last_tokens(request: Any, tokens: int) -> None:
+    """Makes the prefill end early. It samples a wrong token, which nobody reads, only to end."""
     if request.prompt_token_ids is None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
     else:
-        del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
+        del request.prompt_token_ids[-tokens:]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
     request.max_tokens = 1

@@ -181,6 +181,20 @@ def test_a_prefill_leaves_out_its_last_token_where_the_decode_side_needs_a_block
     assert decoded(consumer, params, tokens)[1] == tokens - 1
 
 
+@pytest.mark.parametrize(("lookahead", "left_out"), [(0, 0), (1, 0), (3, 2), (9, 0), (10, 0)])
+def test_a_prefill_leaves_out_the_tokens_that_several_mtp_modules_look_ahead(lookahead: int, left_out: int) -> None:
+    """A prompt that is no longer than that is computed whole."""
+    producer = SchedulerSide(((Full(), 4),), 1, lookahead)
+    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:0", 7, "vllm-0")})
+    request = Request(list(range(8)), dict(PREFILL))
+    producer.arrived(request)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == len(request._all_token_ids) == 8 - left_out
+    request.num_computed_tokens = request.num_prompt_tokens
+    params = producer.finished(request, [[3, 1]])
+    assert params is not None
+    assert decoded(side(), params, 8)[1] == min(7, 8 - left_out)
+
+
 def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
     consumer = side()
     request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)

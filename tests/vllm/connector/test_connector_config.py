@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _total_heads
+from kvd.engines.vllm.cache_config import _identity, _total_heads
 from kvd.errors import BadRequest
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -49,6 +49,18 @@ def test_layers_with_fewer_heads_than_the_models_count_have_those_that_its_confi
 def test_a_layer_of_one_head_on_each_rank_is_refused_if_the_configuration_names_several_that_fit() -> None:
     with pytest.raises(BadRequest, match=r"\[16, 2, 4, 16\].*tensor parallel size"):
         total(model(16, 4, swa_num_key_value_heads=2, num_global_key_value_heads=4), 4, 1)
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+def test_ranks_whose_keys_and_values_lie_in_slots_of_their_own_go_with_as_many_ranks_only(slotted: bool) -> None:
+    """As FlashInfer has them for NVFP4."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(revision=None, dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        speculative_config=None,
+    )
+    identity = dict(_identity(config, "m", {"FLASHINFER"}, slotted=slotted))
+    assert identity.get("tensor parallel size") == ("2" if slotted else None)
 
 
 def test_a_drafters_layer_has_the_heads_of_the_drafter() -> None:
