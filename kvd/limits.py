@@ -28,6 +28,10 @@ MAX_ERROR_TEXT: Final = 2000
 MAX_SPEC_BYTES: Final = 4 * MIB
 """An encoded `CacheSpec`: 1,000 layers with every dimension spelled out stay below 1 MiB."""
 
+MAX_IDENTITY_FIELDS: Final = 32
+MAX_IDENTITY_BYTES: Final = 1024
+"""Of one value of a spec's identity: a model's path may be long. Refusals name two of them."""
+
 MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
 """One request on a session; the largest, an attach, is a spec and a little more."""
 

@@ -94,12 +94,13 @@ class Core:
         *,
         traceparent: str | None = None,
         consumer: str = "",
+        hold: bool = False,
     ) -> bytes:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
         call = self._new_call(_Call.PULL, request)
-        frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer))
+        frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
         self._pulls.add(request, kept, now + timeout)
         return frame
 

@@ -151,12 +151,16 @@ class Session:
         timeout: float,
         traceparent: str | None = None,
         consumer: str = "",
+        hold: bool = False,
     ) -> None:
         """Reads what `ticket` offers at the positions of `blocks` into these blocks of the pool, within `timeout` s.
 
         Returns at once; `poll` returns exactly one of `Done`, `Failed` and `Cancelled`. If the daemons trace, their
         spans are children of `traceparent` (W3C Trace Context). `consumer` names the consumer that the producer counts:
         the same for all ranks of an engine, different for every engine; if empty, `request` does.
+
+        With `hold` and no blocks nothing is read: the offer outlives its ttl until you cancel this, for as long as your
+        session lasts. For a request that queues: hold its offer, pull when it has blocks, then cancel the hold.
 
         Raises:
             BadRequest: `DUPLICATE_REQUEST`, an open request has this name, or one whose blocks are in quarantine;
@@ -168,7 +172,7 @@ class Session:
         self._driver.check()
         now = time.monotonic()
         frame = self._driver.core.pull(
-            request, ticket, blocks, timeout, now, traceparent=traceparent, consumer=consumer
+            request, ticket, blocks, timeout, now, traceparent=traceparent, consumer=consumer, hold=hold
         )
         self._driver.request(frame, request)
 

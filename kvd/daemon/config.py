@@ -13,7 +13,7 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import host_of, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, host_of, is_everywhere, is_local, is_unix
 
 _OPEN = (
     "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
@@ -35,7 +35,7 @@ class Config(BaseSettings):
         description="The daemon's name in tickets, logs and status. Daemons that meet need different names.",
     )
     socket: Path = Field(
-        Path("/run/kvd/kvd.sock"),
+        Path(DEFAULT_SOCKET),
         description="Session socket for workers; the request socket has the same path with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")

@@ -15,6 +15,8 @@ from kvd.layout.view import Axis, Dim, View
 from kvd.layout.window import Chunked, Sliding, State, Window
 from kvd.limits import (
     MAX_GROUPS,
+    MAX_IDENTITY_BYTES,
+    MAX_IDENTITY_FIELDS,
     MAX_NAME_BYTES,
     MAX_RANKS,
     MAX_SPEC_BYTES,
@@ -67,13 +69,15 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The cache of one rank. Making one checks it: `BadRequest(BAD_SPEC)` names the field and its value.
 
     Every byte that a view can address lies in the pool of `pool_bytes`, no view overlaps itself, and arenas do not
-    overlap each other. `dtype` is that of all views that give none.
+    overlap each other. `dtype` is that of all views that give none. `identity` says what a layout does not show, by
+    name: which model the bytes are of, what wrote them. Both sides of a transfer must have the same.
     """
 
     dtype: str
     pool_bytes: int
     groups: tuple[Group, ...]
     shard: Shard
+    identity: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _check_spec(self)
@@ -118,6 +122,7 @@ def _check_spec(spec: CacheSpec) -> None:
     _check_name("dtype", spec.dtype)
     _bounded("groups", len(spec.groups), 1, MAX_GROUPS + 1)
     _check_shard(spec.shard)
+    _check_identity(spec.identity)
     views = [view for group in spec.groups for view in group.views]
     _bounded("layers over all views", sum(len(view.layers) for view in views), 0, MAX_SPEC_LAYERS + 1)
     for index, group in enumerate(spec.groups):
@@ -139,6 +144,16 @@ def _bounded(field: str, value: int, low: int, stop: int) -> None:
 def _check_name(field: str, name: str) -> None:
     if not name or len(name.encode()) > MAX_NAME_BYTES:
         _refuse(field, name[:MAX_NAME_BYTES], f"must be 1 to {MAX_NAME_BYTES} bytes")
+
+
+def _check_identity(identity: tuple[tuple[str, str], ...]) -> None:
+    _bounded("identity", len(identity), 0, MAX_IDENTITY_FIELDS + 1)
+    for name, value in identity:
+        _check_name("identity", name)
+        if len(value.encode()) > MAX_IDENTITY_BYTES:
+            _refuse(f"identity.{name}", value[:MAX_NAME_BYTES], f"must be at most {MAX_IDENTITY_BYTES} bytes")
+    if len(dict(identity)) < len(identity):
+        _refuse("identity", [name for name, _ in identity], "names must differ")
 
 
 def _check_shard(shard: Shard) -> None:

@@ -23,6 +23,7 @@ def check_compatible(source: CacheSpec, destination: CacheSpec) -> None:
         BadRequest: INCOMPATIBLE, naming the field and both sides' values.
 
     """
+    _check_identity(dict(source.identity), dict(destination.identity))
     _same("layers of the model", source.shard.stages[-1][1], destination.shard.stages[-1][1])
     _same("number of groups", len(source.groups), len(destination.groups))
     for index, (ours, theirs) in enumerate(zip(source.groups, destination.groups, strict=True)):
@@ -36,6 +37,11 @@ def _refuse(field: str, source: object, destination: object) -> NoReturn:
 def _same(field: str, source: object, destination: object) -> None:
     if source != destination:
         _refuse(field, source, destination)
+
+
+def _check_identity(source: dict[str, str], destination: dict[str, str]) -> None:
+    for name in {**source, **destination}:
+        _same(name, source.get(name, "none"), destination.get(name, "none"))
 
 
 def _check_groups(field: str, ours: Group, theirs: Group, source: CacheSpec, destination: CacheSpec) -> None:

@@ -1,7 +1,10 @@
-"""Reads daemon addresses: `tcp://host:port`, or `ipc:///path` for daemons of one host; with CURVE `#<key>` follows."""
+"""Where daemons are: peers at `tcp://host:port`, or `ipc:///path` on one host; with CURVE `#<key>` follows."""
 
 import ipaddress
 from typing import Final
+
+DEFAULT_SOCKET: Final = "/run/kvd/kvd.sock"
+"""Session socket of a daemon that was given no other."""
 
 _EVERY_HOST: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - recognised, not bound
 

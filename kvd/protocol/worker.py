@@ -126,6 +126,9 @@ class Pull(Message, frozen=True, tag="pull"):
     """The worker's trace span; None if it does not trace this request."""
     consumer: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_BYTES)] = ""
     """Names the consumer, the same for all ranks of an engine that pull together; if empty, `request` does."""
+    hold: bool = False
+    """Reads nothing, and has no `spans`: the offer outlives its ttl until this is cancelled, `timeout` is over, or the
+    worker's session ends. A cancel says that this consumer has finished; what it pulls meanwhile counts as the same."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):

@@ -22,6 +22,8 @@ class State(StrEnum):
     """its pull, which begins all its transfers together"""
     CLAIMING = "claiming"
     """the producer's grant"""
+    KEEPING = "keeping"
+    """its pull's end: it reads nothing, and its claim is renewed until then"""
     READING = "reading"
     """the last byte"""
     FENCING = "fencing"
@@ -46,6 +48,8 @@ class Event(StrEnum):
     LASTS = "lasts"
     """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
+    KEPT = "kept"
+    """granted, to a pull that only holds the lease"""
     REFUSED = "refused"
     """by the producer: it refused the claim or broke the lease; or the peer is lost"""
     LANDED = "landed"
@@ -93,8 +97,11 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.NEW, _E.KNOWN): Step(_S.READING, (_F.READ,)),
         (_S.NEW, _E.STOP): Step(_S.ENDED),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
+        (_S.CLAIMING, _E.KEPT): Step(_S.KEEPING),
         (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.KEEPING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.KEEPING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
         (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
@@ -113,6 +120,7 @@ TABLE: Table[State, Event, Effect] = Table(
     },
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
+        _S.KEEPING: frozenset({_E.GRANTED}),
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
         _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),

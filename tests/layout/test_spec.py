@@ -49,6 +49,9 @@ def of_many_views(count: int, tokens: int) -> CacheSpec:
 
 
 REFUSED = {
+    "an identity without a name": (lambda: make(identity=(("", "x"),)), "identity = "),
+    "an identity that is too long": (lambda: make(identity=(("model", "x" * 1025),)), "identity.model = "),
+    "an identity twice": (lambda: make(identity=(("model", "a"), ("model", "b"))), "names must differ"),
     "more layers than are checked": (
         lambda: of_many_views(MAX_SPEC_LAYERS + 1, 1),
         f"layers over all views = {MAX_SPEC_LAYERS + 1}: must be from 0 to {MAX_SPEC_LAYERS}",

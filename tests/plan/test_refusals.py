@@ -32,7 +32,14 @@ def latent():
     return engine(model(LayerKind(Full(), (0, 1), (Latent(16),))), "packed-hnd", block=16)[0]
 
 
+def of(**identity):
+    return replace(spec(), identity=tuple(identity.items()))
+
+
 REFUSED = {
+    "identity": (of(model="a", dtype="f"), of(model="b", dtype="f"), "model: source has a, destination has b"),
+    "what one side names alone": (of(model="a"), of(), "model: source has a, destination has none"),
+    "what the other side names alone": (of(), of(drafter="e"), "drafter: source has none, destination has e"),
     "dtype": (spec(), spec(dtype="fp8"), "groups[0].kv.dtype: source has bfloat16, destination has fp8"),
     "dtype of one component": (
         recurrent(),

@@ -85,6 +85,8 @@ IMPOSSIBLE = {
         # Nothing was asked of the producer yet.
         (T.State.NEW, T.Event.GRANTED),
         (T.State.NEW, T.Event.REFUSED),
+        # A grant is used once, and only where the claim waits for it.
+        *((state, T.Event.KEPT) for state in T.State if state is not T.State.CLAIMING),
         # The transport speaks only of a read that is open.
         *(
             (state, event)
@@ -93,7 +95,10 @@ IMPOSSIBLE = {
             for event in (T.Event.LANDED, T.Event.STAMPED, T.Event.BROKE)
         ),
         # Whoever passes answers on drops a `held` that nobody asked for.
-        *((state, T.Event.PROVEN) for state in (T.State.NEW, T.State.CLAIMING, T.State.READING, T.State.DRAINING)),
+        *(
+            (state, T.Event.PROVEN)
+            for state in (T.State.NEW, T.State.CLAIMING, T.State.KEEPING, T.State.READING, T.State.DRAINING)
+        ),
     },
     "claim": {
         # A fence is answered by the state that the claim is in; it changes only one that is held.

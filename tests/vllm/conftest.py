@@ -39,5 +39,5 @@ def _no_shared_memory_is_left() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with all models of the laboratory."""
     folder = tmp_path_factory.mktemp("models")
-    write_models(folder, "llama", "gemma", "deepseek", "bench")
+    write_models(folder, "llama", "gemma", "deepseek", "bench", "eagle")
     return folder

@@ -54,6 +54,8 @@ class Requests(Component):
                     bounds = f"{limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
                     text = f"timeout is {request.timeout} s; it may be {bounds}"
                     raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+                if request.hold and request.spans:
+                    raise BadRequest(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
                 self._context.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
             case Offer():
                 self._check_new(request, session)

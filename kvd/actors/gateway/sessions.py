@@ -10,6 +10,7 @@ from kvd.actors.gateway.messages import Backlog, PoolLent, PoolRenewed
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Pool
+from kvd.actors.scheduler.messages import EndHolds
 from kvd.errors import KvdError
 from kvd.net.interface import WorkerPort
 from kvd.protocol.codec import encode
@@ -99,6 +100,7 @@ class Sessions(Component):
         del self._by_worker[session.pool.worker], self._by_id[session.id]
         self._context.metrics.workers.set(len(self._by_worker))
         self._context.completion.tell(SessionDown(session.pool.worker))
+        self._context.scheduler.tell(EndHolds(session.pool.worker))
 
     @handles(PoolRenewed)
     def pool_renewed(self, message: PoolRenewed) -> None:

@@ -15,7 +15,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.messages import Drain, Pool, PoolDown, PoolUp, Quiesce, Report, Stop
 from kvd.actors.scheduler.effects import EffectQueue
-from kvd.actors.scheduler.messages import CancelRequest, PeerDown, PeerIdle, PeerUp, StartPull
+from kvd.actors.scheduler.messages import CancelRequest, EndHolds, PeerDown, PeerIdle, PeerUp, StartPull
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, PullKey
 from kvd.actors.scheduler.targets import Targets
@@ -70,6 +70,7 @@ class SchedulerActor(Actor):
             started=now,
             awaited=unknown,
             unasked={rank.address for rank in ticket.ranks} - unknown,
+            hold=request.hold,
         )
         try:
             self._check(key)
@@ -262,6 +263,19 @@ class SchedulerActor(Actor):
         else:
             self._step(pull, Event.CANCEL, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
 
+    @handles(EndHolds)
+    def end_holds(self, message: EndHolds) -> None:
+        """Ends what only holds offers for a worker that is gone; it asks again if it comes back."""
+        error = Unavailable(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
+        self._fail([pull for pull in self._holds() if pull.key[0] == message.worker], error)
+
+    def _holds(self) -> list[Pull]:
+        return [pull for pull in self._pulls.values() if pull.hold]
+
+    def _fail(self, pulls: list[Pull], error: KvdError) -> None:
+        for pull in pulls:
+            self._step(pull, Event.FAIL, error)
+
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
     @handles(PoolUp)
@@ -292,6 +306,7 @@ class SchedulerActor(Actor):
     def drain(self, _message: Drain) -> None:
         """Accepts nothing new; tells when the last pull and its last transfer have ended."""
         self._draining = True
+        self._fail(self._holds(), Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; it holds no offers"))
         self._check_idle()
 
     def _check_idle(self) -> None:
@@ -301,8 +316,7 @@ class SchedulerActor(Actor):
     @handles(Stop)
     def stop(self, _message: Stop) -> None:
         """Fails the pulls that have not ended."""
-        for pull in list(self._pulls.values()):
-            self._step(pull, Event.FAIL, Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
+        self._fail(list(self._pulls.values()), Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
 
     @handles(Report)
     def report(self, message: Report) -> None:

@@ -22,6 +22,12 @@ class CancelRequest(Struct, frozen=True, gc=False):
     cancel: worker_protocol.Cancel
 
 
+class EndHolds(Struct, frozen=True, gc=False):
+    """The worker's session has ended: nobody is there for whom offers should be held. Its pulls go on."""
+
+    worker: str
+
+
 class PeerUp(Struct, frozen=True, gc=False):
     """A peer is ready, or has told us about its pools again."""
 

@@ -103,6 +103,8 @@ class Pull(Struct, eq=False):
     """Addresses of the daemons that it waits for while it is connecting."""
     unasked: set[str]
     """Addresses of the daemons that were ready when it came, and have not been asked for their pools since."""
+    hold: bool
+    """It only holds its leases."""
     state: pull_machine.State = pull_machine.TABLE.initial
     lookups: int = 0
     """How often daemons were asked again because of pools that they had not named."""

@@ -74,7 +74,7 @@ class Transfers(Component):
 
     def begin(self, pull: Pull) -> None:
         """Reads at once where the ticket names the lease and the peer is on this host; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if each.names_lease and each.view.same_host}
+        known = {each.number for each in pull.transfers if each.names_lease and each.view.same_host and not pull.hold}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
                 return  # the pull has failed: none of its transfers may begin
@@ -123,7 +123,10 @@ class Transfers(Component):
 
     def _refused(self, transfer: Transfer, error: KvdError) -> None:
         self._requests.answered(transfer)
-        self._step(transfer, Event.REFUSED, error)
+        if transfer.state is State.KEEPING and error.code is ErrorCode.LEASE_BROKEN:
+            self._step(transfer, Event.STOP)  # its reader has finished; other ranks' leases are held on
+        else:
+            self._step(transfer, Event.REFUSED, error)
 
     def _granted(self, transfer: Transfer, grant: Grant) -> None:
         if transfer.granted or transfer.state not in (State.CLAIMING, State.READING, State.DRAINING):
@@ -155,7 +158,7 @@ class Transfers(Component):
         transfer.early_grant = None
         transfer.granted = True
         transfer.generation = grant.generation
-        self._step(transfer, Event.GRANTED)
+        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED)
 
     def learned(self, address: str) -> None:
         """Uses the grants of this peer's pools that were not known before the peer told about them."""

@@ -1,4 +1,4 @@
-"""vLLM on kvd: `KvdConnector`, which vLLM loads by `"kv_connector_module_path": "kvd.engines.vllm"`.
+"""vLLM on kvd: `KvdConnector`, which `plugin` makes known to vLLM.
 
 vLLM makes one connector in the scheduler's process, which decides what is offered and pulled (`scheduler`), and one in
 each worker's, which owns the session with the rank's daemon (`worker`). Only `cache_config`, `connector`, `memory`,

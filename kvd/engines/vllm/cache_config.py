@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
@@ -66,8 +67,8 @@ def window_of(spec: Any) -> Window:
     raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
-def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
-    """The worker's cache, which must have passed `check_supported`.
+def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> WorkerCache:
+    """The worker's cache, which must have passed `check_supported`; `model` is told to peers in place of its path.
 
     Raises:
         BadRequest: `BAD_SPEC`, kvd does not move one of the layers.
@@ -75,7 +76,11 @@ def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
     """
     groups = cache_config.kv_cache_groups
     layers = vllm_config.compilation_config.static_forward_context
-    kernels = prepare_kernel_block_sizes(cache_config, [_attention_groups(group, layers) for group in groups])
+    attention = [_attention_groups(group, layers) for group in groups]
+    backends = {layer.backend.get_name() for group in attention for layer in group}
+    specs = [layer.kv_cache_spec for group in attention for layer in group]
+    slotted = any(spec.num_head_slots not in {None, spec.num_kv_heads} for spec in specs)
+    kernels = prepare_kernel_block_sizes(cache_config, attention)
     pages: list[list[Pages]] = [[] for _ in groups]
     for tensor in cache_config.kv_cache_tensors:
         index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
@@ -89,6 +94,7 @@ def worker_cache(vllm_config: Any, cache_config: Any) -> WorkerCache:
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
+        identity=_identity(vllm_config, model or vllm_config.model_config.model, backends, slotted=slotted),
     )
 
 
@@ -130,7 +136,7 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         head_stride=head_stride,
         token_stride=token_stride,
         heads=spec.num_heads,
-        total_heads=_total_heads(vllm_config, spec, tensor.layers[0]),
+        total_heads=_total_heads(vllm_config, spec, tensor.layers[0], numbers[0]),
         kernel_tokens=kernel_tokens,
         cell_bytes=spec.state_content_size_bytes,
         dtype=_format(vllm_config, spec, on_cpu=on_cpu),
@@ -146,19 +152,41 @@ def _component(name: str) -> tuple[str, int]:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name), int(numbers[0])
 
 
-def _total_heads(vllm_config: Any, spec: Any, name: str) -> int:
+def _total_heads(vllm_config: Any, spec: Any, name: str, layer: int) -> int:
     """KV heads of this layer over all ranks; 1 if every rank holds the same."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:
         return int(spec.max_tp_shards)
     if get_kv_cache_spec_kind(spec) in _MLA:
         return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
-    if spec.num_heads == max(1, total // ranks):
-        return total
+    declared = _declared_heads(vllm_config, layer)
+    fitting = [total for total in declared if spec.num_heads == max(1, total // ranks)]
+    if fitting and fitting[0] == declared[0]:
+        return declared[0]
     if spec.num_heads > 1 or ranks == 1:
         return int(spec.num_heads) * ranks
-    raise _refusal(f"{name} has one KV head on each of {ranks} ranks; vLLM does not say of how many in all")
+    if len(set(fitting)) == 1:
+        return fitting[0]
+    text = f"{name} has one KV head on each of {ranks} ranks, the model's configuration names {declared}"
+    raise _refusal(f"{text}: of how many heads in all it is one cannot be told; use another tensor parallel size")
+
+
+def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
+    """Every number of KV heads that the configuration of the layer's model names, the model's own first.
+
+    Models whose layers differ give each kind a field of its own: `num_global_key_value_heads`,
+    `swa_num_key_value_heads`.
+    """
+    model = vllm_config.model_config
+    if layer >= model.get_total_num_hidden_layers():
+        model = _drafter(vllm_config)
+    others = {
+        value
+        for field, value in model.hf_text_config.to_dict().items()
+        if "kv_heads" in field or "key_value_heads" in field
+        if type(value) is int and value > 0
+    }
+    return [int(model.get_total_num_kv_heads()), *sorted(others)]
 
 
 def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:
@@ -179,12 +207,45 @@ def _shard(vllm_config: Any) -> Shard:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
     pp_rank, tp_rank = divmod(rank_of(vllm_config), parallel.tensor_parallel_size)
+    *earlier, last = (tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages))
     return Shard(
-        stages=tuple(tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages)),
+        stages=(*earlier, (last[0], last[1] + _draft_layers(vllm_config))),
         tp_rank=tp_rank,
         tp_size=parallel.tensor_parallel_size,
         pp_rank=pp_rank,
     )
+
+
+def _draft_layers(vllm_config: Any) -> int:
+    """Layers of a drafter (EAGLE, MTP), which the last stage runs and which are numbered after the model's."""
+    drafter = _drafter(vllm_config)
+    return 0 if drafter is None else int(drafter.get_total_num_hidden_layers())
+
+
+def _drafter(vllm_config: Any) -> Any:
+    """The configuration of the drafter's model; None without one, as where drafts are n-grams of the prompt."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is speculative.target_model_config:
+        return None
+    return speculative.draft_model_config
+
+
+def _identity(vllm_config: Any, model: str, backends: set[str], *, slotted: bool) -> tuple[tuple[str, str], ...]:
+    """What both sides must have alike for one to go on with the other's cache, beside its layout."""
+    drafter = _drafter(vllm_config)
+    identity = {
+        "model": model,
+        "revision": vllm_config.model_config.revision or "none",
+        "model dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "attention backends": ", ".join(sorted(backends)),
+        "vLLM": ".".join(vllm.__version__.split(".")[:2]),  # no other number stands for the format of its caches
+    }
+    if slotted:
+        # K and V of a rank's heads lie in slots of their own: other ranks' slots lie between those of one head.
+        identity["tensor parallel size"] = str(vllm_config.parallel_config.tensor_parallel_size)
+    if drafter is not None:
+        identity["drafter"] = f"{drafter.model} ({vllm_config.speculative_config.method})"
+    return tuple(identity.items())
 
 
 def _refusal(text: str) -> BadRequest:

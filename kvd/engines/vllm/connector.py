@@ -19,12 +19,15 @@ from kvd.client import Worker
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
 from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
+from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
 from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import ErrorCode, InternalError
+
+register()  # also where vLLM loads no plugins (`VLLM_PLUGINS`) and was given `kv_connector_module_path`
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -44,13 +47,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(windows(kv_cache_config), ranks)
+            self._scheduler = SchedulerSide(windows(kv_cache_config), ranks, vllm_config.num_prefill_lookahead_tokens)
         else:
             self._attach()
 
     def _attach(self) -> None:
         settings = self._settings
-        self._cache = worker_cache(self._vllm_config, self._kv_cache_config)
+        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model)
         spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
         self._pool = pool_tensor(client)

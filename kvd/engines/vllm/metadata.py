@@ -44,12 +44,25 @@ class PullOrder:
     blocks: tuple[Blocks, ...]
     waits: bool
     refused: str = ""
+    consumer: str = ""
+    """The request's hold, if there was one: the producer takes both for one consumer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """Have the producer hold its blocks until the pull of this request has ended: the request has no blocks yet."""
+
+    request: str
+    hold: str
+    """Unique as a pull is; it is also what the producer counts as the consumer, with the request's later pull."""
+    ticket: str = field(repr=False)
 
 
 @dataclass(slots=True)
 class StepMetadata:
     """All orders of one step."""
 
+    holds: list[HoldOrder] = field(default_factory=list)
     pulls: list[PullOrder] = field(default_factory=list)
     offers: list[OfferOrder] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)

@@ -1,12 +1,14 @@
 """The scheduler's half: decides what is offered, pulled and cancelled. It talks to no daemon.
 
-On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. Once
-vLLM has given the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that
-still runs. On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
+On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. A
+request that is not scheduled at once has its offer held, by every rank's daemon (`take_metadata`). Once vLLM has given
+the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. On
+the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
 
 The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
 token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
-prefill engine then leaves the last token out (`arrived`), as vLLM's own connector does for recurrent models.
+prefill engine then leaves the last token out (`arrived`), as vLLM's own connector does for recurrent models. With
+several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of drafts.
 """
 
 import logging
@@ -18,7 +20,7 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
-from kvd.engines.vllm.metadata import OfferOrder, PullOrder, RankEndpoint, StepMetadata
+from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.transfer_params import TransferParams
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
@@ -34,14 +36,22 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers."""
+    """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers.
 
-    def __init__(self, groups: Sequence[tuple[Window, int]], ranks: int) -> None:
+    `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0) -> None:
         self._groups = tuple(groups)
         self._ranks = ranks
+        self._lookahead = lookahead
         self._endpoints: dict[int, RankEndpoint] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
+        self._queued: dict[str, str] = {}
+        """The tickets of requests that came since the last step; of those that are scheduled in it, none is left."""
+        self._holds: dict[str, str] = {}
+        """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
@@ -58,9 +68,14 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
             prompt, tokens = request.prompt_token_ids, request.num_prompt_tokens
-            self._params[request.request_id] = transfer_params.read(params, prompt, tokens)
-        elif transfer_params.is_producer(params) and self._keeps_too_little(request):
-            _leave_out_last_token(request)
+            offered = transfer_params.read(params, prompt, tokens)
+            self._params[request.request_id] = offered
+            if offered.ticket and not offered.refused:
+                self._queued[request.request_id] = offered.ticket
+        elif transfer_params.is_producer(params):
+            left_out = max(int(self._keeps_too_little(request)), self._lookahead - 1)
+            if 0 < left_out < request.num_prompt_tokens and not request.get_skip_reading_prefix_cache():
+                _leave_out_last_tokens(request, left_out)
 
     def external(self, request: Any, computed: int) -> int:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all."""
@@ -76,6 +91,7 @@ class SchedulerSide:
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
+        self._queued.pop(request.request_id, None)
         tokens = self._computed.pop(request.request_id, 0) + external
         if external == 0:
             self._let_go(request, offered)
@@ -87,12 +103,21 @@ class SchedulerSide:
         if len({part.group for part in missing}) < len(missing):
             refused = "the prefix cache holds blocks between the missing ones; kvd does not overwrite them"
         self._metadata.pulls.append(
-            PullOrder(request.request_id, pull, offered.ticket, missing, waits=True, refused=refused)
+            PullOrder(
+                request.request_id,
+                pull,
+                offered.ticket,
+                missing,
+                waits=True,
+                refused=refused,
+                consumer=self._holds.pop(request.request_id, ""),
+            )
         )
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns the router's parameters if its blocks are offered: vLLM then keeps them."""
         self._computed.pop(request.request_id, None)
+        self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
         if offered is not None:
             self._let_go(request, offered)
@@ -121,6 +146,10 @@ class SchedulerSide:
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
+        for request, ticket in self._queued.items():
+            self._holds[request] = hold = self._name(request)
+            self._metadata.holds.append(HoldOrder(request, hold, ticket))
+        self._queued.clear()
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
@@ -145,18 +174,21 @@ class SchedulerSide:
     def _keeps_too_little(self, request: Any) -> bool:
         """Whether a prefill of the whole prompt drops blocks that its last token, computed again, needs."""
         tokens = request.num_prompt_tokens
-        if tokens < 2 or request.get_skip_reading_prefix_cache():
-            return False
-        return any(
+        return tokens > 1 and any(
             not set(window.needed(tokens - 1, block_tokens)) <= set(window.needed(tokens, block_tokens))
             for window, block_tokens in self._groups
         )
 
     def _let_go(self, request: Any, offered: TransferParams) -> None:
-        """Tells the producer that its blocks are not needed."""
-        if not offered.refused:
-            name = self._name(request.request_id)
-            self._metadata.pulls.append(PullOrder(request.request_id, name, offered.ticket, (), waits=False))
+        """Tells the producer that its blocks are not needed.
+
+        The prompt need not be the ticket's: where vLLM's API server has rejected a request, it sends one with a prompt
+        of its own and ends it at once, only for this.
+        """
+        if offered.ticket:
+            name, hold = self._name(request.request_id), self._holds.pop(request.request_id, "")
+            order = PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold)
+            self._metadata.pulls.append(order)
 
     def _missing(self, blocks: Sequence[Sequence[Any]], tokens: int) -> Iterable[Blocks]:
         """The blocks that attention to the next token needs and that have no hash: they are not here."""
@@ -206,12 +238,12 @@ def _runs(group: int, positions: Sequence[int], ids: Sequence[int]) -> Iterable[
             start = end
 
 
-def _leave_out_last_token(request: Any) -> None:
-    """Makes the prefill end one token early. It samples a wrong token, which nobody reads, only to end."""
+def _leave_out_last_tokens(request: Any, tokens: int) -> None:
+    """Makes the prefill end early. It samples a wrong token, which nobody reads, only to end."""
     if request.prompt_token_ids is None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
     else:
-        del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
+        del request.prompt_token_ids[-tokens:]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
     request.max_tokens = 1

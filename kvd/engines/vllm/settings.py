@@ -1,5 +1,6 @@
 """The settings in `kv_connector_extra_config`."""
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ from msgspec import Meta
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
+from kvd.protocol.address import DEFAULT_SOCKET
 
 _Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
 _Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
@@ -16,12 +18,14 @@ _Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The connector's settings; times in seconds. `{rank}` and `{dp_rank}` are replaced in `socket` and `worker`."""
 
-    socket: str
-    """Session socket of the rank's daemon."""
+    socket: str = msgspec.field(default_factory=lambda: os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET)
+    """Session socket of the rank's daemon: like the daemon's own setting, from `KVD_SOCKET` unless it is given."""
     worker: str = "vllm-{dp_rank}-{rank}"
     """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
-    offer_ttl: _Ttl = 120.0
-    """How long the producer holds blocks that nobody has claimed."""
+    model: str = ""
+    """The model as peers are told of it, whose own must be the same; if empty, its name or path as vLLM was given."""
+    offer_ttl: _Ttl = 30.0
+    """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
     pull_timeout: _Timeout = 60.0
     """How long a pull may take once the decode engine has blocks for it."""
     attach_timeout: _Timeout = 60.0
@@ -40,7 +44,7 @@ def read_settings(extra: Mapping[str, Any], ranks: int) -> Settings:
     """The settings of an engine of `ranks` ranks.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, a setting is missing, unknown or out of bounds.
+        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds.
 
     """
     try:

@@ -52,6 +52,7 @@ class WorkerCache:
     num_blocks: int
     groups: tuple[CacheGroup, ...]
     shard: Shard
+    identity: tuple[tuple[str, str], ...] = ()
 
 
 def cache_spec(cache: WorkerCache) -> CacheSpec:
@@ -73,7 +74,7 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
         for group in cache.groups
     )
     dtype = cache.groups[0].pages[0].dtype
-    return CacheSpec(dtype=dtype, pool_bytes=cache.nbytes, groups=groups, shard=cache.shard)
+    return CacheSpec(dtype=dtype, pool_bytes=cache.nbytes, groups=groups, shard=cache.shard, identity=cache.identity)
 
 
 def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:

@@ -17,7 +17,10 @@ from kvd.protocol import ticket as tickets
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What a decode engine received: the `ticket` for the first `tokens` tokens, or why it is `refused`."""
+    """What a decode engine received: the `ticket` for the first `tokens` tokens, or why it is `refused`.
+
+    A refused one has a ticket as well if it can be read, so that its blocks can be let go of.
+    """
 
     ticket: str = field(repr=False)
     tokens: int
@@ -79,7 +82,7 @@ def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens:
     if ticket.tokens > prompt_tokens or theirs != ours:
         ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
         refused = f"{ticket_is}, this prompt has {prompt_tokens} and {ours}; does the router mix up requests?"
-        return TransferParams("", prompt_tokens, refused)
+        return TransferParams(text, prompt_tokens, refused)
     return TransferParams(text, ticket.tokens)
 
 

@@ -4,6 +4,8 @@ It reports every request that waits for a pull to vLLM as received exactly once 
 failed), and never while the daemon may still write to its blocks. It reports every offered request as sent exactly
 once, when the daemon has let go of its blocks.
 
+An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
+
 While the daemon is away, orders to it wait up to `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a
 restarted daemon only with its next step.
 """
@@ -11,8 +13,8 @@ restarted daemon only with its next step.
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from kvd.client import (
     Cancelled,
@@ -26,14 +28,20 @@ from kvd.client import (
     Reattached,
     Released,
 )
-from kvd.engines.vllm.metadata import OfferOrder, PullOrder, RankEndpoint, StepMetadata
+from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
+from kvd.limits import MAX_PULL_TIMEOUT
 
 PATIENCE_SECONDS = 5.0
 """A restart of the daemon takes one to two on a machine with little to do."""
 
+_HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, ErrorCode.DEADLINE}
+"""Why a hold may end although its offer stands: a session or a link was lost, the daemon is new, an hour is over."""
+
 logger = logging.getLogger(__name__)
+
+Order: TypeAlias = HoldOrder | PullOrder | OfferOrder
 
 
 @dataclass(slots=True)
@@ -69,9 +77,11 @@ class WorkerSide:
         self._block_bytes = [group.block_bytes for group in spec.groups]
         self._offer_ttl = offer_ttl
         self._pull_timeout = pull_timeout
-        self._queue: deque[tuple[float, PullOrder | OfferOrder]] = deque()
+        self._queue: deque[tuple[float, Order]] = deque()
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
+        self._holds: dict[str, HoldOrder] = {}
+        """Holds that are sent; their pulls name them."""
         self._offers: dict[str, str] = {}
         self._results = Results()
         self._told: RankEndpoint | None = None
@@ -82,8 +92,8 @@ class WorkerSide:
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
         until = time.monotonic() + PATIENCE_SECONDS
-        self._queue.extend((until, order) for order in metadata.pulls)
-        self._queue.extend((until, order) for order in metadata.offers)
+        for orders in (metadata.holds, metadata.pulls, metadata.offers):
+            self._queue.extend((until, order) for order in orders)
         for pull in metadata.cancels:
             self._cancel(pull)
         if self._queue:
@@ -139,8 +149,11 @@ class WorkerSide:
                 self._give_up(order, error)
             self._queue.popleft()
 
-    def _send_one(self, order: PullOrder | OfferOrder) -> None:
-        if isinstance(order, OfferOrder):
+    def _send_one(self, order: Order) -> None:
+        if isinstance(order, HoldOrder):
+            self._client.pull(order.hold, order.ticket, blocks=(), timeout=MAX_PULL_TIMEOUT, hold=True)
+            self._holds[order.hold] = order
+        elif isinstance(order, OfferOrder):
             self._client.offer_nowait(
                 order.offer,
                 tokens=order.tokens,
@@ -153,53 +166,78 @@ class WorkerSide:
         elif order.refused:
             self._failed(order, ErrorCode.BAD_TICKET, order.refused)
             self._received(order)
+            if order.ticket:
+                self._send_one(_without_blocks(order))
         else:
-            self._client.pull(order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout)
+            self._client.pull(
+                order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout, consumer=order.consumer
+            )
             self._pulls[order.pull] = order, time.monotonic()
 
-    def _give_up(self, order: PullOrder | OfferOrder, error: KvdError) -> None:
-        if isinstance(order, OfferOrder):
+    def _give_up(self, order: Order, error: KvdError) -> None:
+        if isinstance(order, HoldOrder):
+            self._not_held(order, error.code, error.text)
+        elif isinstance(order, OfferOrder):
             self._offer_refused(order.request, error.code, error.text)
         else:
             self._failed(order, error.code, error.text)
             self._received(order)
+            self._end_hold(order)
 
     def _cancel(self, pull: str) -> None:
-        for entry in self._queue:
-            _, order = entry
+        for place, (until, order) in enumerate(self._queue):
             if isinstance(order, PullOrder) and order.pull == pull:
-                self._queue.remove(entry)
+                # It is still sent, without blocks: the producer's are held until it hears that nobody wants them.
+                self._queue[place] = until, _without_blocks(order)
                 self._received(order)
                 return
         if pull in self._pulls:
-            try:
-                self._client.cancel(pull)
-            except KvdError as error:
-                logger.debug("could not cancel pull %s, waiting for its end: %s", pull, error)
+            self._tell_cancel(pull)
+
+    def _end_hold(self, order: PullOrder) -> None:
+        """Nothing more of this request's offer is wanted."""
+        if self._holds.pop(order.consumer, None) is not None:
+            self._tell_cancel(order.consumer)
+        for entry in list(self._queue):
+            if isinstance(entry[1], HoldOrder) and entry[1].hold == order.consumer:
+                self._queue.remove(entry)  # it was about to be sent again
+
+    def _tell_cancel(self, pull: str) -> None:
+        try:
+            self._client.cancel(pull)
+        except KvdError as error:
+            logger.debug("could not cancel pull %s, waiting for its end: %s", pull, error)
 
     # --- events in --------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
         for event in self._client.poll():
             match event:
-                case Done(pull):
-                    self._done(*self._pulls.pop(pull))
-                case Failed(pull, code, text, quarantined):
-                    self._failed(self._pulls[pull][0], code, text)
-                    self._ended(pull, quarantined=quarantined)
-                case Cancelled(pull, quarantined):
-                    self._ended(pull, quarantined=quarantined)
-                case Freed(pull):
-                    self._ended(pull, quarantined=False)
+                case Done(pull) | Failed(pull) | Cancelled(pull) | Freed(pull) if pull in self._pulls:
+                    self._pull_ended(event)
+                case Failed(hold, code, text):
+                    self._hold_ended(hold, code, text)
                 case Released(offer, reason):
                     self._counts.expired_offers += reason == "expired"
                     self._results.sent.add(self._offers.pop(offer))
                 case OfferRefused(offer, code, text):
                     self._offer_refused(self._offers.pop(offer), code, text)
-                case Offered():
+                case Offered() | Cancelled():
                     pass
                 case _:
                     self._log(event)
+
+    def _pull_ended(self, event: Done | Failed | Cancelled | Freed) -> None:
+        match event:
+            case Done(pull):
+                self._done(*self._pulls.pop(pull))
+            case Failed(pull, code, text, quarantined):
+                self._failed(self._pulls[pull][0], code, text)
+                self._ended(pull, quarantined=quarantined)
+            case Cancelled(pull, quarantined):
+                self._ended(pull, quarantined=quarantined)
+            case Freed(pull):
+                self._ended(pull, quarantined=False)
 
     def _log(self, event: Disconnected | Reattached | DaemonError) -> None:
         match event:
@@ -210,15 +248,30 @@ class WorkerSide:
             case DaemonError(code, text):
                 logger.error("the daemon of %s: %s: %s", self._name, code, text)
 
+    def _hold_ended(self, hold: str, code: str, text: str) -> None:
+        order = self._holds.pop(hold, None)
+        if order is None:
+            return  # it was being cancelled
+        if code in _HELD_AGAIN:
+            self._queue.append((time.monotonic() + PATIENCE_SECONDS, order))
+        else:
+            self._not_held(order, code, text)
+
+    def _not_held(self, order: HoldOrder, code: str, text: str) -> None:
+        """The request may still find the offer when it has blocks; its pull will say."""
+        logger.warning("the KV blocks of request %s are not held while it queues: %s: %s", order.request, code, text)
+
     def _done(self, order: PullOrder, sent_at: float) -> None:
         if order.waits:
             self._counts.pull_seconds.append(time.monotonic() - sent_at)
             self._counts.pull_blocks.append(sum(len(part.ids) for part in order.blocks))
             self._counts.pull_bytes.append(sum(len(part.ids) * self._block_bytes[part.group] for part in order.blocks))
         self._received(order)
+        self._end_hold(order)
 
     def _ended(self, pull: str, *, quarantined: bool) -> None:
         """The pull brought nothing of use; its request may have its blocks back unless they are in quarantine."""
+        self._end_hold(self._pulls[pull][0])
         if not quarantined:
             self._received(self._pulls.pop(pull)[0])
 
@@ -237,3 +290,8 @@ class WorkerSide:
         logger.error("the KV blocks of request %s are not offered: %s: %s", request, code, text)
         self._counts.refused_offers += 1
         self._results.sent.add(request)
+
+
+def _without_blocks(order: PullOrder) -> PullOrder:
+    """A pull that only lets the producer free its blocks."""
+    return replace(order, blocks=(), waits=False, refused="")

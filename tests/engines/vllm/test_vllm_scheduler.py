@@ -181,6 +181,20 @@ def test_a_prefill_leaves_out_its_last_token_where_the_decode_side_needs_a_block
     assert decoded(consumer, params, tokens)[1] == tokens - 1
 
 
+@pytest.mark.parametrize(("lookahead", "left_out"), [(0, 0), (1, 0), (3, 2), (9, 0), (10, 0)])
+def test_a_prefill_leaves_out_the_tokens_that_several_mtp_modules_look_ahead(lookahead: int, left_out: int) -> None:
+    """A prompt that is no longer than that is computed whole."""
+    producer = SchedulerSide(((Full(), 4),), 1, lookahead)
+    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:0", 7, "vllm-0")})
+    request = Request(list(range(8)), dict(PREFILL))
+    producer.arrived(request)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == len(request._all_token_ids) == 8 - left_out
+    request.num_computed_tokens = request.num_prompt_tokens
+    params = producer.finished(request, [[3, 1]])
+    assert params is not None
+    assert decoded(side(), params, 8)[1] == min(7, 8 - left_out)
+
+
 def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
     consumer = side()
     request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
@@ -188,6 +202,36 @@ def test_a_request_is_pulled_once_however_often_it_is_scheduled() -> None:
     consumer.allocated(request, [table(5, 6, 7)], 0)
     assert len(consumer.take_metadata().pulls) == 1
     assert consumer.external(request, 0) == 0
+
+
+def test_the_offer_of_a_request_that_is_not_scheduled_at_once_is_held_as_one_consumer_with_its_pull() -> None:
+    params, consumer = prefilled(side(), 9, [3, 1, 2]), side()
+    request = Request(list(range(9)), params)
+    consumer.arrived(request)
+    (hold,) = consumer.take_metadata().holds
+    assert (hold.request, hold.ticket) == ("r", params["kvd_ticket"])
+    assert consumer.take_metadata().holds == []
+    consumer.allocated(request, [table(5, 6, 7)], consumer.external(request, 0))
+    metadata = consumer.take_metadata()
+    assert [(pull.consumer, pull.waits) for pull in metadata.pulls] == [(hold.hold, True)]
+    assert metadata.holds == []
+
+
+def test_the_offer_of_a_request_that_is_scheduled_at_once_is_not_held() -> None:
+    consumer = side()
+    request, external = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    consumer.allocated(request, [table(5, 6, 7)], external)
+    metadata = consumer.take_metadata()
+    assert (metadata.holds, metadata.pulls[0].consumer) == ([], "")
+
+
+def test_an_abort_of_a_request_that_queues_lets_the_producer_go_as_the_consumer_that_held() -> None:
+    consumer = side()
+    request, _ = decoded(consumer, prefilled(side(), 9, [3, 1, 2]), 9)
+    (hold,) = consumer.take_metadata().holds
+    consumer.finished(request, [[]])
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.waits, pull.consumer) == (False, hold.hold)
 
 
 def test_an_abort_during_the_pull_cancels_it() -> None:
@@ -214,6 +258,16 @@ def test_an_abort_before_the_pull_lets_the_producer_go() -> None:
     consumer.finished(request, [[]])
     (pull,) = consumer.take_metadata().pulls
     assert not pull.waits
+
+
+def test_a_request_that_the_decode_server_rejected_lets_the_producer_go() -> None:
+    """VLLM's API server sends its parameters with a prompt of one token, to be aborted at once."""
+    consumer, params = side(), prefilled(side(), 9, [3, 1, 2])
+    request = Request([0], params, status=Status.FINISHED_ABORTED)
+    consumer.arrived(request)
+    assert consumer.finished(request, [[]]) is None
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.ticket, pull.blocks, pull.waits, pull.refused) == (params["kvd_ticket"], (), False, "")
 
 
 def test_an_aborted_prefill_is_not_offered() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, OfferRefused, Reattached, Released
 from kvd.engines.vllm import worker as worker_module
-from kvd.engines.vllm.metadata import OfferOrder, PullOrder, StepMetadata
+from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, StepMetadata
 from kvd.engines.vllm.worker import Results, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
@@ -14,6 +14,7 @@ from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 BLOCKS = (Blocks(0, 0, [1, 2]),)
 SECRET = bytes(16)
 PULL = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True)
+HOLD = HoldOrder("r", "r#0", "kvd1.x")
 OFFER = OfferOrder("r", "r#1", 8, BLOCKS, SECRET)
 
 
@@ -35,8 +36,10 @@ class Client:
             raise self.error
         self.calls.append(call)
 
-    def pull(self, request: str, ticket: str, *, blocks: Any, timeout: float) -> None:
-        self._call("pull", request, ticket, blocks, timeout)
+    def pull(
+        self, request: str, ticket: str, *, blocks: Any, timeout: float, consumer: str = "", hold: bool = False
+    ) -> None:
+        self._call("pull", request, ticket, blocks, timeout, *([consumer] if consumer else []), *["hold"] * hold)
 
     def offer_nowait(self, offer: str, *, tokens: int, blocks: Any, ttl: float, consumers: int, secret: bytes) -> None:
         self._call("offer", offer, tokens, blocks, ttl, consumers, secret)
@@ -127,6 +130,58 @@ def test_a_refused_ticket_fails_without_asking_the_daemon(side: WorkerSide, clie
     assert (results.received, results.failed, client.calls) == ({"r"}, {"r"}, [])
 
 
+def test_a_ticket_of_another_prompt_fails_and_lets_the_producer_go(side: WorkerSide, client: Client) -> None:
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed) == ({"r"}, {"r"})
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+    assert step(side, client, Done("r#1")) == Results()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Done("r#1"),
+        Failed("r#1", "peer_lost", "gone", quarantined=True, blocks=BLOCKS),
+        Cancelled("r#1", quarantined=False, blocks=BLOCKS),
+    ],
+)
+def test_an_offer_is_held_from_before_the_pull_until_the_pull_has_ended(
+    side: WorkerSide, client: Client, event: Any
+) -> None:
+    step(side, client, metadata=StepMetadata(holds=[HOLD]))
+    assert client.calls == [("pull", "r#0", "kvd1.x", (), 3600.0, "hold")]
+    pull = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, consumer="r#0")
+    step(side, client, metadata=StepMetadata(pulls=[pull]))
+    assert client.calls[1:] == [("pull", "r#1", "kvd1.x", BLOCKS, 8.0, "r#0")]
+    step(side, client, event)
+    assert client.calls[2:] == [("cancel", "r#0")]
+    assert step(side, client, Cancelled("r#0", quarantined=False, blocks=())) == Results()
+
+
+def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_queues(
+    side: WorkerSide, client: Client
+) -> None:
+    lost = Failed("r#0", "cancelled", "the session has ended", quarantined=False, blocks=())
+    step(side, client, metadata=StepMetadata(holds=[HOLD]))
+    step(side, client, lost)
+    assert client.calls == [("pull", "r#0", "kvd1.x", (), 3600.0, "hold")] * 2
+    client.connected = False
+    step(side, client, lost)
+    step(side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", (), waits=False, consumer="r#0")]))
+    client.connected = True
+    step(side, client)
+    step(side, client, Done("r#1"))
+    step(side, client)
+    assert [call[:2] for call in client.calls[2:]] == [("pull", "r#0"), ("pull", "r#1"), ("cancel", "r#0")]
+
+
+def test_a_hold_of_an_offer_that_is_gone_is_left_to_the_pull(side: WorkerSide, client: Client) -> None:
+    gone = Failed("r#0", "offer_gone", "expired", quarantined=False, blocks=())
+    assert step(side, client, gone, metadata=StepMetadata(holds=[HOLD])) == Results()
+    assert len(client.calls) == 1
+
+
 def test_an_offer_ends_when_it_is_released(side: WorkerSide, client: Client) -> None:
     assert step(side, client, metadata=StepMetadata(offers=[OFFER])).sent == set()
     assert client.calls == [("offer", "r#1", 8, BLOCKS, 9.0, 1, SECRET)]
@@ -169,14 +224,17 @@ def test_orders_fail_when_the_daemon_stays_away(
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
 
 
-def test_an_order_that_waits_can_be_cancelled(side: WorkerSide, client: Client) -> None:
+def test_an_order_that_waits_and_is_cancelled_lets_the_producer_go_when_the_daemon_is_back(
+    side: WorkerSide, client: Client
+) -> None:
     client.connected = False
     side.begin(StepMetadata(pulls=[PULL]))
     results = step(side, client, metadata=StepMetadata(cancels=["r#1"]))
     assert (results.received, results.failed) == ({"r"}, set())
     client.connected = True
-    step(side, client)
-    assert client.calls == []
+    assert step(side, client) == Results()
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+    assert step(side, client, Done("r#1")) == Results()
 
 
 def test_what_the_client_refuses_fails_at_once(side: WorkerSide, client: Client) -> None:

@@ -38,6 +38,7 @@ PATIENCE = 60.0
 LATENT = 576
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "drafted": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "gemma": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "deepseek": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -52,6 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": LAYERS,
     },
 }
+
+
+DRAFT_LAYERS = {"drafted": 1}
+"""Layers of a drafter (EAGLE), which vLLM numbers after the model's."""
 
 
 def configuration(kind: str, folder: Path) -> Any:
@@ -78,6 +83,16 @@ def configuration(kind: str, folder: Path) -> Any:
         num_gpu_blocks_override=BLOCKS,
         kv_transfer_config=transfer,
     ).create_engine_config()
+    if kind in DRAFT_LAYERS:
+        draft = SimpleNamespace(
+            get_total_num_hidden_layers=lambda: DRAFT_LAYERS[kind],
+            get_total_num_kv_heads=config.model_config.get_total_num_kv_heads,
+            hf_text_config=config.model_config.hf_text_config,
+            model="drafter",
+        )
+        config.speculative_config = SimpleNamespace(
+            draft_model_config=draft, target_model_config=None, method="eagle", use_eagle=lambda: False
+        )
     config.cache_config.kv_cache_layout = "LBNHC" if kind == "deepseek" else "LBHNC"
     return config
 
@@ -90,10 +105,12 @@ def layer_specs(kind: str, tp_size: int) -> dict[str, Any]:
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
     of_layer: dict[str, Callable[[int], Any]] = {
         "llama": lambda _: dense,
+        "drafted": lambda _: dense,
         "gemma": lambda layer: dense if layer % 3 == 2 else local,
         "deepseek": lambda _: latent,
     }
-    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(LAYERS)}
+    layers = LAYERS + DRAFT_LAYERS.get(kind, 0)
+    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(layers)}
 
 
 @dataclass
@@ -194,8 +211,18 @@ class Engine:
         self, name: str, prompt: Sequence[int], params: dict[str, Any], tables: Sequence[list[int]], computed: int = 0
     ) -> Request:
         """A request that has its blocks, the first `computed` tokens of them from the prefix cache (of one group)."""
+        request = self.queue(name, prompt, params)
+        self.allocate(request, tables, computed)
+        return request
+
+    def queue(self, name: str, prompt: Sequence[int], params: dict[str, Any]) -> Request:
+        """A request that has come, and has no blocks yet."""
         request = Request(name, list(prompt), params)
         self.scheduler.on_new_request(request)
+        return request
+
+    def allocate(self, request: Request, tables: Sequence[list[int]], computed: int = 0) -> None:
+        """Gives a queued request its blocks."""
         tokens, _ = self.scheduler.get_num_new_matched_tokens(request, computed)
         cached = computed // BLOCK_TOKENS
         blocks = [
@@ -206,7 +233,6 @@ class Engine:
             for table in tables
         ]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=blocks), tokens)
-        return request
 
     def fill(self, seed: int) -> None:
         """Other bytes in every layer's cache of every rank."""

@@ -1,5 +1,6 @@
 """What vLLM is told when something dies, is late or is wrong: never that bytes are good which are not."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -26,9 +27,11 @@ class Pair:
         self.producer = self.engine("p")
         self.consumer = self.engine("d")
 
-    def engine(self, name: str, **settings: Any) -> Engine:
+    def engine(self, name: str, path: str = "", **settings: Any) -> Engine:
         settings["socket"] = self.daemons.socket(name)
-        return self._stack.enter_context(closing(Engine(self._config, "llama", settings)))
+        config = copy.deepcopy(self._config)
+        config.model_config.model = path or config.model_config.model
+        return self._stack.enter_context(closing(Engine(config, "llama", settings)))
 
     def offered(self, name: str) -> dict[str, Any]:
         """A finished prefill whose offer the daemon has."""
@@ -124,6 +127,22 @@ def test_a_ticket_of_another_prompt_fails_the_load(pair: Pair) -> None:
     params = pair.offered("r")
     params["kvd_prompt"] += 1
     assert not pair.pulled("r", params)
+
+
+def test_two_models_of_one_shape_are_refused_by_name_and_a_common_name_makes_them_one(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.consumer.close()
+    pair.consumer = pair.engine("d", path="/models/other")
+    assert not pair.pulled("r1", pair.offered("r1"))
+    assert "model: source has" in caplog.text
+    assert "destination has /models/other" in caplog.text
+    for side, name in (("producer", "p"), ("consumer", "d")):
+        getattr(pair, side).close()
+        setattr(pair, side, pair.engine(name, path=f"/{side}/model", model="ours"))
+    pair.producer.fill(1)
+    assert pair.pulled("r2", pair.offered("r2"))
+    assert pair.same_bytes()
 
 
 def test_an_aborted_request_gives_its_blocks_back(pair: Pair) -> None:

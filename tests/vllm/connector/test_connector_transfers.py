@@ -55,6 +55,20 @@ def test_every_rank_gets_its_heads_from_every_rank_that_has_them(
     producer.run_until(lambda: "r" in producer.sent)
 
 
+def test_the_layers_of_a_drafter_move_with_the_models(start: Callable[..., Engine]) -> None:
+    producer, consumer = start("p", "drafted"), start("d", "drafted")
+    producer.fill(1)
+    consumer.fill(2)
+    params = producer.prefilled("r", PROMPT, [[3, 7, 1, 5]])
+    consumer.decode("r", PROMPT, params, [[2, 4, 6, 8]])
+    consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
+    assert not consumer.failed
+    assert len(consumer.caches[0]) == LAYERS + 1
+    for name in consumer.caches[0]:
+        for source, destination in zip((3, 7, 1, 5), (2, 4, 6, 8), strict=True):
+            assert torch.equal(heads(producer, name, source), heads(consumer, name, destination))
+
+
 def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[..., Engine]) -> None:
     producer, consumer = start("p", "gemma"), start("d", "gemma")
     windows = [group.window for group in producer.workers[0]._cache.groups]

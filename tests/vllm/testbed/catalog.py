@@ -14,10 +14,9 @@ WINDOW: Final = 64
 BLOCK: Final = 32
 """Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
 
-MODELS: Final = ("llama", "gemma", "deepseek", "bench")
+MODELS: Final = ("llama", "gemma", "deepseek", "bench", "eagle")
 
 FLAGS: Final[dict[str, tuple[str, ...]]] = {
-    "gemma": ("--no-disable-hybrid-kv-cache-manager",),
     "deepseek": ("--block-size", "16", "--max-num-seqs", "1"),
 }
 """What a server needs for a model beside the flags that all have."""

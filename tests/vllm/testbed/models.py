@@ -1,4 +1,4 @@
-"""Tiny models of four architectures, written to disk so that a real vLLM runs them without a download.
+"""Tiny models of four architectures and a drafter, written to disk so that a real vLLM runs them without a download.
 
 Run as `python -m tests.vllm.testbed.models FOLDER NAME...`. Weights are random but of the scale that a trained
 model has: with vLLM's own dummy weights (within 0.001) attention hardly matters, and wrong KV would go unnoticed.
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -107,9 +108,28 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+def _write_eagle(folder: Path) -> None:
+    """A drafter for the Llama: one of its layers over its embeddings and hidden states. What it drafts is random."""
+    config = _llama()
+    config.num_hidden_layers = 1
+    state = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    weights = {
+        name.removeprefix("model."): weight.contiguous()
+        for name, weight in state.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    weights["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * config.initializer_range
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+
+
 def write(name: str, folder: Path) -> None:
     """Writes model `name` with its weights and tokenizer into `folder`."""
     torch.manual_seed(0)
+    if name == "eagle":
+        _write_eagle(folder)
+        return
     config = CONFIGS[name]()
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)

@@ -15,7 +15,7 @@ class Pair(ABC):
     """A prefill server and a decode server.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache; `ranks` the TP size of a side where it is not 1.
+    of either KV cache; `ranks` the TP size of a side where it is not 1, `drafters` the drafter of a side that has one.
     """
 
     name: str
@@ -32,13 +32,16 @@ class Pair(ABC):
         policy: str = "fail",
         blocks: int = BLOCKS,
         ranks: Mapping[str, int] = MappingProxyType({}),
+        drafters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.policy = policy
         folder.mkdir(parents=True, exist_ok=True)
-        self.prefill, self.decode = (
-            Server(f"{self.name}-{side}", folder, Engine(models, model, blocks, ranks.get(side, 1)), self._config(side))
-            for side in ("prefill", "decode")
-        )
+
+        def server(side: str) -> Server:
+            engine = Engine(models, model, blocks, ranks.get(side, 1), drafters.get(side, ""))
+            return Server(f"{self.name}-{side}", folder, engine, self._config(side))
+
+        self.prefill, self.decode = server("prefill"), server("decode")
 
     def _config(self, side: str) -> dict[str, Any]:
         return {"kv_role": "kv_both", "kv_load_failure_policy": self.policy, **self.connector(side)}
@@ -79,6 +82,7 @@ class KvdPair(Pair):
         policy: str = "fail",
         blocks: int = BLOCKS,
         ranks: Mapping[str, int] = MappingProxyType({}),
+        drafters: Mapping[str, str] = MappingProxyType({}),
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
@@ -88,13 +92,12 @@ class KvdPair(Pair):
         self.others = [
             Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
         ]
-        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks, drafters=drafters)
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the sockets of the daemons of that side."""
         return {
             "kv_connector": "KvdConnector",
-            "kv_connector_module_path": "kvd.engines.vllm",
             "kv_connector_extra_config": {
                 "socket": str(self._folder / f"kvd-{side}-daemon-{{rank}}.sock"),
                 **self._extra,
@@ -105,6 +108,23 @@ class KvdPair(Pair):
     def services(self) -> list[Service]:
         """Daemons first: a server attaches when it starts."""
         return [*self.daemons.values(), *self.others, *super().services]
+
+
+class MultiPair(KvdPair):
+    """With MultiConnector: kvd between the servers, and on each vLLM's connector that keeps prompts in files."""
+
+    name = "multi"
+    title = "MultiConnector"
+
+    def connector(self, side: str) -> dict[str, Any]:
+        """Both connectors of that side, kvd first."""
+        files = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(self._folder / f"{side}-files")},
+        }
+        parts = [super().connector(side) | {"kv_role": "kv_both"}, files]
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": parts}}
 
 
 class NixlPair(Pair):

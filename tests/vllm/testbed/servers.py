@@ -37,6 +37,8 @@ class Engine:
     """Of the KV cache, a group."""
     ranks: int = 1
     """Its TP size."""
+    drafter: str = ""
+    """Of the catalog, too: the EAGLE model that drafts two tokens a step."""
 
 
 class Server(Service):
@@ -46,6 +48,8 @@ class Server(Service):
         super().__init__(name, folder)
         self.engine = engine
         self.transfer = transfer
+        self.variables: dict[str, str] = {}
+        """More environment variables, from the next start on."""
         self.port = free_port()
         self._side_channel = free_port()
 
@@ -73,9 +77,12 @@ class Server(Service):
         command += FLAGS.get(engine.model, ())
         if engine.ranks > 1:
             command += ["--tensor-parallel-size", str(engine.ranks)]
+        if engine.drafter:
+            drafts = {"method": "eagle", "model": str(engine.models / engine.drafter), "num_speculative_tokens": 2}
+            command += ["--speculative-config", json.dumps(drafts)]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        return with_environment(variables, command)
+        return with_environment(variables | self.variables, command)
 
     async def is_up(self) -> bool:
         """Whether it says that it is healthy."""

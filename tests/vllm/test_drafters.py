@@ -1,0 +1,61 @@
+"""Speculative decoding: the layers of a drafter move with the model's, and a drafter on one side only is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.catalog import BLOCK, make_prompt
+from tests.vllm.testbed.client import complete, make_body
+from tests.vllm.testbed.http import HttpError
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import scrape
+from tests.vllm.testbed.service import start_all, stop_all
+
+MODEL = "llama"
+TOKENS = 12
+LAYERS = 5
+"""Four of the model, one of the drafter with the same heads."""
+
+LAYER_BYTES = BLOCK * 2 * 2 * 32 * 4
+"""Of a block in one layer: keys and values of two heads of 32 x float32."""
+
+
+@asynccontextmanager
+async def running(folder: Path, models: Path, **drafters: str) -> AsyncIterator[KvdPair]:
+    pair = KvdPair(folder, models, MODEL, drafters=drafters)
+    try:
+        await start_all(pair.services)
+        yield pair
+    finally:
+        stop_all(pair.services)
+
+
+async def test_a_pair_that_drafts_moves_the_drafters_layers_and_gives_the_tokens_of_one_server(
+    models: Path, tmp_path: Path
+) -> None:
+    async with running(tmp_path, models, prefill="eagle", decode="eagle") as pair:
+        read = await _read(pair)
+        for number, length in enumerate((3, 4 * BLOCK, 4 * BLOCK + 5)):
+            prompt = make_prompt(length, seed=number)
+            got = await pair.complete(prompt, TOKENS, cache_salt="pair")
+            assert_same(got, await complete(pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone")))
+            blocks = -(-(length - 1) // BLOCK)
+            assert await _read(pair) - read == blocks * LAYERS * LAYER_BYTES
+            read = await _read(pair)
+        assert (await scrape(pair.decode)).total("vllm:spec_decode_num_drafts_total") > 0
+
+
+async def test_a_drafter_on_the_decode_side_alone_is_refused_by_name(models: Path, tmp_path: Path) -> None:
+    async with running(tmp_path, models, decode="eagle") as pair:
+        with pytest.raises(HttpError):
+            await pair.complete(make_prompt(50, seed=1), TOKENS)
+        log = await asyncio.to_thread(pair.decode.log.read_text, errors="replace")
+        assert "drafter: source has none, destination has" in log
+
+
+async def _read(pair: KvdPair) -> float:
+    return (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total")
