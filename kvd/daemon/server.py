@@ -5,8 +5,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -22,6 +21,7 @@ from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.supervisor import LoggingSupervisor
+from kvd.daemon.background import Background
 from kvd.daemon.config import Config
 from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
@@ -30,7 +30,7 @@ from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
-from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
+from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.host import boot_id, raise_open_files
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from kvd.daemon.tracing import Traces
     from kvd.transport.nixl.probe import Probe
 
-T = TypeVar("T")
 
 _log = structlog.get_logger("kvd")
 
@@ -183,7 +182,7 @@ class Daemon:
             peer_port=self._peer_sockets,
             transport=self._transport,
             provider=provider,
-            background=_Background(loop),
+            background=Background(loop),
             draw_session=lambda: os.urandom(16),
             describe=self._describe,
             transport_died=lambda reason: self.fail(f"the transport died: {reason}"),
@@ -331,23 +330,3 @@ def _traces(config: Config) -> "Traces | None":
         text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
         raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
     return exporting(config.name)
-
-
-class _Background:
-    """Runs slow work on a thread: faulting in gigabytes takes seconds, decoding a spec milliseconds."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
-        def attempt() -> T | KvdError:
-            try:
-                return work()
-            except KvdError as error:
-                return error
-            except Exception as error:  # noqa: BLE001 - reported to the caller
-                _log.error("background work failed", exc_info=error)
-                return InternalError(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
-
-        future = self._loop.run_in_executor(None, attempt)
-        future.add_done_callback(lambda finished: done(finished.result()))

@@ -1,12 +1,12 @@
 import asyncio
 
-from kvd.daemon.server import _Background
+from kvd.daemon.background import Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
 
 
 async def _result(work):
     answered = asyncio.get_running_loop().create_future()
-    _Background(asyncio.get_running_loop())(work, answered.set_result)
+    Background(asyncio.get_running_loop())(work, answered.set_result)
     return await asyncio.wait_for(answered, 10)
 
 
