@@ -67,18 +67,22 @@ class Measured:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    """From one 16 KiB block to 256 MiB."""
-    sizes = [(16 * KIB, 1), (16 * KIB, 64), (16 * KIB, 1024), (256 * KIB, 4), (256 * KIB, 64), (256 * KIB, 256)]
-    sizes.append((256 * KIB, 1024))
-    found = []
-    for block_bytes, count in sizes:
-        rounds = max(5, min(400, (2 * 1024 * MIB) // (block_bytes * count)))
-        if quick:
-            rounds = max(3, rounds // 10)
-        found += [
-            Case(block_bytes, count, scattered, rounds) for scattered in ((False, True) if count > 1 else (True,))
-        ]
-    return found
+    """From one 16 KiB block to 256 MiB; 64 MiB in blocks of every size, scattered."""
+    sizes = [(16 * KIB, 1, True)]
+    for block_bytes, count in ((16 * KIB, 64), (16 * KIB, 1024), (256 * KIB, 4), (256 * KIB, 64)):
+        sizes += [(block_bytes, count, False), (block_bytes, count, True)]
+    sizes += [(block_bytes, 64 * MIB // block_bytes, True) for block_bytes in (4 * KIB, 16 * KIB, 64 * KIB)]
+    for count in (256, 1024):
+        sizes += [(256 * KIB, count, False), (256 * KIB, count, True)]
+    return [
+        Case(block_bytes, count, scattered, _rounds(block_bytes * count, quick))
+        for block_bytes, count, scattered in sizes
+    ]
+
+
+def _rounds(size: int, quick: bool) -> int:
+    rounds = max(5, min(400, (2 * 1024 * MIB) // size))
+    return max(3, rounds // 10) if quick else rounds
 
 
 def measure(pair: Pair, chosen: Sequence[Case], progress: Callable[[], None]) -> Iterator[Measured]:
