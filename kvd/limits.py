@@ -119,8 +119,9 @@ MAX_CLAIMS_WAITING: Final = 16_384
 MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
 """Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others."""
 
-MAX_CLAIMS_PER_OFFER: Final = 2 * MAX_RANKS
-"""Claims that hold one offer: every rank of a consumer, and of a second one that a router tried."""
+MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
+"""Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
+one only holds the offer while the request queues, one reads."""
 
 MAX_CONSUMERS: Final = 1024
 """Consumers that an offer may wait for before it ends; for more, make it without such an end."""

@@ -14,7 +14,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.scheduler.actor import SchedulerActor
 
 SMALL: Final = {
-    "MAX_CLAIMS_PER_OFFER": 2,
+    "MAX_CLAIMS_PER_OFFER": 3,
     "MAX_CLAIMS_WAITING": 2,
     "MAX_HANDSHAKES": 1,
     "MAX_RENEWALS": 1,

@@ -22,6 +22,10 @@ from tests.simulator.virtual.world import World
 MAX_TOKENS = 12
 _BRIEF = 0.15
 """Seconds that a brief offer lasts unless it is claimed; a slow read takes longer."""
+
+_HELD = 4
+"""One in so many pulls has its offer held from before it until its end."""
+
 NUM_BLOCKS = 16
 
 
@@ -252,6 +256,8 @@ class Router:
         )
         self._by_request[request] = (sequence, worker)
         try:
+            if len(self._by_request) % _HELD == 0:
+                worker.hold(request, joined, sequence.name)
             worker.pull(request, joined, pulling, sequence.timeout)
         except KvdError:
             worker.give_back(blocks)

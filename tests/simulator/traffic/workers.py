@@ -25,6 +25,9 @@ from tests.simulator.virtual.world import World
 _STEP = 0.008
 """Seconds between two polls of an engine at most."""
 
+_HOLD = 8.0
+"""Seconds of a hold at most: longer than any pull."""
+
 
 class Worker(Ledger):
     """One rank of an engine, over all its processes."""
@@ -73,6 +76,8 @@ class Worker(Ledger):
         self._strays = 1 << 40
         self._stray_pulls: dict[int, str] = {}
         """Pulls sent without the core, by call."""
+        self._holds: dict[str, str] = {}
+        """What holds the offer of a pull until it ends, by the pull."""
         self.world.note(self.name, "starts", self.runs)
         self._poll_at(0.0)
 
@@ -209,8 +214,10 @@ class Worker(Ledger):
                 self.offer_ended(offer)
             case events.Done(request):
                 self.pull_done(request)
-            case events.Failed() | events.Cancelled():
+                self.cancel(self._holds.pop(request, ""))
+            case events.Failed(request) | events.Cancelled(request):
                 self.pull_failed(event)
+                self.cancel(self._holds.pop(request, ""))
             case events.Freed(request):
                 self.blocks_are_free(request)
 
@@ -251,6 +258,13 @@ class Worker(Ledger):
         self.lend(pulling.blocks, lent=True)
         self.session.send(frame)
         self._poll_soon()
+
+    def hold(self, request: str, ticket: str, sequence: str) -> None:
+        """Holds the offer for the pull `request` to come, until that ends."""
+        assert self.session is not None
+        self._holds[request] = hold = f"{request}/hold"
+        frame = self.core.pull(hold, ticket, (), _HOLD, self.world.loop.now, consumer=sequence, hold=True)
+        self.session.send(frame)
 
     def cancel(self, request: str) -> None:
         """Cancels a pull or withdraws an offer."""
