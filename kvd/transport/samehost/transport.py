@@ -7,7 +7,6 @@ as that takes less time than waking a thread up.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.protocol.codec import encode, export_addresses
-from kvd.protocol.export import ExportAddress, ExportedPool
+from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
     Deregistered,
     Described,
@@ -30,14 +29,12 @@ from kvd.transport.interface import (
 )
 from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read, copy_now
+from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
-from kvd.transport.samehost.mapped import MappedPool, map_host_pool
-from kvd.transport.samehost.process_memory import copy
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
-    from kvd.transport.samehost.gpu import Gpu
 
 PATH: Final = "copy/memory"
 """The path to every peer (`kvd.transport.path`)."""
@@ -72,10 +69,7 @@ class SameHostTransport:
         self._loop = loop
         self._path = path
         self._host = host
-        self._device = device
-        self._gpus: dict[str, Gpu] = {}
-        """Those that copy, by UUID."""
-        self._gpus_lock = threading.Lock()
+        self._devices = Devices(device)
         self._exporter = Exporter(path, mode)
         self._metadata = self._address(self._exporter.token())
         self._outbox = Outbox(loop, self._deliver)
@@ -143,7 +137,7 @@ class SameHostTransport:
             self._lose(agent, error.text)
             return
         attempt = self._importing[agent] = object()
-        importing = self._loop.run_in_executor(None, import_pools, address, self._map_pool)
+        importing = self._loop.run_in_executor(None, import_pools, address, self._devices.map_pool)
         importing.add_done_callback(partial(self._imported, agent, attempt))
 
     def _check(self, agent: str, metadata: bytes) -> ExportAddress:
@@ -213,35 +207,13 @@ class SameHostTransport:
         if pools is None or source is None or target is None:
             self._on_event(ReadFailed(request.read, self._missing(request, known=pools is not None)))
             return
-        gpu = self._gpu(target.device or source.device)
-        read = Read(request, source, target, gpu.copy if gpu else copy, pools.stamp)
-        if gpu is None and _is_small(request.descriptors):
+        read = Read(request, source, target, self._devices.copy_between(source, target), pools.stamp)
+        if not source.device and not target.device and _is_small(request.descriptors):  # a GPU may take any time
             self._on_event(copy_now(read))
             return
         pools.use()
         self._reads[request.read] = pools
         self._copies.add(read)
-
-    def _gpu(self, identity: str) -> Gpu | None:
-        """The GPU with that UUID; None for an empty one, host memory."""
-        if not identity:
-            return None
-        with self._gpus_lock:
-            if identity not in self._gpus:
-                from kvd.transport.samehost.gpu import Gpu  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
-
-                self._gpus[identity] = Gpu(identity)
-            return self._gpus[identity]
-
-    def _map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
-        """Maps a peer's pool, on a thread of its own, for the GPU of our pools or else for that of the peer's.
-
-        Raises:
-            KvdError: it cannot be mapped.
-
-        """
-        gpu = self._gpu(self._device or pool.device)
-        return gpu.map_pool(pool, descriptor) if gpu else map_host_pool(pool, descriptor)
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
         if not known:
@@ -277,8 +249,7 @@ class SameHostTransport:
             self._forget(agent)
         for pools in self._reads.values():
             pools.release()
-        for gpu in self._gpus.values():
-            gpu.close()
+        self._devices.close()
         self._exporter.close()
 
     def _emit(self, event: Event) -> None:

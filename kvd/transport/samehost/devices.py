@@ -1,0 +1,57 @@
+"""The devices that pools are on, and who copies between them: the kernel between host memory, else a GPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvd.transport.samehost.copies import Copy, Memory
+from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.process_memory import copy
+
+if TYPE_CHECKING:
+    from kvd.protocol.export import ExportedPool
+    from kvd.transport.samehost.gpu import Gpu
+    from kvd.transport.samehost.mapped import MappedPool
+
+
+class Devices:
+    """`own` is the UUID of the GPU that our pools are on; empty for host memory. Any thread may use it."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self._gpus: dict[str, Gpu] = {}
+        """Those that copy, by UUID."""
+        self._lock = threading.Lock()
+
+    def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
+        """Maps a peer's pool for the GPU of our pools, or else for that of the peer's.
+
+        The descriptor stays the caller's.
+
+        Raises:
+            KvdError: it cannot be mapped.
+
+        """
+        gpu = self._gpu(self._own or pool.device)
+        return gpu.map_pool(pool, descriptor) if gpu else map_host_pool(pool, descriptor)
+
+    def copy_between(self, source: Memory, target: Memory) -> Copy:
+        """What copies from a mapped pool to one of ours."""
+        gpu = self._gpu(target.device or source.device)
+        return gpu.copy if gpu else copy
+
+    def close(self) -> None:
+        """Ends the streams, once nobody copies."""
+        for gpu in self._gpus.values():
+            gpu.close()
+
+    def _gpu(self, identity: str) -> Gpu | None:
+        if not identity:
+            return None
+        with self._lock:
+            if identity not in self._gpus:
+                from kvd.transport.samehost.gpu import Gpu  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
+
+                self._gpus[identity] = Gpu(identity)
+            return self._gpus[identity]
