@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
+from kvd.engines.vllm.kernels import Kernels, record
 from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.plugin import register
@@ -59,7 +60,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool = pool_tensor(client)
         warn_of_restarts(client.device, self._vllm_config.cache_config)
         self._worker = WorkerSide(
-            client, settings.worker, spec, offer_ttl=settings.offer_ttl, pull_timeout=settings.pull_timeout
+            client,
+            settings.worker,
+            spec,
+            offer_ttl=settings.offer_ttl,
+            pull_timeout=settings.pull_timeout,
+            kernels=Kernels(record if client.device else None),
         )
 
     # --- the engine's configuration ---------------------------------------------------------------------------------
@@ -173,7 +179,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: the cache is in the pool."""
 
     def wait_for_save(self) -> None:
-        """Nothing: the cache is in the pool."""
+        """The step's kernels are under way; nothing is waited for."""
+        self._worker.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """A step ends: the requests whose pull or offer has ended."""

@@ -6,8 +6,9 @@ once, when the daemon has let go of its blocks.
 
 An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
 
-While the daemon is away, orders to it wait up to `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a
-restarted daemon only with its next step.
+No order leaves before the kernels of the steps before it have ended (`kvd.engines.vllm.kernels`). While the daemon is
+away, orders to it wait up to `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only
+with its next step.
 """
 
 import logging
@@ -28,6 +29,7 @@ from kvd.client import (
     Reattached,
     Released,
 )
+from kvd.engines.vllm.kernels import Event, Kernels
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
@@ -42,6 +44,15 @@ _HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, 
 logger = logging.getLogger(__name__)
 
 Order: TypeAlias = HoldOrder | PullOrder | OfferOrder
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An order that is not sent yet: not before `after`, and while the daemon is away not later than `until`."""
+
+    order: Order
+    until: float
+    after: Event | None = None
 
 
 @dataclass(slots=True)
@@ -71,13 +82,16 @@ class Results:
 class WorkerSide:
     """The worker's half over `client`, an attached `kvd.client.Worker` of the pool `name`, whose layout is `spec`."""
 
-    def __init__(self, client: Any, name: str, spec: CacheSpec, *, offer_ttl: float, pull_timeout: float) -> None:
+    def __init__(
+        self, client: Any, name: str, spec: CacheSpec, *, offer_ttl: float, pull_timeout: float, kernels: Kernels
+    ) -> None:
         self._client = client
+        self._kernels = kernels
         self._name = name
         self._block_bytes = [group.block_bytes for group in spec.groups]
         self._offer_ttl = offer_ttl
         self._pull_timeout = pull_timeout
-        self._queue: deque[tuple[float, Order]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
         self._holds: dict[str, HoldOrder] = {}
@@ -93,12 +107,16 @@ class WorkerSide:
         """A step begins: sends what the scheduler decided."""
         until = time.monotonic() + PATIENCE_SECONDS
         for orders in (metadata.holds, metadata.pulls, metadata.offers):
-            self._queue.extend((until, order) for order in orders)
+            self._queue.extend(_Waiting(order, until, self._kernels.last) for order in orders)
         for pull in metadata.cancels:
             self._cancel(pull)
         if self._queue:
             self._take_in()  # the daemon may have gone while the engine idled; what is sent to it then is lost
             self._send()
+
+    def launched(self) -> None:
+        """The step's kernels have been given to the GPU."""
+        self._kernels.launched()
 
     def end(self) -> Results:
         """A step ends: returns what happened meanwhile."""
@@ -138,15 +156,17 @@ class WorkerSide:
 
     def _send(self) -> None:
         while self._queue:
-            until, order = self._queue[0]
+            first = self._queue[0]
+            if first.after is not None and not first.after.query():
+                return
             try:
-                self._send_one(order)
+                self._send_one(first.order)
             except Unavailable as error:
-                if time.monotonic() < until:
+                if time.monotonic() < first.until:
                     return
-                self._give_up(order, error)
+                self._give_up(first.order, error)
             except KvdError as error:
-                self._give_up(order, error)
+                self._give_up(first.order, error)
             self._queue.popleft()
 
     def _send_one(self, order: Order) -> None:
@@ -185,10 +205,11 @@ class WorkerSide:
             self._end_hold(order)
 
     def _cancel(self, pull: str) -> None:
-        for place, (until, order) in enumerate(self._queue):
+        for waiting in self._queue:
+            order = waiting.order
             if isinstance(order, PullOrder) and order.pull == pull:
                 # It is still sent, without blocks: the producer's are held until it hears that nobody wants them.
-                self._queue[place] = until, _without_blocks(order)
+                waiting.order = _without_blocks(order)
                 self._received(order)
                 return
         if pull in self._pulls:
@@ -199,7 +220,7 @@ class WorkerSide:
         if self._holds.pop(order.consumer, None) is not None:
             self._tell_cancel(order.consumer)
         for entry in list(self._queue):
-            if isinstance(entry[1], HoldOrder) and entry[1].hold == order.consumer:
+            if isinstance(entry.order, HoldOrder) and entry.order.hold == order.consumer:
                 self._queue.remove(entry)  # it was about to be sent again
 
     def _tell_cancel(self, pull: str) -> None:
@@ -253,7 +274,7 @@ class WorkerSide:
         if order is None:
             return  # it was being cancelled
         if code in _HELD_AGAIN:
-            self._queue.append((time.monotonic() + PATIENCE_SECONDS, order))
+            self._queue.append(_Waiting(order, time.monotonic() + PATIENCE_SECONDS))
         else:
             self._not_held(order, code, text)
 

@@ -1,11 +1,13 @@
 """The worker's half against a client that is scripted: what vLLM is told of each request, and when."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, OfferRefused, Reattached, Released
 from kvd.engines.vllm import worker as worker_module
+from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, StepMetadata
 from kvd.engines.vllm.worker import Results, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -67,7 +69,28 @@ def side(client: Client) -> WorkerSide:
     )
     group = Group(window=Full(), block_tokens=4, num_blocks=4, views=(view,))
     spec = CacheSpec(dtype="int8", pool_bytes=256, groups=(group,), shard=Shard(stages=((0, 1),)))
-    return WorkerSide(client, "vllm-0", spec, offer_ttl=9.0, pull_timeout=8.0)
+    return WorkerSide(client, "vllm-0", spec, offer_ttl=9.0, pull_timeout=8.0, kernels=Kernels(GPU.record))
+
+
+class Gpu:
+    """What `torch.cuda.Event` shows of a GPU: `busy` is False once it has done what it was given."""
+
+    busy = False
+
+    def record(self) -> "Gpu":
+        return self
+
+    def query(self) -> bool:
+        return not self.busy
+
+
+GPU = Gpu()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    yield GPU
+    GPU.busy = False
 
 
 def step(side: WorkerSide, client: Client, *events: Any, metadata: StepMetadata | None = None) -> Results:
@@ -253,3 +276,28 @@ def test_the_place_is_told_when_it_changes(side: WorkerSide, client: Client) -> 
     endpoint = side.changed_endpoint()
     assert endpoint is not None
     assert endpoint.incarnation == 8
+
+
+@pytest.mark.parametrize("metadata", [StepMetadata(offers=[OFFER]), StepMetadata(pulls=[PULL])], ids=["offer", "pull"])
+def test_nothing_is_offered_or_pulled_while_kernels_of_earlier_steps_may_use_the_blocks(
+    side: WorkerSide, client: Client, gpu: Gpu, metadata: StepMetadata
+) -> None:
+    gpu.busy = True
+    side.launched()
+    step(side, client, metadata=metadata)
+    assert client.calls == []
+    gpu.busy = False
+    side.end()
+    assert len(client.calls) == 1
+
+
+def test_kernels_that_take_long_are_no_reason_to_give_an_order_up(
+    side: WorkerSide, client: Client, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
+    gpu.busy = True
+    side.launched()
+    assert step(side, client, metadata=StepMetadata(pulls=[PULL])) == Results()
+    gpu.busy = False
+    assert side.end() == Results()
+    assert len(client.calls) == 1
