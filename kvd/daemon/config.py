@@ -45,7 +45,7 @@ class Config(BaseSettings):
     listen: str = Field(
         "",
         description="Where peers connect: tcp://host:port (port 0: a free one). Unset: the Unix socket "
-        "`<socket>.peers`, for daemons of this host and user.",
+        "`<socket>.peers`, for daemons of this host: this user's, or with keys any user's.",
     )
     advertise: str | None = Field(
         None,

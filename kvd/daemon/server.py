@@ -141,7 +141,7 @@ class Daemon:
             host=boot_id(),
             threads=config.copy_threads,
             device=provider.device,
-            mode=0o600 if is_local(config.listen) else 0o666,  # peers of other users come with keys, and show a token
+            mode=0o666 if self._trust or config.insecure else 0o600,  # peers of other users; they show a token
         )
         self._transport = RoutedTransport(same_host, self._open_network(identity, loop))
         self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))

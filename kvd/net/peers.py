@@ -5,7 +5,7 @@ of it, and place and key together identify a peer: a ticket with the right place
 so it cannot harm tickets that name the right one.
 
 A Unix socket, `ipc:///path.peers`, needs no key: the kernel says which user is at the other end, and both ends talk
-only to daemons of their own user.
+only to daemons of their own user. With keys it is open to every user.
 
 Each link has its own routing id, `<daemon>#<incarnation>#<token>`, so that two links to one daemon do not take over
 each other's connection; others cannot either, as they would have to guess the token.
@@ -131,7 +131,7 @@ class PeerSockets:
 
     def _bind(self, socket: "zmq.Socket[bytes]") -> None:
         try:
-            with created_with(0o600) if self._path else contextlib.nullcontext():
+            with created_with(0o666 if self._trust else 0o600) if self._path else contextlib.nullcontext():
                 socket.bind(self._listen)
         except zmq.ZMQError as error:
             self._stop_guards()
@@ -322,7 +322,7 @@ def _check_user(path: str) -> None:
         raise BadRequest(
             ErrorCode.NOT_PERMITTED,
             f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
-            "one user; run both as one, or give both `listen` at tcp:// with `curve_key` and `curve_peers`",
+            "one user; run both as one, or give both `curve_key` and `curve_peers`",
         )
 
 

@@ -1,7 +1,7 @@
 """Renders the Helm templates of this repository where there is no `helm`: the part of the template language they use.
 
-Known are `.Values.x.y`, `.Release.Name`, `$variable`, `if`, `range` over lists and maps, `define`, `include`, `quote`,
-and `nindent`; whatever else a template says raises. Whitespace is trimmed as Go does at `{{-` and `-}}`.
+Known are `.Values.x.y`, `.Release.Name`, `$variable`, `if`, `not`, `range` over lists and maps, `define`, `include`,
+`quote`, and `nindent`; whatever else a template says raises. Whitespace is trimmed as Go does at `{{-` and `-}}`.
 """
 
 import json
@@ -96,6 +96,8 @@ class Renderer:
     def _value(self, text: str, dot: Any, variables: dict[str, Any]) -> Any:
         if text == ".":
             return dot
+        if text.startswith("not "):
+            return not self._value(text[4:], dot, variables)
         if text.startswith("$"):
             return variables[text[1:]]
         if not re.fullmatch(r"(\.\w+)+", text):

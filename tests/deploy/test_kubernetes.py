@@ -65,11 +65,14 @@ def charted(changes: dict[str, Any]) -> list[dict[str, Any]]:
     return [document for text in texts for document in yaml.safe_load_all(text) if document]
 
 
+SAME_NODE = {"sameNode": {"enabled": True}, "podMonitor": {"enabled": True}}
 MANIFESTS = {
     "kustomize cpu": lambda: kustomized("cpu"),
     "kustomize gpu-plugin": lambda: kustomized("gpu-plugin"),
     "kustomize gpu-rdma": lambda: kustomized("gpu-rdma"),
+    "kustomize same-node": lambda: kustomized("same-node"),
     "chart": lambda: charted({}),
+    "chart with same-node": lambda: charted(SAME_NODE),
     "chart with gpu and rdma": lambda: charted(GPU),
 }
 
@@ -94,8 +97,8 @@ def sidecar(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def beyond_restricted(spec: dict[str, Any]) -> list[str]:
-    """What the restricted Pod Security Standard would refuse."""
-    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    """What the restricted Pod Security Standard would refuse, and a PID namespace that the containers share."""
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace") if spec.get(name)]
     found += [volume["name"] for volume in spec["volumes"] if "hostPath" in volume]
     if spec["securityContext"].get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
         found.append("seccompProfile")
@@ -183,6 +186,25 @@ def test_rdma_takes_one_capability_and_nothing_else() -> None:
     assert beyond_restricted(pod(kustomized("gpu-rdma"))) == ["kvd: IPC_LOCK"]
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: kustomized("same-node"), lambda: charted(SAME_NODE)], ids=["kustomize", "chart"]
+)
+def test_pods_of_a_node_share_a_folder_of_sockets_and_nothing_else(make: Any) -> None:
+    spec = pod(make())
+    assert beyond_restricted(spec) == ["sockets"]
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "sockets"]
+    assert volume == {"name": "sockets", "hostPath": {"path": "/run/kvd-pods", "type": "Directory"}}
+
+
+def test_sockets_have_the_pods_name_so_that_pods_can_share_their_folder(manifests: list[dict[str, Any]]) -> None:
+    for container in (sidecar(manifests), *pod(manifests)["containers"]):
+        variables = {entry["name"]: entry for entry in container["env"]}
+        name = re.fullmatch(r"/run/kvd/\$\((\w+)\)\.sock", variables["KVD_SOCKET"]["value"])
+        assert name is not None
+        assert variables[name[1]]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+        assert list(variables).index(name[1]) < list(variables).index("KVD_SOCKET")  # else it is not expanded
+
+
 def test_both_containers_name_one_gpu_by_a_claim_that_is_there() -> None:
     documents = kustomized("gpu-rdma")
     (claim,) = pod(documents)["resourceClaims"]
@@ -217,6 +239,7 @@ def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
     def essence(spec: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(spec, sort_keys=True)
         kept = json.loads(re.sub(r'"image": "[^"]*"', '"image": ""', text))
+        kept["volumes"].sort(key=lambda volume: volume["name"])
         for container in [*kept["initContainers"], *kept["containers"]]:
             container["env"] = sorted(
                 (entry for entry in container["env"] if not entry["name"].startswith("VLLM_")),
@@ -225,6 +248,7 @@ def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
         return kept
 
     assert essence(pod(charted({}))) == essence(pod(kustomized("cpu")))
+    assert essence(pod(charted(SAME_NODE))) == essence(pod(kustomized("same-node")))
 
 
 def test_values_that_the_chart_does_not_know_are_refused_by_its_schema() -> None:

@@ -68,14 +68,14 @@ def restarted(machine: Machine, unit: str, before: str) -> None:
             return
 
 
-def test_the_confined_daemons_start_notify_and_copy_by_cma(machine: Machine, pair: tuple[Worker, Worker]) -> None:
+def test_the_confined_daemons_start_notify_and_copy(machine: Machine, pair: tuple[Worker, Worker]) -> None:
     assert machine.show("kvd@0", "StatusText") == "serving peers at ipc:///run/kvd/0/kvd.sock.peers"
     assert machine.run("stat", "--format=%U", "/proc/" + machine.show("kvd@0", "MainPID")).strip() == "kvd"
     assert pull(*pair, number=0) == "Done"
     assert set(pair[1].call("values", ids=BLOCKS)) == {7}
     report = machine.run("/opt/kvd/bin/kvd", "status", "--socket", "/run/kvd/1/kvd.sock", "--json")
     (peer,) = json.loads(report)["handshake"]
-    assert "cma/memory" in peer["path"]
+    assert peer["path"] == "copy/memory"
     assert peer["slow"] is None
 
 

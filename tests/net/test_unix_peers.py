@@ -142,7 +142,7 @@ async def test_a_daemon_of_another_user_is_not_connected_to(open_folder: Path) -
         consumer.port.connect(f"ipc://{path}")
     listener.close()
     assert caught.value.code is ErrorCode.NOT_PERMITTED
-    assert "run both as one, or give both `listen` at tcp:// with" in caught.value.text
+    assert "run both as one, or give both `curve_key` and `curve_peers`" in caught.value.text
 
 
 @as_root

@@ -96,7 +96,8 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
         connected.connect(address.path)
     except OSError as error:
         connected.close()
-        text = f"{address.path} cannot be reached ({error}); mount the folder of the daemons' sockets into both"
+        why = error.strerror or error
+        text = f"{address.path} cannot be reached ({why}): mount the daemons' sockets at one path, open to both users"
         raise Unavailable(ErrorCode.TRANSPORT, text) from error
     stream = FrameStream(connected, _FRAME_BYTES)
     pools = ImportedPools(stream)
