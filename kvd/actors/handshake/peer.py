@@ -1,5 +1,6 @@
 """What is known of a daemon that we connect to."""
 
+import math
 from dataclasses import dataclass, field
 
 import structlog
@@ -17,7 +18,8 @@ _log = structlog.get_logger("kvd.handshake")
 _LONGEST_PAUSE = 32
 """Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
-_LOADED = frozenset({State.LOADING, State.READY, State.REFRESHING})
+_READY = frozenset({State.READY, State.REFRESHING})
+_LOADED = _READY | {State.LOADING}
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +50,7 @@ class Peer:
     loss: str = ""
     failures: int = 0
     """How often the transport has failed since it last reached the peer."""
-    greeted_from: float = 0.0
+    greeted_from: float = -math.inf
     """When the peer may be greeted again after the last failure."""
     pings: int = 0
     awaited: int | None = None
@@ -76,8 +78,12 @@ class Peer:
         return self.welcome is not None and pong.incarnation != self.welcome.incarnation
 
     def failed(self, now: float, heartbeat: float) -> None:
-        """The transport lost it or could not reach it: it is greeted after a pause, longer each time."""
-        self.greeted_from = now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
+        """The transport lost it or could not reach it: it is greeted after a pause, longer each time.
+
+        One that was ready is greeted at once, unless that was done less than a heartbeat ago.
+        """
+        at_once = self.state in _READY and now - self.greeted_from >= heartbeat
+        self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.failures += 1
 
     def avoided(self, now: float) -> bool:

@@ -178,6 +178,23 @@ def test_a_peer_that_the_transport_cannot_have_is_greeted_after_a_growing_while_
     assert all("bad metadata" in failed.text for failed in stage.notified)
 
 
+def test_a_peer_that_the_transport_lost_is_greeted_at_once_but_not_twice_within_a_heartbeat(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.transport_says(PeerFailed("peer#1", "connection reset"))
+    assert len(stage.asks(Hello)) == 2
+    stage.peer_says(welcome_of())
+    stage.transport_says(PeerFailed("peer#1", "connection reset"))
+    assert len(stage.asks(Hello)) == 2
+    stage.run(2.5)
+    assert len(stage.asks(Hello)) == 3
+    stage.peer_says(welcome_of())
+    stage.pongs(5)
+    stage.pongs(5)
+    stage.transport_says(PeerFailed("peer#1", "connection reset"))
+    assert len(stage.asks(Hello)) == 4
+
+
 def test_hellos_of_one_peer_have_a_pace_and_those_beyond_are_not_answered(stage):
     flood = [
         answer for _ in range(limits.MAX_PEERS + 500) for answer in stage.asked_by_peer(Hello("loud", 1), b"loud#1#x")

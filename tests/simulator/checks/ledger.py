@@ -13,7 +13,7 @@ from kvd.protocol import worker as wire
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.cache import Cache, content
-from tests.simulator.virtual.fleet import HEARTBEAT, Daemon
+from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.memory import File
 from tests.simulator.virtual.world import FATAL, World
 
@@ -21,9 +21,8 @@ _SLACK = 0.05
 """Seconds an outcome may come after its deadline: the daemon must run and the worker be reached."""
 _AFTERMATH = 1.2
 """Seconds for which a fault excuses failures: what daemons need to notice that one is silent."""
-_HEARD = HEARTBEAT + 0.1
-"""Seconds for a message and its answer if none is lost or late, to a peer that the transport has just lost: it is
-greeted a heartbeat later."""
+_HEARD = 0.1
+"""Seconds for a message and its answer if none is lost or late."""
 _AT_ONCE = 0.45
 """Seconds within which an impossible pull must fail; no claim has timed out by then."""
 SCRAP = 0xEE
