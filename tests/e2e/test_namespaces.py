@@ -19,6 +19,7 @@ from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import Import
 from kvd.protocol.status import decode
+from kvd.transport.interface import Region
 from kvd.transport.samehost.transport import SameHostTransport
 from tests.e2e.test_other_user import as_nobody
 from tests.support.fleet import PATIENCE, Fleet
@@ -130,7 +131,7 @@ async def test_what_a_daemon_of_another_user_imports_cannot_be_written_nor_opene
     loop = asyncio.get_running_loop()
     transport = SameHostTransport("p", loop, str(folder / "p.pools"), host="this", threads=1, mode=0o666)
     transport.start(lambda _event: None)
-    transport.register(1, pool.base, pool.size, pool.descriptor)
+    transport.register(1, Region(pool.base, pool.size, pool.descriptor, length=pool.length))
     found = await asyncio.to_thread(as_nobody, write_in_vain, transport.metadata.hex())
     assert found == [errno.EACCES, errno.EPERM, errno.EACCES, errno.EBADF]
     assert os.pread(pool.descriptor, 4, 0) == b"kept"
