@@ -29,6 +29,9 @@ from kvd.transport.interface import Transport
 
 _log = structlog.get_logger("kvd.pools")
 
+_LAST_LOOK = 0.1
+"""Seconds for which a pool is kept beyond its time: if this process was paused, its worker may have asked for it meanwhile."""
+
 
 class PoolsActor(Actor):
     """A failure stops the daemon: a pool in a wrong state is memory that two workers write to."""
@@ -172,7 +175,7 @@ class PoolsActor(Actor):
         record.waiting = None
 
     def _keep(self, record: PoolRecord) -> None:
-        record.state = PoolState.KEPT
+        record.state, record.overdue = PoolState.KEPT, False
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
 
     # --- it is quiesced ---------------------------------------------------------------------------------------------
@@ -222,7 +225,10 @@ class PoolsActor(Actor):
     def _overdue(self, worker: str) -> None:
         """Nobody came for a kept pool, or a pool did not quiesce in time."""
         record = self._records[worker]
-        if record.state is PoolState.KEPT:
+        if record.state is PoolState.KEPT and not record.overdue:
+            record.overdue = True
+            self._patience.set(worker, self.loop.time() + _LAST_LOOK)
+        elif record.state is PoolState.KEPT:
             self._quiesce(record, PoolState.QUIESCING)
         elif "leases" in record.users:
             # Breaking a lease is safe (its fences fail from here on); an open write into the pool is not.

@@ -41,6 +41,8 @@ class PoolRecord:
     memory: Memory | None = None
     kept: bool = False
     """Whether its bytes are older than the attach of its worker."""
+    overdue: bool = False
+    """Whether it has been kept for as long as it may be."""
     users: set[str] = field(default_factory=set)
     """The actors that were told `Quiesce` and have not answered `Quiesced`."""
 

@@ -261,3 +261,14 @@ def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_
     stage.request(Offer(1, "n", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), session)
     stage.request(Cancel(2, "n"), session)
     assert stage.to_workers[-1] == (session, Notifications(1, (Released("n", "withdrawn"),)))
+
+
+def test_a_worker_that_came_back_while_the_daemon_stood_still_gets_its_pool(stage):
+    stage.attach()
+    stage.hang_up()
+    stage.run(5.05)  # its time is over, and what was sent to the daemon meanwhile is read only now
+    stage.attach(connection=2, instance=b"j" * 16)
+    assert stage.on_sessions[-1].kept
+    stage.hang_up(2)
+    stage.run(5.2)
+    assert ("deregister", 1) in stage.commands
