@@ -30,7 +30,7 @@ from kvd.transport.interface import Transport
 _log = structlog.get_logger("kvd.pools")
 
 _LAST_LOOK = 0.1
-"""Seconds for which a pool is kept beyond its time: if this process was paused, its worker may have asked for it meanwhile."""
+"""Seconds for which a pool is kept beyond its time: its worker may have asked for it while this process was paused."""
 
 
 class PoolsActor(Actor):
