@@ -67,11 +67,16 @@ class Exporter:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
 
     def add(self, pool: int, base: int, size: int, descriptor: int, device: str = "") -> None:
-        """Exports a pool; `descriptor` maps to the same bytes, and stays the caller's."""
+        """Exports a pool; `descriptor` maps to the same bytes, and stays the caller's.
+
+        Raises:
+            OSError: it cannot be opened once more; nothing is exported.
+
+        """
+        lent = os.dup(descriptor) if device else _read_only(descriptor)
         self._last += 1
         self._registrations[pool] = self._last
-        message = ExportedPool(base.to_bytes(8, "little"), size, device)
-        self._exports[self._last] = _Export(message, os.dup(descriptor) if device else _read_only(descriptor))
+        self._exports[self._last] = _Export(ExportedPool(base.to_bytes(8, "little"), size, device), lent)
 
     def remove(self, pool: int) -> None:
         """Exports a pool no longer. Those who have it mapped keep it."""
@@ -148,7 +153,7 @@ class _Importer(FrameReader[Frame]):
         return frames is not None
 
     def deliver(self, frame: Frame) -> None:
-        """Sends what the token covers; whoever asks twice is hung up on."""
+        """Sends what the token covers; whoever asks twice, or for nothing that there is, is hung up on."""
         close_descriptors(frame.descriptors)
         if self._served:
             self.close()
@@ -158,7 +163,10 @@ class _Importer(FrameReader[Frame]):
             request: Import = import_requests.decode(frame.content)
             frames = self._exporter.frames_for(request.token)
         except KvdError as error:
-            frames = [(encode(ImportRefused(error.code, error.text)), ())]
+            with contextlib.suppress(OSError):
+                self._stream.send(encode(ImportRefused(error.code, error.text)))
+            self.close()
+            return
         with contextlib.suppress(OSError):  # the read side reports a broken connection
             for content, descriptors in frames:
                 self._stream.send(content, descriptors)

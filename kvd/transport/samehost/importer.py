@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import socket
 import time
 from typing import Final
@@ -19,7 +18,7 @@ from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.samehost.copies import Memory
-from kvd.transport.samehost.process_memory import ProcessMemory
+from kvd.transport.samehost.process_memory import ProcessMemory, readable
 
 _FRAME_BYTES: Final = 4 * limits.KIB
 
@@ -57,16 +56,22 @@ class ImportedPools:
         """Maps a pool.
 
         Raises:
-            BadRequest: `BAD_POOL`, the descriptor is no pool of that size.
+            BadRequest: `BAD_POOL`, the descriptor is no pool of that size, or its address has come before.
+            BadRequest: `TOO_LARGE`, there are more pools than a daemon has.
 
         """
+        base = int.from_bytes(pool.base, "little")
+        if base in self._mappings:
+            raise BadRequest(ErrorCode.BAD_POOL, f"two pools came with the address {base:#x}")
+        if len(self._mappings) >= limits.MAX_POOLS:
+            raise BadRequest(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
         _check(descriptor, pool.size)
         length = -(-pool.size // HUGE_PAGE) * HUGE_PAGE
         try:
             mapping = Mapping(descriptor, length, writable=False)
         except OSError as error:
             raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
-        self._mappings[int.from_bytes(pool.base, "little")] = mapping, Memory(mapping.base, pool.size)
+        self._mappings[base] = mapping, Memory(mapping.base, pool.size)
 
     def verify(self, exported: Exported) -> None:
         """Forgets the process if its memory may not be read, or is not where the exporter's is."""
@@ -130,8 +135,8 @@ def import_pools(address: ExportAddress) -> ImportedPools:
 
 
 def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
-    ready, _, _ = select.select([stream.fileno()], [], [], max(deadline - time.monotonic(), 0.0))
-    if not ready:
+    left = deadline - time.monotonic()
+    if left <= 0 or not readable(stream.fileno(), left):
         raise Unavailable(ErrorCode.TRANSPORT, f"its pools did not come within {limits.IMPORT_SECONDS:g} s")
     frames = stream.receive()
     if frames is None:
