@@ -90,10 +90,12 @@ async def test_who_shows_a_token_that_covers_nothing_is_hung_up_on(tmp_path: Pat
 
 
 @contextlib.contextmanager
-def exporter_that_sends(path: Path, pools: list[ExportedPool]) -> Iterator[ExportAddress]:
+def exporter_that_sends(path: Path, pools: list[ExportedPool], *, sparse: bool = False) -> Iterator[ExportAddress]:
     """An exporter that lends these pools, whatever it is asked."""
     descriptor = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, SIZE)
+    if not sparse:
+        os.posix_fallocate(descriptor, 0, SIZE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
 
     with socket.socket(socket.AF_UNIX) as listener:
@@ -124,6 +126,13 @@ def test_two_pools_of_one_address_are_refused_and_nothing_stays_mapped(tmp_path:
     with exporter_that_sends(tmp_path / "x", [pool, pool]) as address, pytest.raises(BadRequest, match="0x1000"):
         import_pools(address)
     assert mapped("memfd:pool") == before
+
+
+def test_a_pool_without_its_memory_is_refused(tmp_path: Path) -> None:
+    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE)
+    lent = exporter_that_sends(tmp_path / "x", [pool], sparse=True)
+    with lent as address, pytest.raises(BadRequest, match="0 in memory"):
+        import_pools(address)
 
 
 def test_more_pools_than_a_daemon_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,15 +168,19 @@ def _complete(pools: ImportedPools, frames: list[Frame]) -> bool:
 def _check(descriptor: int, size: int) -> None:
     """Checks that nobody can take pages off the end of the file, which would end a process that reads there.
 
+    And that the memory is there: files without it cost their maker nothing, and could take all of our address space.
+
     Raises:
-        BadRequest: `BAD_POOL`, it is no sealed memfd of that size.
+        BadRequest: `BAD_POOL`, it is no sealed memfd of that size, or has holes.
 
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        length = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
     except OSError as error:
         raise BadRequest(ErrorCode.BAD_POOL, f"the descriptor of a pool is no memfd ({error})") from error
-    if seals & SEALS != SEALS or length < size:
-        text = f"a pool of {size} bytes came as a memfd of {length} with seals {seals:#x}, not {SEALS:#x}"
+    length, present = status.st_size, status.st_blocks * 512
+    if seals & SEALS != SEALS or length < size or present < size:
+        text = f"a pool of {size} bytes came as a memfd of {length}, {present} in memory, "
+        text += f"with seals {seals:#x}, not {SEALS:#x}"
         raise BadRequest(ErrorCode.BAD_POOL, text)
