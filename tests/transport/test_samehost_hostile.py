@@ -155,3 +155,20 @@ async def test_exporters_that_do_not_answer_keep_no_other_work_waiting(tmp_path:
             agent.transport.add_peer(name, metadata)
         await loop.run_in_executor(None, os.getpid)
         assert agent.events.empty()  # so that did not wait for an import to fail
+
+
+def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(path)
+        listener.listen(0)
+        other.connect(path)
+        with ThreadPoolExecutor(1) as thread:
+            importing = thread.submit(import_pools, ExportAddress("x", "this", path, TOKEN))
+            with pytest.raises(TimeoutError):
+                importing.result(timeout=0.1)
+            listener.accept()[0].close()
+            stream = FrameStream(listener.accept()[0])
+            stream.send(encode(Exported(bytes(8), bytes(8))))
+            importing.result().hang_up()
+            stream.close()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 import time
 from typing import Final
 
@@ -21,6 +22,8 @@ from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.process_memory import ProcessMemory, readable
 
 _FRAME_BYTES: Final = 4 * limits.KIB
+_PATIENCE: Final = struct.pack("ll", int(limits.IMPORT_SECONDS), 0)
+"""A `timeval`. With Python's own timeout the kernel would not wait at all while others are queued to connect."""
 
 
 class ImportedPools:
@@ -111,7 +114,7 @@ def import_pools(address: ExportAddress) -> ImportedPools:
     deadline = time.monotonic() + limits.IMPORT_SECONDS
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.settimeout(limits.IMPORT_SECONDS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         connected.connect(address.path)
     except OSError as error:
         connected.close()
