@@ -172,3 +172,10 @@ def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: P
             stream.send(encode(Exported(bytes(8), bytes(8))))
             importing.result().hang_up()
             stream.close()
+
+
+async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Path) -> None:
+    with Agent(tmp_path, "a") as agent:
+        agent.transport.stop()
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)))
+        assert agent.events.empty()

@@ -122,7 +122,9 @@ class SameHostTransport:
     # --- peers ------------------------------------------------------------------------------------------------------
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`."""
+        """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`, unless stopped."""
+        if self._stopped:
+            return
         try:
             address = self._check(agent, metadata)
         except KvdError as error:
