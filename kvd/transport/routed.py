@@ -26,6 +26,7 @@ from kvd.transport.interface import (
     ReadRequest,
     Region,
     Registered,
+    RegisterFailed,
     Transport,
 )
 
@@ -58,6 +59,8 @@ class RoutedTransport:
         """Agents that are read within the host."""
         self._adding: dict[str, _Attempt] = {}
         self._registering: dict[int, Region] = {}
+        self._failed: dict[int, RegisterFailed] = {}
+        """Pools that the host could not take, until the network has let go of them."""
         self._described: dict[tuple[int, ...], bytes] = {}
         """What the network says of some pools, while the host is asked."""
         self._on_event: Callable[[Event], None]
@@ -176,6 +179,9 @@ class RoutedTransport:
                 if self._network is not None:
                     self._network.remove_peer(event.agent)
                 self._on_event(event)
+            case RegisterFailed() if self._network is not None:
+                self._failed[event.pool] = event
+                self._network.deregister(event.pool)
             case PeerFailed():
                 self._failed_within_host(event)
             case Answered() if self._network is not None:
@@ -197,6 +203,11 @@ class RoutedTransport:
         match event:
             case Registered():
                 self._same_host.register(event.pool, self._registering.pop(event.pool))
+            case RegisterFailed():
+                del self._registering[event.pool]
+                self._on_event(event)
+            case Deregistered() if event.pool in self._failed:
+                self._on_event(self._failed.pop(event.pool))
             case Deregistered():
                 self._same_host.deregister(event.pool)
             case Described():

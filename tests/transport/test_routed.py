@@ -159,3 +159,15 @@ def test_reads_end_as_their_transport_says_and_both_hear_of_an_abort(run: Run) -
     assert run.near.told == run.far.told == [("abort", 3)]
     run.far.say(Landed(3, 0.1))
     assert run.events == [Landed(3, 0.1)]
+
+
+def test_a_pool_that_cannot_be_lent_within_the_host_is_taken_back_from_the_network_first(run: Run) -> None:
+    failed = RegisterFailed(1, "no descriptors")
+    run.routed.register(1, POOL)
+    run.far.say(Registered(1, b"far"))
+    run.near.say(failed)
+    assert run.far.told[-1] == ("deregister", 1)
+    assert run.events == []
+    run.far.say(Deregistered(1, b"far"))
+    assert run.events == [failed]
+    assert ("deregister", 1) not in run.near.told

@@ -68,13 +68,18 @@ class Exporter:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
 
     def add(self, pool: int, region: Region) -> None:
-        """Exports a pool; its descriptor stays the caller's."""
+        """Exports a pool; its descriptor stays the caller's.
+
+        Raises:
+            OSError: it cannot be opened once more; nothing is exported.
+
+        """
+        # Of a GPU's memory there is no read-only descriptor.
+        lent = os.dup(region.descriptor) if region.device else _read_only(region.descriptor)
         self._last += 1
         self._registrations[pool] = self._last
         message = ExportedPool(region.base.to_bytes(8, "little"), region.size, region.length, region.device)
-        # Of a GPU's memory there is no read-only descriptor.
-        descriptor = os.dup(region.descriptor) if region.device else _read_only(region.descriptor)
-        self._exports[self._last] = _Export(message, descriptor)
+        self._exports[self._last] = _Export(message, lent)
 
     def remove(self, pool: int) -> None:
         """Exports a pool no longer. Those who have it mapped keep it."""
@@ -151,7 +156,7 @@ class _Importer(FrameReader[Frame]):
         return frames is not None
 
     def deliver(self, frame: Frame) -> None:
-        """Sends what the token covers; whoever asks twice is hung up on."""
+        """Sends what the token covers; whoever asks twice, or for nothing that there is, is hung up on."""
         close_descriptors(frame.descriptors)
         if self._served:
             self.close()
@@ -161,7 +166,10 @@ class _Importer(FrameReader[Frame]):
             request: Import = import_requests.decode(frame.content)
             frames = self._exporter.frames_for(request.token)
         except KvdError as error:
-            frames = [(encode(ImportRefused(error.code, error.text)), ())]
+            with contextlib.suppress(OSError):
+                self._stream.send(encode(ImportRefused(error.code, error.text)))
+            self.close()
+            return
         with contextlib.suppress(OSError):  # the read side reports a broken connection
             for content, descriptors in frames:
                 self._stream.send(content, descriptors)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
+import struct
 import time
 from typing import Final
 
@@ -16,9 +16,11 @@ from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.mapped import MappedPool, MapPool
-from kvd.transport.samehost.process_memory import ProcessMemory
+from kvd.transport.samehost.process_memory import ProcessMemory, readable
 
 _FRAME_BYTES: Final = 4 * limits.KIB
+_PATIENCE: Final = struct.pack("ll", int(limits.IMPORT_SECONDS), 0)
+"""A `timeval`. With Python's own timeout the kernel would not wait at all while others are queued to connect."""
 
 
 class ImportedPools:
@@ -50,9 +52,20 @@ class ImportedPools:
                 return self.process.word(address)
         return 0
 
-    def add(self, base: int, pool: MappedPool) -> None:
-        """Adds a pool whose address in the exporting daemon's process is `base`."""
-        self._mapped[base] = pool
+    def add(self, pool: ExportedPool, descriptor: int, map_pool: MapPool) -> None:
+        """Maps a pool by `map_pool`; the descriptor stays the caller's.
+
+        Raises:
+            BadRequest: `BAD_POOL`, its address has come before; `TOO_LARGE`, there are more pools than a daemon has.
+            KvdError: it cannot be mapped.
+
+        """
+        base = int.from_bytes(pool.base, "little")
+        if base in self._mapped:
+            raise BadRequest(ErrorCode.BAD_POOL, f"two pools came with the address {base:#x}")
+        if len(self._mapped) >= limits.MAX_POOLS:
+            raise BadRequest(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
+        self._mapped[base] = map_pool(pool, descriptor)
 
     def verify(self, exported: Exported) -> None:
         """Forgets the process if its memory may not be read, or is not where the exporter's is."""
@@ -92,7 +105,7 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
     deadline = time.monotonic() + limits.IMPORT_SECONDS
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.settimeout(limits.IMPORT_SECONDS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         connected.connect(address.path)
     except OSError as error:
         connected.close()
@@ -117,8 +130,8 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
 
 
 def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
-    ready, _, _ = select.select([stream.fileno()], [], [], max(deadline - time.monotonic(), 0.0))
-    if not ready:
+    left = deadline - time.monotonic()
+    if left <= 0 or not readable(stream.fileno(), left):
         raise Unavailable(ErrorCode.TRANSPORT, f"its pools did not come within {limits.IMPORT_SECONDS:g} s")
     frames = stream.receive()
     if frames is None:
@@ -137,7 +150,7 @@ def _complete(pools: ImportedPools, frames: list[Frame], map_pool: MapPool) -> b
             if isinstance(message, ExportedPool):
                 if len(frame.descriptors) != 1:
                     raise BadRequest(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
-                pools.add(int.from_bytes(message.base, "little"), map_pool(message, frame.descriptors[0]))
+                pools.add(message, frame.descriptors[0], map_pool)
             else:
                 pools.verify(message)
                 complete = True

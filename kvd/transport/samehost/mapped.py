@@ -27,15 +27,18 @@ def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:
     """Maps a pool in host memory; the descriptor stays the caller's.
 
     Raises:
-        BadRequest: `BAD_POOL`, it is no sealed memfd of that size: somebody could take pages off its end.
+        BadRequest: `BAD_POOL`, it is no sealed memfd of that size, so that somebody could take pages off its end; or it
+            has holes: files without memory cost their maker nothing, and could take all of our address space.
 
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        length = os.fstat(descriptor).st_size
-        if seals & SEALS != SEALS or not 0 < pool.size <= pool.length <= length:
-            text = f"a pool of {pool.size} bytes, mapped as {pool.length}, came as a file of {length} bytes"
-            raise BadRequest(ErrorCode.BAD_POOL, f"{text} with seals {seals:#x}, not {SEALS:#x}")
+        status = os.fstat(descriptor)
+        present = min(status.st_size, status.st_blocks * 512)
+        if seals & SEALS != SEALS or not 0 < pool.size <= pool.length <= present:
+            text = f"a pool of {pool.size} bytes, mapped as {pool.length}, came as a file of {status.st_size} bytes, "
+            text += f"{present} of them in memory, with seals {seals:#x}, not {SEALS:#x}"
+            raise BadRequest(ErrorCode.BAD_POOL, text)
         mapping = Mapping(descriptor, pool.length, writable=False)
     except OSError as error:
         raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error

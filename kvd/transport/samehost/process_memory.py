@@ -71,13 +71,20 @@ class ProcessMemory:
         length = np.array([_WORD_BYTES], dtype=np.uint64)
         here, there = (np.array([at], dtype=np.uint64) for at in (found.ctypes.data, address))
         _read(self._pid, _vector(here, length), _vector(there, length))
-        if select.select([self._descriptor], [], [], 0)[0]:
+        if readable(self._descriptor, 0.0):
             raise OSError(errno.ESRCH, "the process has ended")  # and its number may be another's
         return int(found[0])
 
     def close(self) -> None:
         """Forgets the process."""
         os.close(self._descriptor)
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Waits up to `seconds`. Not by `select`, which takes no descriptor above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _read(pid: int, local: U64, remote: U64) -> None:

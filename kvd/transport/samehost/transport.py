@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,7 @@ from kvd.transport.interface import (
     ReadRequest,
     Region,
     Registered,
+    RegisterFailed,
 )
 from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read, copy_now
@@ -78,6 +80,8 @@ class SameHostTransport:
         """Addresses of the registered pools, by number."""
         self._pools: dict[int, Memory] = {}
         """By address."""
+        self._imports = ThreadPoolExecutor(limits.MAX_HANDSHAKES, "kvd-import")
+        """Not the loop's executor: exporters that do not answer must not keep other work of the daemon waiting."""
         self._peers: dict[str, ImportedPools] = {}
         self._importing: dict[str, object] = {}
         """The latest attempt to import the pools of an agent."""
@@ -104,11 +108,15 @@ class SameHostTransport:
     # --- our pools --------------------------------------------------------------------------------------------------
 
     def register(self, pool: int, region: Region) -> None:
-        """Exports a pool, if it has a descriptor, and lets reads land in it; answered by `Registered`."""
+        """Exports a pool, if it has a descriptor, and lets reads land in it; see `Transport.register`."""
+        if region.descriptor >= 0:
+            try:
+                self._exporter.add(pool, region)
+            except OSError as error:
+                self._on_event(RegisterFailed(pool, f"it cannot be lent to daemons of this host: {error}"))
+                return
         self._pools[region.base] = Memory(region.base, region.size, region.device)
         self._bases[pool] = region.base
-        if region.descriptor >= 0:
-            self._exporter.add(pool, region)
         self._metadata = self._address(self._exporter.token())
         self._on_event(Registered(pool, self._metadata))
 
@@ -129,7 +137,9 @@ class SameHostTransport:
     # --- peers ------------------------------------------------------------------------------------------------------
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`."""
+        """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`, unless stopped."""
+        if self._stopped:
+            return
         try:
             address = self._check(agent, metadata)
         except KvdError as error:
@@ -137,7 +147,7 @@ class SameHostTransport:
             self._lose(agent, error.text)
             return
         attempt = self._importing[agent] = object()
-        importing = self._loop.run_in_executor(None, import_pools, address, self._devices.map_pool)
+        importing = self._loop.run_in_executor(self._imports, import_pools, address, self._devices.map_pool)
         importing.add_done_callback(partial(self._imported, agent, attempt))
 
     def _check(self, agent: str, metadata: bytes) -> ExportAddress:
@@ -156,6 +166,8 @@ class SameHostTransport:
         return address
 
     def _imported(self, agent: str, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
+        if importing.cancelled():
+            return
         error = importing.exception()
         current = self._importing.get(agent) is attempt and not self._stopped
         if current:
@@ -244,6 +256,7 @@ class SameHostTransport:
             return
         self._stopped = True
         self._outbox.close()
+        self._imports.shutdown(wait=False, cancel_futures=True)
         self._copies.stop()
         for agent in list(self._peers):
             self._forget(agent)

@@ -1,0 +1,182 @@
+"""The transport within a host against peers that do not keep the protocol, and short of descriptors."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvd.errors import BadRequest
+from kvd.memory.memfd import SEALS, MemfdProvider
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.transport.interface import Event, PeerAdded, Region, Registered, RegisterFailed
+from kvd.transport.samehost.importer import import_pools
+from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.transport import SameHostTransport
+
+SIZE = 2 << 20
+TOKEN = bytes(16)
+
+
+class Agent:
+    """A transport, and what it reports."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.path = str(folder / name)
+        self.transport = SameHostTransport(name, asyncio.get_running_loop(), self.path, host="this", threads=1)
+        self.transport.start(self.events.put_nowait)
+
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transport.stop()
+
+
+@contextlib.contextmanager
+def descriptors_taken(*, below: int, limit: int) -> Iterator[None]:
+    """Takes all descriptors below `below`, under a limit of `limit`."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while taken[-1] < below - 1:
+            taken.append(os.dup(taken[0]))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_peer_is_read_with_stamps_by_a_daemon_of_more_than_a_thousand_descriptors(tmp_path: Path) -> None:
+    pool = MemfdProvider().allocate("pool", SIZE)
+    with Agent(tmp_path, "producer") as producer, Agent(tmp_path, "consumer") as consumer:
+        producer.transport.register(1, Region(pool.base, SIZE, pool.descriptor, length=SIZE))
+        with descriptors_taken(below=1100, limit=2048):
+            consumer.transport.add_peer("producer", producer.transport.metadata)
+            added = await consumer.events.get()
+            assert isinstance(added, PeerAdded)
+            assert added.stamps
+    pool.close()
+
+
+async def test_a_pool_that_cannot_be_lent_fails_to_register_and_leaves_nothing(tmp_path: Path) -> None:
+    pool = MemfdProvider().allocate("pool", SIZE)
+    with Agent(tmp_path, "a") as agent:
+        with descriptors_taken(below=256, limit=256):
+            agent.transport.register(1, Region(pool.base, SIZE, pool.descriptor, length=SIZE))
+        assert isinstance(await agent.events.get(), RegisterFailed)
+        agent.transport.register(1, Region(pool.base, SIZE, pool.descriptor, length=SIZE))
+        assert isinstance(await agent.events.get(), Registered)
+    pool.close()
+
+
+async def test_who_shows_a_token_that_covers_nothing_is_hung_up_on(tmp_path: Path) -> None:
+    with Agent(tmp_path, "a") as agent:
+        reader, writer = await asyncio.open_unix_connection(agent.path)
+        content = encode(Import(TOKEN))
+        writer.write(len(content).to_bytes(4, "little") + content)
+        assert b"the token covers no pool here" in await reader.read()  # and then the end
+        writer.close()
+
+
+@contextlib.contextmanager
+def exporter_that_sends(path: Path, pools: list[ExportedPool], *, sparse: bool = False) -> Iterator[ExportAddress]:
+    """An exporter that lends these pools, whatever it is asked."""
+    descriptor = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SIZE)
+    if not sparse:
+        os.posix_fallocate(descriptor, 0, SIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def send() -> FrameStream:
+            stream = FrameStream(listener.accept()[0])
+            for pool in pools:
+                stream.send(encode(pool), (descriptor,))
+            stream.send(encode(Exported(bytes(8), bytes(8))))
+            return stream
+
+        with ThreadPoolExecutor(1) as thread:
+            sending = thread.submit(send)
+            yield ExportAddress("x", "this", str(path), TOKEN)
+            sending.result().close()
+    os.close(descriptor)
+
+
+def mapped(name: str) -> int:
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(name)
+
+
+def test_two_pools_of_one_address_are_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    before = mapped("memfd:pool")
+    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
+    with exporter_that_sends(tmp_path / "x", [pool, pool]) as address, pytest.raises(BadRequest, match="0x1000"):
+        import_pools(address, map_host_pool)
+    assert mapped("memfd:pool") == before
+
+
+def test_a_pool_without_its_memory_is_refused(tmp_path: Path) -> None:
+    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
+    lent = exporter_that_sends(tmp_path / "x", [pool], sparse=True)
+    with lent as address, pytest.raises(BadRequest, match="0 of them in memory"):
+        import_pools(address, map_host_pool)
+
+
+def test_more_pools_than_a_daemon_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.limits.MAX_POOLS", 2)
+    before = mapped("memfd:pool")
+    pools = [ExportedPool(number.to_bytes(8, "little"), SIZE, SIZE) for number in range(3)]
+    with exporter_that_sends(tmp_path / "x", pools) as address, pytest.raises(BadRequest, match="more than 2 pools"):
+        import_pools(address, map_host_pool)
+    assert mapped("memfd:pool") == before
+
+
+async def test_exporters_that_do_not_answer_keep_no_other_work_waiting(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "x"))
+        silent.listen(64)
+        for number in range(40):
+            name = f"x{number}"
+            metadata = encode(ExportAddress(name, "this", str(tmp_path / "x"), TOKEN))
+            agent.transport.add_peer(name, metadata)
+        await loop.run_in_executor(None, os.getpid)
+        assert agent.events.empty()  # so that did not wait for an import to fail
+
+
+def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(path)
+        listener.listen(0)
+        other.connect(path)
+        with ThreadPoolExecutor(1) as thread:
+            importing = thread.submit(import_pools, ExportAddress("x", "this", path, TOKEN), map_host_pool)
+            with pytest.raises(TimeoutError):
+                importing.result(timeout=0.1)
+            listener.accept()[0].close()
+            stream = FrameStream(listener.accept()[0])
+            stream.send(encode(Exported(bytes(8), bytes(8))))
+            importing.result().hang_up()
+            stream.close()
+
+
+async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Path) -> None:
+    with Agent(tmp_path, "a") as agent:
+        agent.transport.stop()
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)))
+        assert agent.events.empty()
