@@ -114,7 +114,7 @@ def test_a_peer_of_this_host_whose_sockets_are_not_mounted_is_read_over_the_netw
     assert decode_worker.call("values", ids=[3]) == [7]
     (finding,) = [found for found in check_daemon(str(consumer.socket), PATIENCE) if found.subject == "peer p"]
     assert finding.level is Level.SLOW
-    assert "it is on this host, but its bytes go over the network" in finding.text
+    assert "it is on this host, but NIXL reads it as if from another one: /" in finding.text
     assert "mount the daemons' sockets at one path" in finding.text
 
 
