@@ -19,7 +19,7 @@ from kvd.doctor.finding import Finding, Level
 from kvd.doctor.gpus import check_gpus
 from kvd.doctor.loopback import check_transfer
 from kvd.doctor.memory import check_huge_pages, check_memlock
-from kvd.doctor.samehost import check_copy, check_pid_namespace
+from kvd.doctor.samehost import check_copy
 
 _TRANSFER_SECONDS = 60.0
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.SLOW: "yellow", Level.BROKEN: "red"}
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "if something is broken.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--no-transfer", action="store_true", help="skip the loop-back transfer")
+    parser.add_argument("--no-transfer", action="store_true", help="skip the transfer by NIXL")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield check_memlock()
     yield check_huge_pages()
-    yield check_copy()
-    yield check_pid_namespace()
+    yield check_copy(_TRANSFER_SECONDS)
     yield from check_rdma()
     yield from check_gpus(load({}).device)
     yield from check_daemon(socket_of(args), args.timeout)

@@ -5,11 +5,14 @@ import os
 import pwd
 import stat
 from collections.abc import Callable
+from typing import Final
 
 from kvd.doctor.finding import Finding, Level
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
+
+_SLOW: Final = "mend what it names, on both sides (`kvd doctor` there says more), and restart one of the two daemons"
 
 
 def check_daemon(path: str, timeout: float) -> list[Finding]:
@@ -29,13 +32,13 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
         return [*findings, Finding("daemon", Level.BROKEN, error.text, fix)]
     if identity.pid == 0:
         text = "it runs in another PID namespace"
-        findings.append(Finding("daemon", Level.NOTE, text, "`kvd drain` and same-host copies need a shared one"))
+        findings.append(Finding("daemon", Level.NOTE, text, "run `kvd drain` in its container"))
     if status.ready:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
     findings.extend(
-        Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", "run `kvd doctor` on both sides")
+        Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", _SLOW)
         for peer in status.handshake
         if peer.slow
     )

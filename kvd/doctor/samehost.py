@@ -1,63 +1,114 @@
-"""Same-host copies (CMA): whether one process may see another and read its memory."""
+"""Copies within the host: another process imports a pool of ours and reads it, as a daemon does a peer's."""
 
+import asyncio
 import ctypes
-import os
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Final
 
+import msgspec
+import numpy as np
+
+from kvd import limits
 from kvd.doctor.finding import Finding, Level
+from kvd.errors import KvdError
+from kvd.host import boot_id
+from kvd.memory.memfd import MemfdProvider
+from kvd.protocol.codec import encode, export_addresses
+from kvd.protocol.export import ExportAddress
+from kvd.transport.interface import Region
+from kvd.transport.samehost.exporter import Exporter
+from kvd.transport.samehost.importer import import_pools
+from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.process_memory import copy
 
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-_SECRET = b"read by another process"
-_YAMA_FIX = "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE for the daemons (deploy/systemd/drop-ins/cma.conf)"
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def check_copy() -> Finding:
-    """Lets a process that is not our parent read our memory, as a peer's daemon would."""
-    content = ctypes.create_string_buffer(_SECRET)
-    owner = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os._exit(_read_from(owner, ctypes.addressof(content)))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == 0:
-        return Finding("same-host copy", Level.OK, "process_vm_readv between processes of this user works")
-    scope = _YAMA.read_text(encoding="ascii").strip() if _YAMA.exists() else "0"
-    reason = os.strerror(status) if status > 0 else f"signal {-status}"
-    text = f"process_vm_readv fails ({reason}), ptrace_scope is {scope}: same-host peers copy twice, by shared memory"
-    fix = _YAMA_FIX if scope != "0" else "allow process_vm_readv in the seccomp profile, or give CAP_SYS_PTRACE"
-    return Finding("same-host copy", Level.SLOW, text, fix)
+BYTES: Final = 64 * limits.MIB
+_BLOCK: Final = limits.MIB
+_PATTERN: Final = 0x5A
+_ROUNDS: Final = 3
+_SUBJECT: Final = "same-host copy"
+_REFUSED: Final = "allow process_vm_readv and Unix sockets in the seccomp profile"
+_NO_STAMPS: Final = "sysctl kernel.yama.ptrace_scope=0, if small pulls must be as fast as they can be"
 
 
-def check_pid_namespace() -> Finding:
-    """Which PID namespace this is: daemons need the same one to read each other's memory by process id."""
-    if os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE:
-        return Finding("PID namespace", Level.OK, "the host's")
-    return Finding(
-        "PID namespace",
-        Level.NOTE,
-        "not the host's: daemons outside are reached over TCP or RDMA if `listen` is tcp://, else not at all",
-        "for copies between pods of one node: hostPID: true on both; within a pod: shareProcessNamespace: true",
-    )
+class _Result(msgspec.Struct):
+    """What the reader found: bytes per second, whether stamps can be read, and whether the bytes were right."""
+
+    rate: float
+    stamps: bool
+    arrived: bool
 
 
-def _read_from(owner: int, address: int) -> int:
-    """0 if the copy arrived, else an errno."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = ctypes.create_string_buffer(len(_SECRET))
-    local = _IoVec(ctypes.addressof(buffer), len(_SECRET))
-    remote = _IoVec(address, len(_SECRET))
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    arguments = (ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    if libc.process_vm_readv(owner, *map(_as_word, arguments)) != len(_SECRET):
-        return ctypes.get_errno() or 1
-    return 0 if buffer.raw == _SECRET else 1
+def check_copy(timeout: float) -> Finding:
+    """Lends 64 MiB to a child process. The child reads, as Yama lets a parent read what other processes may not."""
+    try:
+        return asyncio.run(_lend(timeout))
+    except KvdError as error:
+        return Finding(_SUBJECT, Level.BROKEN, error.text, "free some memory, and a folder for temporary files")
 
 
-def _as_word(argument: object) -> object:
-    """Plain integers as unsigned words: the last argument of the call is an unsigned long."""
-    return ctypes.c_ulong(argument) if isinstance(argument, int) else argument
+async def _lend(seconds: float) -> Finding:
+    pool = MemfdProvider().allocate("doctor", BYTES)
+    ctypes.memset(pool.base, _PATTERN, BYTES)
+    with tempfile.TemporaryDirectory(prefix="kvd-doctor-") as folder:
+        path = str(Path(folder) / "pools")
+        exporter = Exporter(path, 0o600)
+        exporter.add(0, Region(pool.base, BYTES, pool.descriptor, length=pool.length))
+        address = encode(ExportAddress("doctor", boot_id(), path, exporter.token()))
+        command = [sys.executable, "-m", "kvd.doctor.samehost", address.hex(), str(pool.base)]
+        reader = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            out, log = await asyncio.wait_for(reader.communicate(), seconds)
+        except TimeoutError:
+            reader.kill()
+            await reader.wait()
+            return Finding(_SUBJECT, Level.BROKEN, f"did not end within {seconds:g} s", _REFUSED)
+        finally:
+            exporter.close()
+            pool.close()
+    if reader.returncode != 0:
+        last = (log.decode().strip().splitlines() or [f"the reader ended with status {reader.returncode}"])[-1]
+        return Finding(_SUBJECT, Level.BROKEN, last, _REFUSED)
+    return _judge(msgspec.json.decode(out, type=_Result))
+
+
+def _judge(result: _Result) -> Finding:
+    text = f"{BYTES // limits.MIB} MiB of another process at {result.rate / 1e9:.1f} GB/s"
+    if not result.arrived:
+        return Finding(_SUBJECT, Level.BROKEN, f"{text}: bytes differ", "please report this")
+    if not result.stamps:
+        return Finding(_SUBJECT, Level.NOTE, f"{text}; stamps cannot be read: proofs cost a message each", _NO_STAMPS)
+    return Finding(_SUBJECT, Level.OK, f"{text}; stamps can be read")
+
+
+def read(address: bytes, base: int) -> _Result:
+    """The reader: imports the pool and copies it.
+
+    Raises:
+        KvdError: it cannot be imported.
+        OSError: it cannot be read.
+
+    """
+    pools = import_pools(export_addresses.decode(address), map_host_pool)
+    source = pools.find(base)
+    assert source is not None  # noqa: S101 - the one that was exported
+    target = np.zeros(BYTES, dtype=np.uint8)
+    offset = np.arange(0, BYTES, _BLOCK, dtype=np.uint64)
+    length = np.full(offset.size, _BLOCK, dtype=np.uint64)
+    seconds = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        copy(offset + np.uint64(target.ctypes.data), source.addresses(offset, length), length)
+        seconds.append(time.perf_counter() - started)
+    return _Result(BYTES / min(seconds), pools.process is not None, bool((target == _PATTERN).all()))
+
+
+if __name__ == "__main__":
+    try:
+        found = read(bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
+    except (KvdError, OSError) as problem:
+        sys.exit(str(problem))
+    sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -97,7 +97,7 @@ class PeerAdded(Struct, frozen=True, gc=False):
     same_host: bool = False
     stamps: bool = False
     detour: str = ""
-    """Why it is read over the network though it may be on this host; empty if it is not."""
+    """Why the transport of other hosts reads it though it may be on this one; empty if it does not."""
 
 
 class PeerFailed(Struct, frozen=True, gc=False):

@@ -13,14 +13,12 @@ class Kind(StrEnum):
 
     COPY = "copy"
     """kvd copies, out of a mapping of the peer's pool."""
-    CUDA_IPC = "cuda_ipc"
-    """GPU to GPU on one host."""
     RDMA = "rdma"
     """A NIC reads the peer's memory without the peer's CPU."""
     CMA = "cma"
-    """One copy by the kernel, between processes of one host."""
+    """UCX within the host, by the kernel: only of a peer whose pools could not be imported (`PeerAdded.detour`)."""
     SHM = "shm"
-    """Shared memory of one host, two copies."""
+    """The same by shared memory, copied twice."""
     TCP = "tcp"
     """Sockets."""
     UNKNOWN = "unknown"
@@ -28,7 +26,6 @@ class Kind(StrEnum):
 
 _PREFIXES: Final = (
     (Kind.COPY, ("copy",)),
-    (Kind.CUDA_IPC, ("cuda_ipc", "rocm_ipc", "ze_ipc")),
     (Kind.RDMA, ("rc", "dc", "ud", "srd", "gga", "ugni")),
     (Kind.CMA, ("cma", "xpmem", "knem")),
     (Kind.SHM, ("sysv", "posix")),

@@ -21,7 +21,6 @@ BLOCKS = [1, 2, 3]
         ("cma/memory tcp/lo", Kind.CMA),
         ("sysv/memory tcp/lo", Kind.SHM),
         ("rc_mlx5/mlx5_0:1 cma/memory", Kind.RDMA),
-        ("rc_mlx5/mlx5_0:1 cuda_ipc/cuda", Kind.CUDA_IPC),
     ],
 )
 def test_a_path_is_as_good_as_its_best_lane(path: str, kind: Kind) -> None:

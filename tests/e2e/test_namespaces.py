@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd.doctor.daemon import check_daemon
+from kvd.doctor.finding import Level
 from kvd.memory.memfd import Backing, MemfdProvider
 from kvd.net.inquiry import Inquiry
 from kvd.net.stream import FrameStream
@@ -24,6 +26,7 @@ from kvd.transport.samehost.transport import SameHostTransport
 from tests.e2e.test_other_user import as_nobody
 from tests.support.fleet import PATIENCE, Fleet
 from tests.support.keyring import Keyring
+from tests.support.ports import own_address
 
 pytestmark = [
     pytest.mark.e2e,
@@ -96,6 +99,24 @@ def test_daemons_of_two_users_with_keys_copy_within_the_host_and_prove_by_messag
         os.chown(folder / f"{name}.key", user, user)
     flags = {} if listen == "ipc" else {"listen": listen}
     check_a_pair(hosts, *(start(within=as_user(USERS[name]), **flags) for name, start in starts.items()))
+
+
+def test_a_peer_of_this_host_whose_sockets_are_not_mounted_is_read_over_the_network_and_called_slow(hosts, folder):
+    (folder / "hidden").mkdir()
+    address = {"listen": f"tcp://{own_address()}:0", "insecure": "true"}
+    producer = hosts.daemon("p", socket=str(folder / "hidden/p.sock"), **address)
+    hide = f'mount -t tmpfs none {folder / "hidden"} && exec "$@"'
+    consumer = hosts.daemon("d", within=("unshare", "--mount", "sh", "-c", hide, "sh"), **address)
+    producer.serving()
+    prefill, decode_worker = hosts.worker(producer, "p"), hosts.worker(consumer, "d")
+    prefill.call("fill", ids=[1], value=7)
+    decode_worker.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=[1]), ids=[3])
+    assert decode_worker.outcome("r")["kind"] == "Done"
+    assert decode_worker.call("values", ids=[3]) == [7]
+    (finding,) = [found for found in check_daemon(str(consumer.socket), PATIENCE) if found.subject == "peer p"]
+    assert finding.level is Level.SLOW
+    assert "it is on this host, but NIXL reads it as if from another one: /" in finding.text
+    assert "mount the daemons' sockets at one path" in finding.text
 
 
 def write_in_vain(metadata):

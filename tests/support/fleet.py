@@ -40,7 +40,7 @@ class Daemon:
     ) -> None:
         self._processes, self._folder, self._within = processes, folder, within
         self.name, self.flags = name, flags
-        self.socket = folder / f"{name}.sock"
+        self.socket = Path(flags.get("socket", folder / f"{name}.sock"))
         self.starts = 0
         self.start()
 

@@ -101,7 +101,7 @@ class Peer:
         settings, welcome, path = context.settings, self.welcome, event.path
         slow = why_slow(path, rdma_here=settings.rdma)
         if welcome is not None and bool(settings.host) and welcome.host == settings.host and not event.same_host:
-            slow = f"it is on this host, but its bytes go over the network: {event.detour}"
+            slow = f"it is on this host, but NIXL reads it as if from another one: {event.detour}"
         if slow and not self.slow:
             context.metrics.slow_paths.labels(kind_of(path)).inc()
             _log.warning("slow path", peer=self.address, path=path, reason=slow)

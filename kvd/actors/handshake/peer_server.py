@@ -1,12 +1,15 @@
 """Answers the daemons that connect to us: who we are, which pools they may read, and that we live.
 
 A peer is told of the pools that it may read, and gets metadata with their keys and no others. When a right is
-withdrawn, the pools that the peer was told of get new keys.
+withdrawn, the pools that the peer was told of get new keys. A daemon of this host that has such a pool mapped can go on
+reading it until it ends: nothing takes a mapping away from another process.
 """
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Final
+
+import structlog
 
 from kvd import limits
 from kvd.actors.handshake.messages import HandshakeRequest, RightsChanged
@@ -22,7 +25,10 @@ from kvd.protocol.peer import Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import Described, Transport
 
+_log = structlog.get_logger("kvd.handshake")
 _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
+
+_KEPT_MAPPING: Final = "a daemon of this host may have it mapped, and reads it until it ends: detach its worker"
 
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
@@ -86,6 +92,8 @@ class PeerServer(Component):
         """Has pools registered anew if a peer was told of them that may not read them any more."""
         lost = {(key, pool) for key, pool in self._told if not covers(self._rights(key), pool)}
         self._told -= lost
+        for key, pool in sorted(lost):
+            _log.warning("right withdrawn", key=key, pool=pool, hint=_KEPT_MAPPING)
         for pool in sorted({pool for _, pool in lost}):
             self._context.pools.tell(RenewPool(pool))
 

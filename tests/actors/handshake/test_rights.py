@@ -1,6 +1,7 @@
 """What a peer may read, and what becomes of the pools that it was told of when it may not any more."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvd.actors.handshake.messages import RightsChanged
 from kvd.errors import ErrorCode, Unavailable
@@ -133,6 +134,15 @@ def test_a_pool_is_registered_anew_at_another_address_when_who_was_told_of_it_ma
     after = pools_in(firm.hello(ALICE))["two"]
     assert after.epoch != before.epoch
     assert after.base != before.base
+
+
+def test_each_withdrawn_right_is_logged_with_what_a_daemon_of_this_host_can_still_do(firm):
+    firm.hello(BOB)
+    with capture_logs() as logs:
+        firm.change(alice=("*",))
+    [entry] = [entry for entry in logs if entry["event"] == "right withdrawn"]
+    assert (entry["key"], entry["pool"], entry["log_level"]) == (BOB, "two", "warning")
+    assert "detach its worker" in entry["hint"]
 
 
 def test_nothing_happens_where_nobody_was_told_of_what_it_may_not_read_any_more(firm):

@@ -1,0 +1,227 @@
+"""What strangers get of the export socket, and what a hostile exporter can do to who imports from it."""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd import limits
+from kvd.errors import KvdError
+from kvd.memory.mapping import HUGE_PAGE, Mapping
+from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
+from kvd.net.stream import FrameStream
+from kvd.protocol.codec import encode
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.transport.samehost.exporter import Exporter
+from kvd.transport.samehost.importer import ImportedPools, import_pools
+from kvd.transport.samehost.process_memory import copy
+from tests.support.fleet import PATIENCE
+
+SIZE = 4096
+MANY = 320
+"""Pools: more frames than a socket takes before they are read."""
+
+
+@pytest.fixture
+def pools() -> Iterator[list[MemfdPool]]:
+    made = [MemfdProvider(Backing.PLAIN).allocate(name, SIZE) for name in ("one", "two")]
+    yield made
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "pools")
+
+
+@pytest.fixture
+async def exporter(path: str, pools: list[MemfdPool]) -> Exporter:
+    made = Exporter(path, 0o600)
+    for number, pool in enumerate(pools):
+        made.add(number, pool.base, SIZE, pool.descriptor)
+    return made
+
+
+async def imported(path: str, token: bytes) -> ImportedPools:
+    return await asyncio.to_thread(import_pools, ExportAddress("p", "this", path, token))
+
+
+async def hung_up(connected: socket.socket) -> bool:
+    """Waits for the end of what the other side sends."""
+
+    def read() -> bool:
+        connected.settimeout(PATIENCE)
+        while connected.recv(4096):
+            pass
+        return True
+
+    return await asyncio.to_thread(read)
+
+
+def connection(path: str) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.connect(path)
+    return connected
+
+
+async def test_a_token_gives_the_pools_that_it_was_drawn_for_and_no_others(
+    exporter: Exporter, path: str, pools: list[MemfdPool]
+) -> None:
+    some = await imported(path, exporter.token((1,)))
+    assert some.find(pools[0].base) is None
+    assert some.find(pools[1].base) is not None
+    some.hang_up()
+    every = exporter.token()
+    exporter.remove(0)
+    exporter.add(0, pools[0].base, SIZE, pools[0].descriptor)
+    rest = await imported(path, every)
+    assert rest.find(pools[0].base) is None  # it is another registration
+    rest.hang_up()
+    exporter.close()
+
+
+async def test_a_made_up_token_and_one_of_too_long_ago_give_nothing(
+    exporter: Exporter, path: str, pools: list[MemfdPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KvdError, match="not_permitted"):
+        await imported(path, os.urandom(limits.SECRET_BYTES))
+    monkeypatch.setattr(limits, "MAX_TOKENS", 2)
+    old = exporter.token((0,))
+    exporter.token((1,))
+    exporter.token(())
+    with pytest.raises(KvdError, match="not_permitted"):
+        await imported(path, old)
+    exporter.close()
+
+
+async def test_a_process_has_few_connections_and_one_that_asks_nothing_or_twice_is_hung_up_on(
+    exporter: Exporter, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [connection(path) for _ in range(limits.MAX_IMPORTS_PER_PROCESS)]
+    with connection(path) as one_too_many:
+        assert await hung_up(one_too_many)
+    twice = FrameStream(kept[0])
+    for _ in range(2):
+        twice.send(encode(Import(exporter.token(()))))
+    kept[0].setblocking(True)
+    assert await hung_up(kept[0])
+    monkeypatch.setattr(limits, "IMPORT_SECONDS", 0.01)
+    with connection(path) as silent:
+        assert await hung_up(silent)
+    for connected in kept:
+        connected.close()
+    exporter.close()
+
+
+def memfd(*, size: int = HUGE_PAGE, seals: int = SEALS) -> int:
+    descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+@pytest.fixture
+def hostile(path: str) -> Iterator[Callable[..., ExportAddress]]:
+    """An exporter that answers with these frames; gives the address to import from."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen()
+    servers: list[threading.Thread] = []
+
+    def serve(frames: list[tuple[bytes, tuple[int, ...]]]) -> None:
+        accepted, _ = listener.accept()
+        stream = FrameStream(accepted)
+        select.select([accepted], [], [], PATIENCE)
+        stream.receive()
+        for content, descriptors in frames:
+            stream.send(content, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        select.select([accepted], [], [], PATIENCE)  # until the importer hangs up
+        stream.close()
+
+    def answering(*frames: tuple[bytes, tuple[int, ...]]) -> ExportAddress:
+        servers.append(threading.Thread(target=serve, args=(list(frames),)))
+        servers[-1].start()
+        return ExportAddress("p", "this", path, bytes(limits.SECRET_BYTES))
+
+    yield answering
+    for server in servers:
+        server.join(PATIENCE)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("lend", "reason"),
+    [
+        (lambda: (memfd(seals=fcntl.F_SEAL_GROW),), "seals"),
+        (lambda: (memfd(size=SIZE // 2),), "came as a memfd of 2048"),
+        (lambda: (os.open("/dev/null", os.O_RDONLY),), "no memfd"),
+        (lambda: (), "with 0 descriptors"),
+    ],
+)
+def test_what_is_no_sealed_pool_is_not_mapped(
+    hostile: Callable[..., ExportAddress], lend: Callable[[], tuple[int, ...]], reason: str
+) -> None:
+    address = hostile((encode(ExportedPool(bytes(8), SIZE)), lend()))
+    with pytest.raises(KvdError, match=reason):
+        import_pools(address)
+
+
+def test_an_exporter_that_does_not_answer_is_given_up(
+    hostile: Callable[..., ExportAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = hostile()
+    monkeypatch.setattr(limits, "IMPORT_SECONDS", 0.05)
+    with pytest.raises(KvdError, match=r"did not come within 0\.05 s"):
+        import_pools(address)
+
+
+def test_no_stamps_are_read_of_a_process_that_has_another_word_than_its_exporter_said(
+    hostile: Callable[..., ExportAddress],
+) -> None:
+    word = np.array([7], dtype="<u8")
+    for value, readable in ((7, True), (8, False)):
+        where = word.ctypes.data.to_bytes(8, "little")
+        pools = import_pools(hostile((encode(Exported(where, value.to_bytes(8, "little"))), ())))
+        assert (pools.process is not None) is readable
+        pools.hang_up()
+
+
+async def test_an_importer_that_does_not_read_keeps_nobody_waiting(path: str, pools: list[MemfdPool]) -> None:
+    exporter = Exporter(path, 0o600)
+    for number in range(MANY):
+        exporter.add(number, pools[0].base + number, SIZE, pools[0].descriptor)
+    with connection(path) as slow:
+        stream = FrameStream(slow)
+        stream.send(encode(Import(exporter.token())))
+        exporter.add(MANY, pools[1].base, SIZE, pools[1].descriptor)
+        served = await imported(path, exporter.token((MANY,)))
+        assert served.find(pools[1].base) is not None
+        (waiting,) = [one for one in exporter._importers if one._stream.waiting]
+        served.hang_up()
+    while waiting in exporter._importers:  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(0)
+    exporter.close()
+
+
+def test_pages_that_are_taken_away_end_a_copy_by_an_error_and_not_the_process_by_a_signal() -> None:
+    descriptor = memfd(seals=0)
+    mapping = Mapping(descriptor, HUGE_PAGE, writable=False)
+    target = np.zeros(mmap.PAGESIZE, dtype=np.uint8)
+    pieces = [np.array([at], dtype=np.uint64) for at in (target.ctypes.data, mapping.base, mmap.PAGESIZE)]
+    copy(*pieces)
+    os.ftruncate(descriptor, 0)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        copy(*pieces)
+    mapping.close()
+    os.close(descriptor)
