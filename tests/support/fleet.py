@@ -82,7 +82,11 @@ class Worker:
         self.name = name
         self.child = processes.start(run, "tests.support.worker_main", piped=True)
         self._unread = b""
-        self.attached = self.call("attach", socket=str(daemon.socket), name=name, **attach)
+        try:
+            self.attached = self.call("attach", socket=str(daemon.socket), name=name, **attach)
+        except RemoteError:
+            self.kill()  # as an engine ends; it may have been lent a pool that it could not map
+            raise
 
     def order(self, order: str, **arguments: Any) -> None:
         """Starts a call; `answer` waits for it."""
