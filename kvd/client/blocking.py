@@ -101,6 +101,8 @@ class Worker(Session):
     def close(self) -> None:
         """Ends the session; the daemon keeps the pool and its bytes for the next process with this name.
 
+        Another process gets them only when this one has ended, since this one could still write to them.
+
         Memory that tensors use stays mapped until they are gone. A second call does nothing.
         """
         self._driver.close()

@@ -104,7 +104,10 @@ class Config(BaseSettings):
     )
     claim_wait: float = Field(10.0, gt=0, le=600, description="Seconds that a claim waits for its offer to be made.")
     attach_wait: float = Field(
-        10.0, gt=0, le=600, description="Seconds that a restarted worker waits for its predecessor's transfers to end."
+        10.0,
+        gt=0,
+        le=600,
+        description="Seconds a restarted worker waits for its predecessor's process to end, then for its transfers.",
     )
     pool_linger: float = Field(
         600.0, gt=0, description="Seconds that the pool of a dead worker is kept. Lower it if memory is short."

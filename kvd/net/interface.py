@@ -19,8 +19,20 @@ class SessionOpened(Struct, frozen=True, gc=False):
 
     connection: int
     pid: int
+    """0 if its PID namespace is not visible to us."""
     uid: int
     gid: int
+    watched: bool = True
+    """Whether a `ProcessEnded` will follow; not on kernels before 6.5 if `pid` is 0."""
+
+
+class ProcessEnded(Struct, frozen=True, gc=False):
+    """The process that opened the session has ended: nothing of it runs, and its descriptors are closed.
+
+    The session may be open still, if another process inherited it, or have been closed long before.
+    """
+
+    connection: int
 
 
 class SessionFrame(Struct, frozen=True, gc=False):
@@ -66,7 +78,7 @@ class PeerAnswered(Struct, frozen=True, gc=False):
     frame: bytes
 
 
-WorkerEvent = SessionOpened | SessionFrame | SessionClosed | WorkerFrame
+WorkerEvent = SessionOpened | SessionFrame | SessionClosed | ProcessEnded | WorkerFrame
 PeerEvent = PeerAsked | PeerAnswered
 
 
@@ -103,6 +115,9 @@ class WorkerPort(Protocol):
 
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""
+
+    def forget_process(self, connection: int) -> None:
+        """Stops watching the process that opened a session: no `ProcessEnded` follows."""
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
         """Closes the descriptors of a frame that is not used."""

@@ -11,6 +11,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.net.frames import close_descriptors
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener
+from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.router import Router
 from kvd.net.local.session import Session, UnfinishedBytes
 from kvd.net.lock import PathLock
@@ -40,6 +41,7 @@ class WorkerSockets:
         self._listeners: list[Listener] = []
         self._lock: PathLock | None = None
         self._process = -1
+        self._peers: WatchedProcesses | None = None
         self._sessions: dict[int, Session] = {}
         self._closing: set[Session] = set()
         self._unfinished: Counter[int] = Counter()
@@ -63,6 +65,7 @@ class WorkerSockets:
         self._on_event, self._intake = on_event, intake
         self._lock = PathLock(self._path)
         self._process = os.pidfd_open(os.getpid())
+        self._peers = WatchedProcesses(on_event)
         self._router = Router(self._received, intake)
         try:
             with created_with(self._mode):
@@ -90,6 +93,11 @@ class WorkerSockets:
             self._closing.add(session)
             session.finish(self._closing.discard)
 
+    def forget_process(self, connection: int) -> None:
+        """Stops watching the process that opened a session: no `ProcessEnded` follows."""
+        if self._peers is not None:
+            self._peers.forget(connection)
+
     def discard(self, descriptors: tuple[int, ...]) -> None:
         """Closes the descriptors of a frame that is not used."""
         close_descriptors(descriptors)
@@ -110,6 +118,9 @@ class WorkerSockets:
         if self._router is not None:
             self._router.close()
             self._router = None
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
@@ -136,7 +147,8 @@ class WorkerSockets:
         self._sessions[connection] = Session(
             accepted, connection, self._session_event, self._intake, UnfinishedBytes(uid, self._unfinished)
         )
-        self._on_event(SessionOpened(connection, pid, uid, gid))
+        watched = self._peers is not None and self._peers.watch(connection, accepted, pid)
+        self._on_event(SessionOpened(connection, pid, uid, gid, watched))
 
     def _session_event(self, event: SessionFrame | SessionClosed) -> None:
         if isinstance(event, SessionClosed) and self._sessions.pop(event.connection, None) is None:

@@ -10,7 +10,15 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.settings import Settings
 from kvd.errors import KvdError
 from kvd.metrics import Metrics
-from kvd.net.interface import PeerAnswered, PeerAsked, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
+from kvd.net.interface import (
+    PeerAnswered,
+    PeerAsked,
+    ProcessEnded,
+    SessionClosed,
+    SessionFrame,
+    SessionOpened,
+    WorkerFrame,
+)
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Ping, Pong, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank, proof
@@ -59,6 +67,8 @@ class Stage:
         self.commands, self.discarded, self.hung_up, self.idle = [], [], [], []
         self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
         self.stamps_asked_for = []
+        self.forgotten = []
+        """Sessions whose process is not watched any more."""
         self.same_host = False
         """Whether peers are on this host, and their stamps can be read."""
         self.conditions = {}
@@ -100,8 +110,8 @@ class Stage:
 
     # --- workers
 
-    def connect(self, connection=1):
-        self.context.gateway.tell(SessionOpened(connection, 1, 1000, 1000))
+    def connect(self, connection=1, pid=1, watched=True):
+        self.context.gateway.tell(SessionOpened(connection, pid, 1000, 1000, watched))
         self.run()
 
     def session(self, message, connection=1, descriptors=()):
@@ -114,8 +124,12 @@ class Stage:
         self.context.gateway.tell(SessionClosed(connection))
         self.run()
 
-    def attach(self, name="w", connection=1, instance=b"i" * 16, descriptors=(), raw=CACHE.raw):
-        self.connect(connection)
+    def process_ends(self, connection=1):
+        self.context.gateway.tell(ProcessEnded(connection))
+        self.run()
+
+    def attach(self, name="w", connection=1, instance=b"i" * 16, descriptors=(), raw=CACHE.raw, **process):
+        self.connect(connection, **process)
         return self.session(Attach(name, instance, raw), connection, descriptors)
 
     def request(self, message, session=b"\1" * 16):
@@ -220,6 +234,9 @@ class _WorkerPort:
 
     def close_session(self, connection):
         self.stage.hung_up.append(connection)
+
+    def forget_process(self, connection):
+        self.stage.forgotten.append(connection)
 
     def discard(self, descriptors):
         self.stage.discarded += descriptors

@@ -97,6 +97,20 @@ def test_a_worker_that_comes_back_finds_its_pool_and_its_bytes(fleet, pair):
     assert decode.call("values", ids=[6]) == [9]
 
 
+def test_a_pool_is_not_lent_beside_a_process_that_gave_up_its_session_but_lives_on(fleet):
+    daemon = fleet.daemon("p", attach_wait="0.2")
+    before = fleet.worker(daemon, "prefill")
+    before.call("fill", ids=[5], value=9)
+    before.call("close")
+    with pytest.raises(RemoteError, match=f"process {before.child.pid} had it and has not ended") as refused:
+        fleet.worker(daemon, "prefill", timeout=1)
+    assert refused.value.code == "pool_busy"
+    before.kill()
+    after = fleet.worker(daemon, "prefill")
+    assert after.attached["kept"]
+    assert after.call("values", ids=[5]) == [9]
+
+
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_a_daemon_that_was_killed_gets_its_pools_back_from_the_workers(pair, side):
     producer, consumer, prefill, decode = pair

@@ -16,6 +16,7 @@ from kvd.actors.leases.offers import Offers
 from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
+from kvd.actors.pools.record import PoolRecord
 from kvd.actors.runtime import blocks
 from kvd.actors.runtime.blocks import BusyBlocks
 from kvd.actors.runtime.deadlines import Deadlines
@@ -326,6 +327,11 @@ def successors_do_not_wait(monkeypatch):
             original(self, request)
 
     monkeypatch.setattr(PoolsActor, "attach", attach)
+
+
+@mutation(Promise.FENCED, needs=Piece.LINGERING_PROCESSES)
+def successors_do_not_wait_for_the_process(monkeypatch):
+    monkeypatch.setattr(PoolRecord, "is_held_beside", lambda self, request: False)
 
 
 @mutation(Promise.SURVIVES, first=687)

@@ -134,6 +134,9 @@ class LoopbackWorkers:
         """Nobody is hung up on here."""
         raise RuntimeError(f"the daemon hung up on session {connection}")
 
+    def forget_process(self, _connection: int) -> None:
+        """Nobody ends."""
+
     def discard(self, _descriptors: tuple[int, ...]) -> None:
         """Nobody sends any."""
 

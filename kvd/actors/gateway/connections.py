@@ -5,17 +5,17 @@ from functools import partial
 from kvd import limits
 from kvd.actors.completion.messages import Forget
 from kvd.actors.gateway.admission import Admission, Allowance
-from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned
+from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned, ProcessReleased
 from kvd.actors.gateway.sessions import Connection, Sessions
 from kvd.actors.gateway.statuses import Statuses
-from kvd.actors.pools.messages import AttachPool, DetachPool, WorkerGone
+from kvd.actors.pools.messages import AttachPool, DetachPool, WorkerEnded, WorkerGone
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
-from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerPort
+from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerPort
 from kvd.protocol import codec
 from kvd.protocol.types import VERSION
 from kvd.protocol.worker import Attach, Detach, Detached, Refused
@@ -41,6 +41,8 @@ class Connections(Component):
         self._statuses = statuses
         self._background = background
         self._by_number: dict[int, Connection] = {}
+        self._survivors: set[int] = set()
+        """Closed ones whose process may live, and may have a pool."""
         self._idle: Deadlines[int] = Deadlines(
             context.loop, lambda number: context.gateway.soon(self._close_idle, number)
         )
@@ -57,8 +59,10 @@ class Connections(Component):
         except Unavailable as full:
             self._refuse(event.connection, full)
             self._port.close_session(event.connection)
+            self._port.forget_process(event.connection)
             return
-        connection = Connection(event.connection, event.uid, event.gid, Allowance(self._context.loop))
+        allowance = Allowance(self._context.loop)
+        connection = Connection(event.connection, event.pid, event.uid, event.gid, event.watched, allowance)
         self._by_number[event.connection] = connection
         self._mark_idle(connection)
 
@@ -128,6 +132,8 @@ class Connections(Component):
                     connection=event.connection,
                     worker=request.worker,
                     instance=request.instance,
+                    pid=connection.pid,
+                    watched=connection.watched,
                     uid=connection.uid,
                     spec=spec,
                     raw_spec=request.spec,
@@ -187,7 +193,7 @@ class Connections(Component):
 
     @handles(SessionClosed)
     def closed(self, event: SessionClosed) -> None:
-        """A process is gone. Its pool and its transfers are not."""
+        """A process is gone, or only its session is. Its pool and its transfers are not."""
         connection = self._by_number.pop(event.connection, None)
         if connection is None:
             return
@@ -195,8 +201,31 @@ class Connections(Component):
         self._idle.unset(event.connection)
         if connection.session is not None:
             self._sessions.end(connection.session)
-        if connection.worker:
-            self._context.pools.tell(WorkerGone(connection.worker, event.connection))
+        if not connection.worker:
+            self._port.forget_process(event.connection)
+            return
+        self._context.pools.tell(WorkerGone(connection.worker, event.connection))
+        if connection.ended:
+            self._context.pools.tell(WorkerEnded(event.connection))
+        elif connection.watched:
+            self._survivors.add(event.connection)
+
+    @handles(ProcessEnded)
+    def process_ended(self, event: ProcessEnded) -> None:
+        """A process has ended; whoever inherited its session counts as the same worker until that is closed, too."""
+        connection = self._by_number.get(event.connection)
+        if connection is not None:
+            connection.ended = True
+        elif event.connection in self._survivors:
+            self._survivors.remove(event.connection)
+            self._context.pools.tell(WorkerEnded(event.connection))
+
+    @handles(ProcessReleased)
+    def process_released(self, message: ProcessReleased) -> None:
+        """Watches a process no more, unless its session is open: it may attach again."""
+        if message.connection in self._survivors:
+            self._survivors.remove(message.connection)
+            self._port.forget_process(message.connection)
 
     def close_all(self) -> None:
         """The daemon ends."""

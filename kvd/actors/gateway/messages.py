@@ -35,6 +35,12 @@ class PoolReturned(Struct, frozen=True, gc=False):
     connection: int
 
 
+class ProcessReleased(Struct, frozen=True, gc=False):
+    """No pool depends any more on the end of the process that opened `connection`."""
+
+    connection: int
+
+
 class AttachRefused(Struct, frozen=True):
     """The attach or detach on `connection` is refused, or its worker has lost its pool."""
 

@@ -23,9 +23,14 @@ class Connection:
     """A process on the session socket."""
 
     number: int
+    pid: int
     uid: int
     gid: int
+    watched: bool
+    """Whether the socket tells when its process has ended."""
     allowance: Allowance
+    ended: bool = False
+    """Whether it has: another process may have inherited the connection."""
     worker: str = ""
     """The name it attaches under, empty if it has asked for no pool."""
     session: "Session | None" = None

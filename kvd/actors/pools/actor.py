@@ -1,7 +1,8 @@
 """Pools: has their memory made and registered, lends it to workers and takes it back.
 
 When its worker is gone, a pool is kept for a successor, which gets it only when it is quiesced: leases and open reads
-of the predecessor bind the successor too, since it cannot write to memory that it does not have.
+of the predecessor bind the successor too, since it cannot write to memory that it does not have. It does not get it
+before the predecessor's process has ended either: a session may be lost whose process lives on and writes.
 
 Anybody who has a pool's keys can read it for as long as it is registered, and nobody hears of it. So when a peer loses
 its rights, the pools that it has keys of are quiesced by force, registered again, and mapped at another address: some
@@ -14,9 +15,9 @@ from msgspec.structs import replace
 
 from kvd import limits
 from kvd.actors.completion.messages import Forget
-from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, PoolReturned, Reported
+from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, PoolReturned, ProcessReleased, Reported
 from kvd.actors.pools.memory import PoolMemory
-from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerGone
+from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerEnded, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.context import ActorContext
@@ -61,23 +62,42 @@ class PoolsActor(Actor):
 
     @handles(AttachPool)
     def attach(self, request: AttachPool) -> None:
-        """Lends the worker its pool: at once, after making it, or after its predecessor's transfers have ended."""
+        """Lends the worker its pool: at once, after making it, or when its predecessor and its transfers have ended."""
         record = self._records.get(request.worker)
         try:
             if record is None:
                 self._make(request)
                 return
             record.check_free(request)
-            if request.instance == record.request.instance and record.suits(request):
+            if record.is_own(request):
+                if record.waiting is not None:
+                    self._refuse_waiting(record, f"{record.holder}, which had it, has come back")
                 self._close_descriptor(request)
-                record.request = request
+                self._give_to(record, request)
                 self._lend(record)
                 return
             self._check_bounds(request)  # before the predecessor's pool is ended for it
             record.waiting = request
-            self._quiesce(record, PoolState.QUIESCING)
+            self._succeed(record, request)
         except KvdError as error:
             self._refuse(request, error)
+
+    def _succeed(self, record: PoolRecord, request: AttachPool) -> None:
+        """Quiesces the pool for a successor; first waits until the predecessor's process has ended."""
+        if not record.is_held_beside(request):
+            self._quiesce(record, PoolState.QUIESCING)
+        elif record.request.watched:
+            self._await_end(record)
+        else:
+            text = "a pool goes to a successor though nothing tells whether its predecessor has ended"
+            _log.warning(text, pool=record.pool.worker, predecessor=record.holder)
+            record.held = False
+            self._quiesce(record, PoolState.QUIESCING)
+
+    def _await_end(self, record: PoolRecord) -> None:
+        _log.info("a successor waits for a process to end", pool=record.pool.worker, predecessor=record.holder)
+        record.state = PoolState.KEPT
+        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
 
     def _check_bounds(self, request: AttachPool) -> None:
         """Checks that this user may have a pool of that size beside its others.
@@ -123,14 +143,22 @@ class PoolsActor(Actor):
         elif record.waiting is record.request and renewed:
             record.state, record.waiting = PoolState.LENT, None
             self._context.gateway.tell(PoolRenewed(record.pool))
+        elif record.waiting is record.request:
+            self._lend(record)
+        elif record.is_held_beside(record.waiting):
+            self._await_end(record)  # it was registered anew meanwhile
         else:
-            if record.waiting is not record.request:
-                self._close_descriptor(record.waiting)
-                record.request, record.tenancy = record.waiting, self._next_id()
+            self._close_descriptor(record.waiting)
+            self._give_to(record, record.waiting)
+            record.tenancy = self._next_id()
             self._lend(record)
 
+    def _give_to(self, record: PoolRecord, request: AttachPool) -> None:
+        before, record.request = record.request, request
+        self._context.gateway.tell(ProcessReleased(before.connection))
+
     def _lend(self, record: PoolRecord) -> None:
-        record.state, record.waiting = PoolState.LENT, None
+        record.state, record.waiting, record.held = PoolState.LENT, None, True
         self._patience.unset(record.pool.worker)
         self._context.gateway.tell(
             PoolLent(
@@ -162,12 +190,25 @@ class PoolsActor(Actor):
     def worker_gone(self, message: WorkerGone) -> None:
         """Keeps the pool for a successor, for a while: its leases and reads go on."""
         record = self._records.get(message.worker)
+        if record is None or record.request.connection != message.connection:
+            self._context.gateway.tell(ProcessReleased(message.connection))
         if record is None:
             return
         if record.waiting is not None and record.waiting.connection == message.connection:
             self._stop_waiting(record)
+            if record.state is PoolState.KEPT:
+                self._keep(record)
         if record.state is PoolState.LENT and record.request.connection == message.connection:
             self._keep(record)
+
+    @handles(WorkerEnded)
+    def worker_ended(self, message: WorkerEnded) -> None:
+        """Nothing but its leases and reads keeps its pool from a successor now."""
+        for record in self._records.values():
+            if record.request.connection == message.connection:
+                record.held = False
+                if record.state is PoolState.KEPT and record.waiting is not None:
+                    self._quiesce(record, PoolState.QUIESCING)
 
     def _stop_waiting(self, record: PoolRecord) -> None:
         if isinstance(record.waiting, AttachPool) and record.waiting is not record.request:
@@ -225,7 +266,10 @@ class PoolsActor(Actor):
     def _overdue(self, worker: str) -> None:
         """Nobody came for a kept pool, or a pool did not quiesce in time."""
         record = self._records[worker]
-        if record.state is PoolState.KEPT and not record.overdue:
+        if record.state is PoolState.KEPT and record.waiting is not None:
+            self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process, then try again")
+            self._keep(record)
+        elif record.state is PoolState.KEPT and not record.overdue:
             record.overdue = True
             self._patience.set(worker, self.loop.time() + _LAST_LOOK)
         elif record.state is PoolState.KEPT:
@@ -240,15 +284,20 @@ class PoolsActor(Actor):
         """The transport may still write into the pool: a worker that waits for it is refused, and the pool waits on."""
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
         if record.waiting is not None and record.waiting is not record.request:
-            text = f"the pool {record.pool.worker!r} is in quarantine: a read into it has not ended"
-            error = Unavailable(ErrorCode.POOL_BUSY, f"{text}; try again later, or attach under another name")
-            self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
-            self._stop_waiting(record)
+            self._refuse_waiting(record, "it is in quarantine, as a read into it has not ended; try again later")
+
+    def _refuse_waiting(self, record: PoolRecord, why: str) -> None:
+        assert record.waiting is not None  # noqa: S101 - it is asked for only then
+        text = f"the pool {record.pool.worker!r} cannot be had: {why}, or attach under another name"
+        error = Unavailable(ErrorCode.POOL_BUSY, text)
+        self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
+        self._stop_waiting(record)
 
     def _gone(self, record: PoolRecord, error: KvdError | None) -> None:
         """The pool has no memory any more. A successor that wants another size or layout gets a new pool."""
         waiting = record.waiting
         del self._records[record.pool.worker]
+        self._context.gateway.tell(ProcessReleased(record.request.connection))
         self._context.completion.tell(Forget(record.pool.worker))
         if isinstance(waiting, DetachPool):
             self._context.gateway.tell(PoolReturned(waiting.connection))

@@ -9,6 +9,7 @@ from kvd.layout import CacheSpec
 class AttachPool(Struct, frozen=True, gc=False):
     """A worker wants its pool.
 
+    `pid` is 0 if it is not visible to us; `watched` says whether a `WorkerEnded` will tell of the process's end.
     `descriptor` is the one that it kept from an earlier daemon, or -1; the pools actor closes it. `quota` bounds the
     bytes of all pools of `uid` together, None if unbounded.
     """
@@ -16,6 +17,8 @@ class AttachPool(Struct, frozen=True, gc=False):
     connection: int
     worker: str
     instance: bytes
+    pid: int
+    watched: bool
     uid: int
     spec: CacheSpec
     raw_spec: bytes
@@ -34,6 +37,12 @@ class WorkerGone(Struct, frozen=True, gc=False):
     """The session of a worker ended without a detach."""
 
     worker: str
+    connection: int
+
+
+class WorkerEnded(Struct, frozen=True, gc=False):
+    """After `WorkerGone`: the process that opened the session has ended, too, and writes to no memory any more."""
+
     connection: int
 
 

@@ -43,6 +43,8 @@ class PoolRecord:
     """Whether its bytes are older than the attach of its worker."""
     overdue: bool = False
     """Whether it has been kept for as long as it may be."""
+    held: bool = False
+    """Whether the process that has the pool, or had it last, may have it mapped: it got it and has not ended."""
     users: set[str] = field(default_factory=set)
     """The actors that were told `Quiesce` and have not answered `Quiesced`."""
 
@@ -63,12 +65,26 @@ class PoolRecord:
         """Whether the memory is what an attach asks for."""
         return request.spec == self.pool.spec
 
+    def is_held_beside(self, request: AttachPool) -> bool:
+        """Whether another process than that of `request`, which would get this memory, may still write to it."""
+        same = request.pid > 0 and request.pid == self.request.pid
+        return self.held and not same and self.suits(request)
+
+    def is_own(self, request: AttachPool) -> bool:
+        """Whether the process that had the pool last asks for it again."""
+        return request.instance == self.request.instance and self.suits(request)
+
+    @property
+    def holder(self) -> str:
+        """The process that had the pool last, for people."""
+        return f"process {self.request.pid}" if self.request.pid > 0 else "a process of another PID namespace"
+
     def check_free(self, request: AttachPool) -> None:
         """Checks that the pool may go to whoever sent `request`.
 
         Raises:
             BadRequest: `NOT_PERMITTED`, it belongs to another user.
-            Unavailable: `POOL_BUSY`, another worker has it.
+            Unavailable: `POOL_BUSY`, another worker has it or waits for it, or may have it without our knowing.
 
         """
         if request.uid != self.request.uid:
@@ -77,6 +93,14 @@ class PoolRecord:
         if self.state is not PoolState.KEPT:
             text = f"the pool {self.pool.worker!r} is {self.state}: another worker has it"
             raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
+        if self.waiting is not None and not self.is_own(request):
+            text = f"the pool {self.pool.worker!r} is {self.state}: another worker waits for it"
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; attach under another name")
+        unseen = self.is_held_beside(request) and not self.request.watched
+        if unseen and self.mapped.device and not self.is_own(request):
+            text = f"the pool {self.pool.worker!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
+            hint = "use Linux 6.5 or later, or one PID namespace; else wait for `pool_linger`, or use another name"
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: {hint}")
 
     def report(self) -> dict[str, object]:
         """Its entry in a status."""

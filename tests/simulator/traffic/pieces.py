@@ -22,6 +22,8 @@ class Piece(StrEnum):
     """Some reads of a peer are done by the kernel, others by a network card, whose reads outlive the process."""
     HOSTILE_PEERS = "hostile-peers"
     """An admitted peer and another user's process send what they like."""
+    LINGERING_PROCESSES = "lingering-processes"
+    """A worker's process loses its session for good and writes on, beside its successor's."""
     OLD_TICKETS = "old-tickets"
     """A ticket is pulled again much later."""
     REUSED_NAMES = "reused-names"

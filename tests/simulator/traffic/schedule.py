@@ -80,6 +80,7 @@ class Schedule:
             (self._withdraw, 0.5, 6),
             (self.router.pull_again, 0.5, 8),
             (self._bad_input.do, 0.5, 20),
+            *([(self._linger, 1.0, 3)] if Piece.LINGERING_PROCESSES in self.world.pieces else []),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -105,6 +106,8 @@ class Schedule:
                 daemon.resume()
             daemon.start_again()
         for worker in self.workers:
+            for process in list(worker.lingering):
+                process.kill()
             if worker.process.paused:
                 worker.resume()
             worker.start_again()
@@ -207,6 +210,12 @@ class Schedule:
             worker = self._worker()
             worker.gone = True
             worker.crash()
+
+    def _linger(self) -> None:
+        worker = self._worker()
+        if worker.attached:
+            worker.linger(self.world.rng.random())
+            self.world.loop.call_later(0.005, worker.start_again)
 
     def _kill(self, worker: Worker) -> None:
         if worker.alive:

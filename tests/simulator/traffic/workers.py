@@ -1,6 +1,7 @@
 """Model workers: each attaches, offers and pulls through the real client's core, as a process that can die or stop."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class Worker(Ledger):
         self.runs = 0
         self.gone = False
         """It never comes back."""
+        self.lingering: list[Process] = []
+        """Earlier processes that live on without a session."""
         self.process = Process(world.loop, name)
         self.process.kill()
         self._poll_due = 0.0
@@ -96,6 +99,34 @@ class Worker(Ledger):
         if self.session is not None:
             self.session.hang_up(lose=False)
         self.world.kernel.close_all(self.process.name)
+
+    def linger(self, seconds: float) -> None:
+        """Its process loses its session for good and writes to the blocks that are its own, until it dies.
+
+        Another process follows at once.
+        """
+        self.world.note(self.name, "lingers")
+        self.world.disturb(self.name)
+        self.trouble += 1
+        rest = Process(self.world.loop, self.process.name)
+        rest.on_death, self.process.on_death = [*self.process.on_death, partial(self._bury, rest)], []
+        self.lingering.append(rest)
+        self.process.kill()  # all it did through its daemon; `rest` is what it does without it
+        if self.session is not None:
+            self.session.hang_up(lose=False)
+        if self.file is not None:
+            own = tuple(Blocks(group, 0, list(ids)) for group, ids in enumerate(self.free) if ids)
+            self._write_on(rest, self.file, own)
+        rest.call_later(seconds, rest.kill)
+
+    def _write_on(self, process: Process, file: File, own: tuple[Blocks, ...]) -> None:
+        file.data[self.cache.bytes_of(own)] = SCRAP
+        process.call_later(_STEP, self._write_on, process, file, own)
+
+    def _bury(self, process: Process) -> None:
+        self.lingering.remove(process)
+        self.world.disturb(self.name)
+        self.world.kernel.close_all(process.name)
 
     def pause(self) -> None:
         self.trouble += 1

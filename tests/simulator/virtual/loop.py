@@ -36,6 +36,7 @@ class VirtualLoop:
         self.callbacks = 0
         self.ready: deque[Handle] = deque()
         self._heap: list[tuple[float, int, Handle]] = []
+        self.processes = 0
         self._pushes = 0
 
     def time(self) -> float:
@@ -96,8 +97,11 @@ class Process:
     def __init__(self, world: VirtualLoop, name: str) -> None:
         self.world = world
         self.name = name
+        world.processes += 1
+        self.pid = 1 + world.processes
         self.dead = False
         self.paused = False
+        self.on_death: list[Callable[[], None]] = []
         self.backlog: list[Handle] = []
 
     def time(self) -> float:
@@ -117,6 +121,8 @@ class Process:
         """Runs nothing of this process from now on."""
         self.dead = True
         self.backlog.clear()
+        while self.on_death:
+            self.on_death.pop()()
 
     def pause(self) -> None:
         self.paused = True

@@ -15,6 +15,7 @@ from kvd.net.interface import (
     PeerAnswered,
     PeerAsked,
     PeerEvent,
+    ProcessEnded,
     SessionClosed,
     SessionFrame,
     SessionOpened,
@@ -233,9 +234,9 @@ class SimWorkerPort:
         self.daemon = daemon
         self.sessions: dict[int, Session] = {}
         self.listening = False
+        self._forgotten: set[int] = set()
         self.routes: dict[bytes, Session] = {}
-        self._last = 0
-        self._inbox = _Inbox()
+        self._last, self._inbox = 0, _Inbox()
         self.answers_to_stranger: list[bytes] = []
 
     @property
@@ -263,8 +264,16 @@ class SimWorkerPort:
         self._last += 1
         session = Session(self, self._last, process, receiver)
         self.sessions[session.number] = session
-        self.later(self.process, self.on_event, SessionOpened(session.number, 1, UID, UID))
+        self.later(self.process, self.on_event, SessionOpened(session.number, process.pid, UID, UID))
+        process.on_death.append(lambda: self._tell_ended(session.number))
         return session
+
+    def _tell_ended(self, number: int) -> None:
+        if number not in self._forgotten:
+            self.later(self.process, self.on_event, ProcessEnded(number))
+
+    def forget_process(self, connection: int) -> None:
+        self._forgotten.add(connection)
 
     def from_worker(self, session: Session, event: SessionFrame | WorkerFrame) -> None:
         """A frame under way to the daemon."""
