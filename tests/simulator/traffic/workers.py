@@ -244,7 +244,7 @@ class Worker(Ledger):
             case events.OfferRefused(offer) | events.Released(offer):
                 self.offer_ended(offer)
             case events.Done(request):
-                self.pull_done(request)
+                self.pull_done(request, given_back=self.detaching)
                 self.cancel(self._holds.pop(request, ""))
             case events.Failed(request) | events.Cancelled(request):
                 self.pull_failed(event)
