@@ -1,15 +1,33 @@
-"""Tests over the stand-in driver, each in a process of its own: NIXL would see the driver in the next tests, too."""
+"""The stand-in driver for tests: a machine that has it, and tests in a process of their own.
+
+In this process NIXL would see the driver in the next tests, too.
+"""
 
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from tests.standin.build import build
+import pytest
+
+from tests.standin.build import NoCompiler, build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
 
 SECONDS = 60
+
+
+@contextmanager
+def standin_machine(folder: Path) -> Iterator[StandinDriver]:
+    """A machine with a stand-in GPU, whose settings lie in `folder`; skips the test where no driver can be built."""
+    try:
+        libraries = build()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with StandinDriver(libraries, folder / "control") as driver:
+        yield driver
 
 
 def over_standin(
