@@ -122,9 +122,10 @@ def test_a_gpu_that_is_lost_during_a_read_ends_the_daemon_which_names_the_error(
 def test_a_pool_that_the_gpu_has_no_room_for_is_refused_with_both_figures(machine, fleet):
     machine.set(total_memory=64 << 20, used_memory=10 << 20)
     daemon = fleet.daemon("gpu", device="cuda:0")
+    daemon.serving()
     needed, free, total = 82 << 20, 54 << 20, 64 << 20  # bytes; the pool's mark takes a granule more
     with pytest.raises(RemoteError, match=rf"overloaded: .*needs {needed} bytes of GPU 0 .*{free} of {total} are free"):
-        fleet.worker(daemon, "w", blocks=80, block_bytes=1 << 20)
+        fleet.worker(daemon, "w", blocks=80, block_bytes=1 << 20, timeout=2)
     fleet.worker(daemon, "w", blocks=40, block_bytes=1 << 20)
 
 

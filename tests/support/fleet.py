@@ -78,15 +78,11 @@ class Daemon:
 class Worker:
     """A worker process; every method of `worker_main.Remote` can be called."""
 
-    def __init__(
-        self, processes: Processes, daemon: Daemon, name: str, run: str, blocks: int, block_bytes: int
-    ) -> None:
+    def __init__(self, processes: Processes, daemon: Daemon, name: str, run: str, **arguments: float) -> None:
         self.name = name
         self.child = processes.start(run, "tests.support.worker_main", piped=True)
         self._unread = b""
-        self.attached = self.call(
-            "attach", socket=str(daemon.socket), name=name, blocks=blocks, block_bytes=block_bytes
-        )
+        self.attached = self.call("attach", socket=str(daemon.socket), name=name, **arguments)
 
     def order(self, order: str, **arguments: Any) -> None:
         """Starts a call; `answer` waits for it."""
@@ -164,9 +160,12 @@ class Fleet:
         flags |= {"listen": f"tcp://{own_address()}:{free_port()}", "insecure": "true"}
         return self.daemon(name, within=("unshare", "--mount", "sh", "-c", own_boot, "sh"), **flags)
 
-    def worker(self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096) -> Worker:
+    def worker(
+        self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096, timeout: float = 60.0
+    ) -> Worker:
         self._runs += 1
-        return Worker(self._processes, daemon, name, f"{name}-worker-{self._runs}", blocks, block_bytes)
+        size = {"blocks": blocks, "block_bytes": block_bytes}
+        return Worker(self._processes, daemon, name, f"{name}-worker-{self._runs}", timeout=timeout, **size)
 
 
 def send(child: Child, number: int) -> None:
