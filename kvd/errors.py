@@ -84,11 +84,15 @@ class Unavailable(KvdError):
 
 
 class DeviceError(Unavailable):
-    """A GPU's driver refused a call; `result` is its name for the reason, such as `CUDA_ERROR_INVALID_VALUE`."""
+    """A GPU's driver refused a call; `result` is its name for the reason, such as `CUDA_ERROR_INVALID_VALUE`.
 
-    def __init__(self, code: ErrorCode, text: str, result: str) -> None:
+    If the context is `lost`, every later call of the process fails, too.
+    """
+
+    def __init__(self, code: ErrorCode, text: str, result: str, *, lost: bool = False) -> None:
         super().__init__(code, text)
         self.result = result
+        self.lost = lost
 
 
 class InternalError(KvdError):

@@ -33,12 +33,7 @@ def fleet(tmp_path):
 @pytest.fixture
 def standin(tmp_path_factory):
     """A machine with a stand-in GPU. Processes that are started with its `environment` use it."""
-    from tests.standin.build import NoCompiler, build  # noqa: PLC0415 - after its asserts are registered
-    from tests.standin.driver import StandinDriver  # noqa: PLC0415
+    from tests.support.gpu import standin_machine  # noqa: PLC0415 - after its asserts are registered
 
-    try:
-        libraries = build()
-    except NoCompiler as error:
-        pytest.skip(str(error))
-    with StandinDriver(libraries, tmp_path_factory.mktemp("standin") / "control") as driver:
+    with standin_machine(tmp_path_factory.mktemp("standin")) as driver:
         yield driver

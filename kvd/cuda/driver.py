@@ -7,6 +7,22 @@ from typing import Any, Final
 from kvd.errors import DeviceError, ErrorCode, Unavailable
 
 _RESTART: Final = "the GPU's context is lost: see `dmesg` for Xid errors, then restart this process"
+_LOST: Final = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ECC_UNCORRECTABLE",
+        "NVLINK_UNCORRECTABLE",
+        "CONTAINED",
+        "EXTERNAL_DEVICE",
+        "ILLEGAL_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "MISALIGNED_ADDRESS",
+        "LAUNCH_FAILED",
+        "CONTEXT_IS_DESTROYED",
+        "DEINITIALIZED",
+    )
+)
+"""The context is lost with these: CUDA repeats them until the process ends."""
 _HINTS: Final = {
     "CUDA_ERROR_OUT_OF_MEMORY": "`nvidia-smi` shows who has the GPU's memory",
     "CUDA_ERROR_NO_DEVICE": "`nvidia-smi -L` lists the GPUs; check CUDA_VISIBLE_DEVICES, and that the service or "
@@ -17,17 +33,7 @@ _HINTS: Final = {
     "CUDA_ERROR_SYSTEM_NOT_READY": "start nvidia-fabricmanager, which GPUs behind NVSwitch need",
     "CUDA_ERROR_OPERATING_SYSTEM": "check that the service or container may open /dev/nvidia*",
     "CUDA_ERROR_UNKNOWN": "check that the service or container may open /dev/nvidia*, /dev/nvidia-uvm too",
-    **dict.fromkeys(
-        (
-            "CUDA_ERROR_ECC_UNCORRECTABLE",
-            "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-            "CUDA_ERROR_CONTAINED",
-            "CUDA_ERROR_ILLEGAL_ADDRESS",
-            "CUDA_ERROR_LAUNCH_FAILED",
-            "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-        ),
-        _RESTART,
-    ),
+    **dict.fromkeys(_LOST, _RESTART),
 }
 
 
@@ -67,7 +73,12 @@ def check(result: int, name: str) -> None:
     _, text = api().cuGetErrorString(known)
     code = ErrorCode.OVERLOADED if known.name == "CUDA_ERROR_OUT_OF_MEMORY" else ErrorCode.NO_DEVICE
     hint = f"; {_HINTS[known.name]}" if known.name in _HINTS else ""
-    raise DeviceError(code, f"{name}: {known.name} ({text.decode() if text else 'no text'}){hint}", known.name)
+    raise DeviceError(
+        code,
+        f"{name}: {known.name} ({text.decode() if text else 'no text'}){hint}",
+        known.name,
+        lost=known.name in _LOST,
+    )
 
 
 @functools.cache

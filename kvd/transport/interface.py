@@ -134,7 +134,7 @@ class Answered(Struct, frozen=True, gc=False):
 
 
 class TransportDied(Struct, frozen=True, gc=False):
-    """The transport's thread raised and cannot go on: the daemon must stop."""
+    """The transport cannot go on, as a thread of it raised or its GPU is lost: the daemon must stop."""
 
     reason: str
 

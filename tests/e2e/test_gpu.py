@@ -1,8 +1,10 @@
 """Daemons and workers with pools in GPU memory, over the stand-in driver, whose memory the CPU sees here."""
 
+import json
+
 import pytest
 
-from tests.support.fleet import RemoteError, until
+from tests.support.fleet import PATIENCE, RemoteError, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -96,3 +98,46 @@ def test_a_copy_that_the_gpu_has_not_made_is_not_done(machine, fleet):
     machine.set(hold=0)
     assert decode.outcome("r")["kind"] == "Done"
     assert decode.call("values", ids=[3, 4]) == [7, 7]
+
+
+def test_a_gpu_that_is_lost_during_a_read_ends_the_daemon_which_names_the_error(machine, fleet):
+    producer, consumer = fleet.daemon("p", device="cuda:0"), fleet.daemon("d", device="cuda:0")
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    ticket = prefill.call("offer", name="r", ids=[1, 2])
+    machine.set(hold=1)
+    decode.call("pull", name="r", ticket=ticket, ids=[3, 4])
+    for _ in until("the read has begun"):
+        if "reading" in decode.call("status")["scheduler"]["transfers"]:
+            break
+    machine.set(device_error=214)
+    ended = decode.outcome("r")
+    assert ended["kind"] == "Failed"
+    assert "CUDA_ERROR_ECC_UNCORRECTABLE" in ended["text"]
+    assert consumer.child.wait(PATIENCE)
+    entries = [json.loads(line) for line in consumer.log.read_text().splitlines() if line.startswith("{")]
+    assert entries[-1]["event"] == "stopped"
+    assert "CUDA_ERROR_ECC_UNCORRECTABLE" in entries[-1]["failure"]
+
+
+def test_a_pool_that_the_gpu_has_no_room_for_is_refused_with_both_figures(machine, fleet):
+    machine.set(total_memory=64 << 20, used_memory=10 << 20)
+    daemon = fleet.daemon("gpu", device="cuda:0")
+    daemon.serving()
+    needed, free, total = 82 << 20, 54 << 20, 64 << 20  # bytes; the pool's mark takes a granule more
+    with pytest.raises(RemoteError, match=rf"overloaded: .*needs {needed} bytes of GPU 0 .*{free} of {total} are free"):
+        fleet.worker(daemon, "w", blocks=80, block_bytes=1 << 20, timeout=2)
+    fleet.worker(daemon, "w", blocks=40, block_bytes=1 << 20)
+
+
+def test_a_small_pull_overtakes_a_long_one_that_the_gpu_copies_slowly(machine, fleet):
+    producer, consumer = fleet.daemon("p", device="cuda:0"), fleet.daemon("d", device="cuda:0", copy_threads="1")
+    size = {"blocks": 16384, "block_bytes": 512}
+    prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
+    long, small = list(range(0, 16000, 2)), [16383]
+    tickets = [prefill.call("offer", name=name, ids=ids) for name, ids in (("long", long), ("small", small))]
+    machine.set(copy_us=50)
+    decode.call("pull", name="long", ticket=tickets[0], ids=long)
+    decode.call("pull", name="small", ticket=tickets[1], ids=small)
+    assert decode.outcome("small")["kind"] == "Done"
+    assert decode.call("status")["scheduler"]["busy_blocks"] == {"decode": len(long)}
+    assert decode.outcome("long")["kind"] == "Done"

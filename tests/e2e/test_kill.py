@@ -3,6 +3,7 @@
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
 a stamp, that the producer does not hear of the proven read). Over TCP a paused producer stalls the read itself.
+Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import signal
 import pytest
 
 from tests.support.fleet import Fleet, RemoteError, send, until, without_lease
+from tests.support.gpu import standin_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -26,6 +28,8 @@ WAYS = {
     "messages": ("connecting", "claiming", "reading", "fencing", "done"),
     "stamps": ("reading", "settling"),
     "tcp": ("reading",),
+    "gpu": ("reading", "settling"),
+    "gpu-messages": ("fencing",),
 }
 """How leases are proven, and the steps in which that makes a difference."""
 
@@ -33,11 +37,13 @@ WAYS = {
 class Stage:
     """Two daemons, their workers and an observer at the consumer; whoever was killed is brought back."""
 
-    def __init__(self, fleet, way):
-        self.fleet, self.way = fleet, way
+    def __init__(self, fleet, way, gpu=None):
+        self.fleet, self.way, self.gpu = fleet, way, gpu
         self.turn = 0
         # One thread copies long enough to be caught at it.
         flags = {"heartbeat": "1.0", "copy_threads": "1"}
+        if gpu:
+            flags["device"] = "cuda:0"
         start = fleet.far_daemon if way == "tcp" else fleet.daemon
         self.producer, self.consumer = (start(name, **flags) for name in "pd")
         self.prefill = self._worker(self.producer, "prefill")
@@ -68,7 +74,7 @@ class Stage:
         self.prefill.call("fill", ids=HALF, value=self.value)
         self.decode.call("clear")
         ticket = self.prefill.call("offer", name=self.request, ids=HALF)
-        if self.way == "messages":
+        if self.way.endswith("messages"):
             ticket = without_lease(ticket)
         before_pull()
         self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
@@ -103,8 +109,20 @@ class Stage:
         elif step == "done":
             self.start_pull()
             assert self.decode.outcome(self.request)["kind"] == "Done"
+        elif self.gpu:
+            self._hold_the_gpu(step, held)
         else:
             self._hold_while_reading(step, held)
+
+    def _hold_the_gpu(self, step, held):
+        self.wait_attached(self.observer)  # which takes the GPU after a restart of its daemon
+        held.callback(self.gpu.set, hold=0)
+        self.start_pull(before_pull=lambda: self.gpu.set(hold=1))
+        assert self.wait_for("reading")
+        held.enter_context(self.producer.paused())
+        if step != "reading":
+            self.gpu.set(hold=0)
+        assert self.wait_for(step)
 
     def _hold_while_reading(self, step, held):
         for _ in until(f"a pull is caught {step}"):
@@ -118,14 +136,16 @@ class Stage:
             self.decode.outcome(self.request)
 
     def recover(self):
-        """Brings back who is dead, and waits until a pull works again."""
+        """Brings back who is dead, to the pool that it had, and waits until a pull works again."""
         for daemon in (self.producer, self.consumer):
             if daemon.child.wait(0):
                 daemon.start()
         if self.prefill.child.wait(0):
             self.prefill = self._worker(self.producer, "prefill")
+            assert self.prefill.attached["kept"]
         if self.decode.child.wait(0):
             self.decode = self._worker(self.consumer, "decode")
+            assert self.decode.attached["kept"]
         for _ in until("a pull works again"):
             try:
                 self.start_pull()
@@ -150,8 +170,15 @@ class Stage:
 
 @pytest.fixture(scope="module", params=WAYS)
 def whole_stage(request, tmp_path_factory):
-    with Fleet(tmp_path_factory.mktemp("kill")) as fleet:
-        yield Stage(fleet, request.param)
+    folder = tmp_path_factory.mktemp("kill")
+    with contextlib.ExitStack() as stack:
+        gpu = stack.enter_context(standin_machine(folder)) if request.param.startswith("gpu") else None
+        if gpu:
+            gpu.set(cpu_visible=1)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, value in gpu.environment.items():
+                patch.setenv(name, value)
+        yield Stage(stack.enter_context(Fleet(folder)), request.param, gpu)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ class Daemon:
 class Worker:
     """A worker process; every method of `worker_main.Remote` can be called."""
 
-    def __init__(self, processes: Processes, daemon: Daemon, name: str, run: str, **attach: int) -> None:
+    def __init__(self, processes: Processes, daemon: Daemon, name: str, run: str, **attach: float) -> None:
         self.name = name
         self.child = processes.start(run, "tests.support.worker_main", piped=True)
         self._unread = b""
@@ -165,7 +165,7 @@ class Fleet:
         return self.daemon(name, within=("unshare", "--mount", "sh", "-c", own_boot, "sh"), **flags)
 
     def worker(
-        self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096, timeout: int = 60
+        self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096, timeout: float = 60.0
     ) -> Worker:
         self._runs += 1
         attach = {"blocks": blocks, "block_bytes": block_bytes, "timeout": timeout}

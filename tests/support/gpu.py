@@ -1,22 +1,36 @@
-"""Tests over the stand-in driver, each in a process of its own: NIXL would see the driver in the next tests, too.
+"""The stand-in driver for tests: a machine that has it, and tests in a process of their own.
 
-With TESTS_ON_GPU=1 they run on a GPU of this machine instead, except those that change the stand-in.
+In this process NIXL would see the driver in the next tests, too. With TESTS_ON_GPU=1 such tests run on a GPU of this
+machine instead, except those that change the stand-in.
 """
 
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.standin.build import build
+from tests.standin.build import NoCompiler, build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
 
 SECONDS = 60
 ON_GPU = "TESTS_ON_GPU" in os.environ
+
+
+@contextmanager
+def standin_machine(folder: Path) -> Iterator[StandinDriver]:
+    """A machine with a stand-in GPU, whose settings lie in `folder`; skips the test where no driver can be built."""
+    try:
+        libraries = build()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with StandinDriver(libraries, folder / "control") as driver:
+        yield driver
 
 
 def over_standin(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from msgspec import Struct
 
-from kvd.errors import KvdError
+from kvd.errors import DeviceError, KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
 from kvd.transport.slices import U64, Chunk, Slice, SliceQueue, cut
 
@@ -65,6 +65,8 @@ class Read(Struct, eq=False):
     started: float = 0.0
     failure: str = ""
     aborted: bool = False
+    device_lost: bool = False
+    """Whether a GPU failed for good."""
     placed: tuple[Chunk, U64, U64] | None = None
     """The latest chunk, with the addresses that it is copied to and from."""
 
@@ -77,6 +79,7 @@ class Read(Struct, eq=False):
             self.copy(target[part], source[part], piece.chunk.length[part])
         except (OSError, KvdError) as error:
             self.failure = self.failure or f"copy from {self.request.agent!r}: {error}"
+            self.device_lost |= isinstance(error, DeviceError) and error.lost
 
     def _place(self, chunk: Chunk) -> tuple[U64, U64]:
         """The addresses of a chunk, on both sides, worked out once for all its slices."""
@@ -167,6 +170,8 @@ class CopyThreads:
                 read.run(piece)
                 if self._is_last(read, piece):
                     self._emit(read.end())
+                    if read.device_lost:
+                        self._emit(TransportDied(read.failure))
         except BaseException as error:
             self._emit(TransportDied(f"a thread that copies raised {type(error).__name__}: {error}"))
             raise

@@ -6,6 +6,8 @@ A GPU copies between itself, other GPUs and host memory alike. Imported late: on
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 
@@ -60,11 +62,16 @@ class Gpu:
         if not pool.device:
             return self._pinned(map_host_pool(pool, descriptor), pool.length)
         mapping = Mapping.map_descriptor(self._device, descriptor, pool.length, writable=False)
-        return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), mapping.close)
+
+        def close() -> None:
+            with _unless_lost():
+                mapping.close()
+
+        return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), close)
 
     def close(self) -> None:
         """Ends the streams, once no thread copies."""
-        with self._device.current():
+        with _unless_lost(), self._device.current():
             for stream in self._streams:
                 stream.close()
         self._streams.clear()
@@ -86,7 +93,19 @@ class Gpu:
             return pool
 
         def close() -> None:
-            unpin(self._device, address)
+            with _unless_lost():
+                unpin(self._device, address)
             pool.close()
 
         return MappedPool(pool.memory, close)
+
+
+@contextmanager
+def _unless_lost() -> Iterator[None]:
+    """Gives back what a GPU has; if its context is lost there is nothing to give back, and the process is to end."""
+    try:
+        yield
+    except DeviceError as error:
+        if not error.lost:
+            raise
+        _log.warning("a GPU is lost with what it had", reason=error.text)

@@ -136,7 +136,7 @@ class Ledger:
             self.give_back(offering.blocks)
 
     def pull_done(self, request: str, *, given_back: bool) -> None:
-        """Promise 2: its blocks hold what was offered, byte by byte, unless the worker has given its pool back since."""
+        """Promise 2: its blocks hold what was offered, byte by byte; not compared if the worker gave its pool back."""
         pulling = self.pulls[request]
         file = self.file
         assert file is not None
