@@ -82,7 +82,7 @@ class Stage:
     def wait_attached(self, worker):
         for _ in until(f"{worker.name} is attached again"):
             with contextlib.suppress(RemoteError):
-                worker.call("wait", timeout=0.02)  # which attaches again
+                worker.call("wait", timeout=0.001)  # which attaches again
                 return worker.call("status")
         raise AssertionError("unreachable")
 
