@@ -6,18 +6,16 @@ import os
 import select
 import signal
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from kvd.processes import Child, Processes
 from kvd.protocol import ticket as tickets
-from tests.support.ports import free_port, own_address
+from tests.support.elsewhere import elsewhere
 
 PATIENCE = 60.0
 """Seconds to wait for what takes a moment on an idle machine: a test fails for being wrong, not for a busy machine."""
@@ -152,17 +150,9 @@ class Fleet:
         return Daemon(self._processes, self._folder, name, named, within)
 
     def far_daemon(self, name: str, **flags: str) -> Daemon:
-        """A daemon that others take to be on another host: it is reached over TCP.
-
-        Skips the test where this machine has no address but the loopback interface's, or we are not root.
-        """
-        if os.geteuid() != 0:
-            pytest.skip("a boot id of its own takes root")
-        boot_id = self._folder / f"{name}.boot_id"
-        boot_id.write_text(f"{uuid.uuid4()}\n")
-        own_boot = f'mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
-        flags |= {"listen": f"tcp://{own_address()}:{free_port()}", "insecure": "true"}
-        return self.daemon(name, within=("unshare", "--mount", "sh", "-c", own_boot, "sh"), **flags)
+        """A daemon that others take to be on another host (`tests.support.elsewhere`)."""
+        within, settings = elsewhere(self._folder, name)
+        return self.daemon(name, within=within, **flags, **settings)
 
     def worker(
         self, daemon: Daemon, name: str, *, blocks: int = 64, block_bytes: int = 4096, timeout: float = 60.0

@@ -15,7 +15,7 @@ from kvd.errors import KvdError
 class Remote:
     """Executes the orders; `pool` is uint8 [blocks, block_bytes]."""
 
-    def attach(self, socket, name, blocks, block_bytes, timeout):
+    def attach(self, socket, name, blocks, block_bytes, timeout=60):
         self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=timeout)
         memory = self.worker.pool if not self.worker.device else self.device_memory(blocks * block_bytes)
         self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(blocks, block_bytes)

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
+from tests.support.elsewhere import elsewhere
 from tests.vllm.load import PULL_SECONDS, RECOVERY_SECONDS, REQUEST_SECONDS, Load, one
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import make_prompt
@@ -44,7 +45,7 @@ MOMENT_SECONDS = 0.002
 MOMENTS = 3
 """Of a read that takes a second, with the transport below."""
 
-SLOW_READS = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "8k"}
+SLOW_READS = {"UCX_TCP_TX_SEG_SIZE": "8k"}
 SLOW_HEARTBEATS = ("--heartbeat", str(PULL_SECONDS / 3), "--claim-ttl", "3")
 """A daemon that was suspended must not find that it lost its peer meanwhile: the fence has to refuse what it read. A
 peer is lost after three heartbeats, and not before the pull's own deadline."""
@@ -69,11 +70,16 @@ class Faulty:
         """What the decode server makes of a prompt when it computes everything itself."""
         return await complete(self.pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone"))
 
-    async def restart_daemons(self, flags: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> None:
+    async def restart_daemons(self, folder: Path | None = None) -> None:
+        """Restarts them; with a folder for their files as if they were on two hosts, where reads take long."""
         daemons = list(self.pair.daemons.values())
         for daemon in daemons:
             daemon.kill()
-            daemon.flags, daemon.variables = flags, variables or {}
+            daemon.within, daemon.flags, daemon.variables = (), (), {}
+            if folder is not None:
+                daemon.within, settings = elsewhere(folder, daemon.name)
+                far = [part for name, value in settings.items() for part in (f"--{name}", value)]
+                daemon.flags, daemon.variables = (*SLOW_HEARTBEATS, *far), SLOW_READS
         await start_all(daemons)
         await self.works()
 
@@ -167,8 +173,10 @@ async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its
     await faulty.works()
 
 
-async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_tokens(faulty: Faulty) -> None:
-    await faulty.restart_daemons(SLOW_HEARTBEATS, SLOW_READS)
+async def test_blocks_that_the_producer_overwrites_during_a_pull_never_become_tokens(
+    faulty: Faulty, tmp_path: Path
+) -> None:
+    await faulty.restart_daemons(tmp_path)
     prompt = make_prompt(OVERWRITTEN, seed=4)
     expected = await faulty.alone(prompt)
     broken = await _broken(faulty)

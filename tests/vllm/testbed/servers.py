@@ -104,12 +104,14 @@ class Daemon(Service):
         self.flags: tuple[str, ...] = ()
         """More flags, from the next start on; and environment variables."""
         self.variables: dict[str, str] = {}
+        self.within: tuple[str, ...] = ()
+        """A command that runs it, from the next start on."""
 
     def command(self) -> Sequence[str]:
         """It runs `kvd serve`."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
         command += ["--http", "127.0.0.1:0", "--log-format", "json"]
-        return with_environment(self.variables, [*command, *self.flags])
+        return with_environment(self.variables, [*self.within, *command, *self.flags])
 
     @property
     def url(self) -> str:
