@@ -99,13 +99,8 @@ class Stage:
 
     def hold_at(self, step, held):
         """Starts a pull and has it wait at `step`; pauses of the producer's daemon go onto `held`."""
-        if step == "connecting":
-            self.consumer.restart()  # it forgets whom it knew
-            for worker in (self.decode, self.observer):
-                self.wait_attached(worker)
         if step in {"connecting", "claiming"}:
-            self.start_pull(before_pull=lambda: held.enter_context(self.producer.paused()))
-            assert self.wait_for(step)
+            self._hold_before_reading(step, held)
         elif step == "done":
             self.start_pull()
             assert self.decode.outcome(self.request)["kind"] == "Done"
@@ -113,6 +108,19 @@ class Stage:
             self._hold_the_gpu(step, held)
         else:
             self._hold_while_reading(step, held)
+
+    def _hold_before_reading(self, step, held):
+        for _ in until(f"a pull is caught {step}"):  # on a busy machine it may be over before anybody looks
+            if step == "connecting":
+                self.consumer.restart()  # it forgets whom it knew
+                for worker in (self.decode, self.observer):
+                    self.wait_attached(worker)
+            pause = held.enter_context(contextlib.ExitStack())
+            self.start_pull(before_pull=lambda pause=pause: pause.enter_context(self.producer.paused()))
+            if self.wait_for(step):
+                return
+            pause.close()
+            self.decode.outcome(self.request)
 
     def _hold_the_gpu(self, step, held):
         self.wait_attached(self.observer)  # which takes the GPU after a restart of its daemon
