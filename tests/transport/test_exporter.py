@@ -20,14 +20,20 @@ from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.transport.interface import Region
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
+from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.process_memory import copy
 from tests.support.fleet import PATIENCE
 
 SIZE = 4096
 MANY = 320
 """Pools: more frames than a socket takes before they are read."""
+
+
+def region(pool: MemfdPool, base: int = 0) -> Region:
+    return Region(base or pool.base, SIZE, pool.descriptor, length=pool.length)
 
 
 @pytest.fixture
@@ -47,12 +53,12 @@ def path(tmp_path: Path) -> str:
 async def exporter(path: str, pools: list[MemfdPool]) -> Exporter:
     made = Exporter(path, 0o600)
     for number, pool in enumerate(pools):
-        made.add(number, pool.base, SIZE, pool.descriptor)
+        made.add(number, region(pool))
     return made
 
 
 async def imported(path: str, token: bytes) -> ImportedPools:
-    return await asyncio.to_thread(import_pools, ExportAddress("p", "this", path, token))
+    return await asyncio.to_thread(import_pools, ExportAddress("p", "this", path, token), map_host_pool)
 
 
 async def hung_up(connected: socket.socket) -> bool:
@@ -82,7 +88,7 @@ async def test_a_token_gives_the_pools_that_it_was_drawn_for_and_no_others(
     some.hang_up()
     every = exporter.token()
     exporter.remove(0)
-    exporter.add(0, pools[0].base, SIZE, pools[0].descriptor)
+    exporter.add(0, region(pools[0]))
     rest = await imported(path, every)
     assert rest.find(pools[0].base) is None  # it is another registration
     rest.hang_up()
@@ -164,17 +170,17 @@ def hostile(path: str) -> Iterator[Callable[..., ExportAddress]]:
     ("lend", "reason"),
     [
         (lambda: (memfd(seals=fcntl.F_SEAL_GROW),), "seals"),
-        (lambda: (memfd(size=SIZE // 2),), "came as a memfd of 2048"),
-        (lambda: (os.open("/dev/null", os.O_RDONLY),), "no memfd"),
+        (lambda: (memfd(size=SIZE // 2),), "came as a file of 2048 bytes"),
+        (lambda: (os.open("/dev/null", os.O_RDONLY),), "cannot be mapped"),
         (lambda: (), "with 0 descriptors"),
     ],
 )
 def test_what_is_no_sealed_pool_is_not_mapped(
     hostile: Callable[..., ExportAddress], lend: Callable[[], tuple[int, ...]], reason: str
 ) -> None:
-    address = hostile((encode(ExportedPool(bytes(8), SIZE)), lend()))
+    address = hostile((encode(ExportedPool(bytes(8), SIZE, HUGE_PAGE)), lend()))
     with pytest.raises(KvdError, match=reason):
-        import_pools(address)
+        import_pools(address, map_host_pool)
 
 
 def test_an_exporter_that_does_not_answer_is_given_up(
@@ -183,7 +189,7 @@ def test_an_exporter_that_does_not_answer_is_given_up(
     address = hostile()
     monkeypatch.setattr(limits, "IMPORT_SECONDS", 0.05)
     with pytest.raises(KvdError, match=r"did not come within 0\.05 s"):
-        import_pools(address)
+        import_pools(address, map_host_pool)
 
 
 def test_no_stamps_are_read_of_a_process_that_has_another_word_than_its_exporter_said(
@@ -192,7 +198,8 @@ def test_no_stamps_are_read_of_a_process_that_has_another_word_than_its_exporter
     word = np.array([7], dtype="<u8")
     for value, readable in ((7, True), (8, False)):
         where = word.ctypes.data.to_bytes(8, "little")
-        pools = import_pools(hostile((encode(Exported(where, value.to_bytes(8, "little"))), ())))
+        address = hostile((encode(Exported(where, value.to_bytes(8, "little"))), ()))
+        pools = import_pools(address, map_host_pool)
         assert (pools.process is not None) is readable
         pools.hang_up()
 
@@ -200,11 +207,11 @@ def test_no_stamps_are_read_of_a_process_that_has_another_word_than_its_exporter
 async def test_an_importer_that_does_not_read_keeps_nobody_waiting(path: str, pools: list[MemfdPool]) -> None:
     exporter = Exporter(path, 0o600)
     for number in range(MANY):
-        exporter.add(number, pools[0].base + number, SIZE, pools[0].descriptor)
+        exporter.add(number, region(pools[0], pools[0].base + number))
     with connection(path) as slow:
         stream = FrameStream(slow)
         stream.send(encode(Import(exporter.token())))
-        exporter.add(MANY, pools[1].base, SIZE, pools[1].descriptor)
+        exporter.add(MANY, region(pools[1]))
         served = await imported(path, exporter.token((MANY,)))
         assert served.find(pools[1].base) is not None
         (waiting,) = [one for one in exporter._importers if one._stream.waiting]
