@@ -18,7 +18,7 @@ from tests.standin.build import NoCompiler, build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
 
-SECONDS = 60
+SECONDS = 100
 ON_GPU = "TESTS_ON_GPU" in os.environ
 
 
