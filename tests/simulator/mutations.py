@@ -397,7 +397,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 738,
+    "MAX_CLAIMS_PER_OFFER": 2720,
     "MAX_CLAIMS_WAITING": 64,
     "MAX_HANDSHAKES": 16,
     "MAX_REQUESTS_PER_WORKER": 88,

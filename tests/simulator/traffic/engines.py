@@ -256,7 +256,7 @@ class Router:
         )
         self._by_request[request] = (sequence, worker)
         try:
-            if int(sequence.name[1:]) % _HELD == 0:  # all ranks alike, as vLLM does
+            if len(self._by_request) % _HELD == 0:
                 worker.hold(request, joined, sequence.name)
             worker.pull(request, joined, pulling, sequence.timeout)
         except KvdError:
