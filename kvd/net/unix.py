@@ -1,7 +1,9 @@
 """Unix sockets: paths with a file mode, and the credentials of the process at the other end."""
 
 import contextlib
+import errno
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -12,6 +14,9 @@ MAX_PATH_BYTES: Final = 107
 
 WITNESS: Final = "Peer-Address"
 """The property of a ZMQ message with what libzmq read from SO_PEERCRED: text that ends in `:uid:gid:pid`."""
+
+_SO_PEERPIDFD: Final = 77
+"""A pidfd of whoever connected, in whichever PID namespace; since Linux 6.5."""
 
 _UCRED: Final = struct.Struct("=iII")
 
@@ -42,3 +47,37 @@ def created_with(mode: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def peer_pidfd(connected: socket.socket, pid: int) -> int:
+    """A pidfd of the process at the other end, whose number is `pid`; -1 if none can be had.
+
+    Raises:
+        ProcessLookupError: it has ended.
+
+    """
+    try:
+        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.EINVAL):  # it has been reaped
+            raise ProcessLookupError(error.errno, "the process that connected has ended") from error
+    return _open_pidfd(connected, pid)
+
+
+def _open_pidfd(connected: socket.socket, pid: int) -> int:
+    """The same on older kernels, which only tell the number."""
+    if pid <= 0:
+        return -1
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1
+    # The number may have become another process's, but not as long as the one that connected keeps the connection.
+    poller = select.poll()
+    poller.register(connected, select.POLLRDHUP)
+    if poller.poll(0):
+        os.close(pidfd)
+        return -1
+    return pidfd

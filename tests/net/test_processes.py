@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.net import unix
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionOpened
-from kvd.net.local import processes
+from kvd.net.local.processes import WatchedProcesses
 from kvd.net.workers import WorkerSockets
 from tests.net.conftest import Inbox
 
@@ -74,7 +75,7 @@ def other(path: str, port: WorkerSockets) -> Iterator[Other]:
 @pytest.fixture(params=["SO_PEERPIDFD", "pidfd_open"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "pidfd_open":
-        monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)  # ENOPROTOOPT, as before Linux 6.5
+        monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)  # ENOPROTOOPT, as before Linux 6.5
 
 
 @pytest.mark.usefixtures("kernel")
@@ -103,8 +104,8 @@ async def test_a_process_that_is_forgotten_leaves_no_descriptor(
 async def test_a_number_that_is_not_visible_is_not_watched_on_old_kernels(
     inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
-    watched = processes.WatchedProcesses(inbox)
+    monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)
+    watched = WatchedProcesses(inbox)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         assert not watched.watch(1, ours, 0)
@@ -113,8 +114,8 @@ async def test_a_number_that_is_not_visible_is_not_watched_on_old_kernels(
 async def test_a_number_whose_connection_is_over_may_be_another_process_s(
     inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
-    watched = processes.WatchedProcesses(inbox)
+    monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)
+    watched = WatchedProcesses(inbox)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.close()
     with ours:
@@ -128,7 +129,7 @@ async def test_a_process_that_was_gone_before_it_was_watched_has_ended(path: str
         other = Other(path + ".other")
         accepted, _ = listener.accept()
         other.end()
-        watched = processes.WatchedProcesses(inbox)
+        watched = WatchedProcesses(inbox)
         with accepted:
             assert watched.watch(5, accepted, other.pid)
     assert (await inbox.next(ProcessEnded)).connection == 5

@@ -9,7 +9,7 @@ host; a poll costs 1 us of CPU, waking up for it 25 to 50):
 - `RECENT`, 1 ms, for `RECENT_SPAN` after a slice waited for the network, or after either side began to connect: with
   the several polls that a connection needs, it takes about 5 ms instead of 30 to 50.
 - `IDLE`, 20 ms, otherwise: an idle daemon of two threads takes 1.7 % of a core; at 5 ms it takes 4.8 %, at `RECENT`
-  7.7 %. Reads on the same host (CMA) need no poll at all.
+  7.7 %.
 
 A command wakes the thread at once, whatever the interval.
 """

@@ -15,10 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from kvd.net.unix import credentials
+from kvd.net.unix import credentials, peer_pidfd
 from kvd.transport.slices import U64
 
-_SO_PEERPIDFD: Final = 77  # Linux 6.5
 _WORD_BYTES: Final = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +46,7 @@ class ProcessMemory:
     """The memory of the process that listens at the other end of `connected`.
 
     Raises:
-        OSError: that process cannot be seen from here: it is in another PID namespace.
+        OSError: that process cannot be seen from here (it is in another PID namespace), or has ended.
 
     """
 
@@ -55,10 +54,9 @@ class ProcessMemory:
         self._pid = credentials(connected).pid
         if not self._pid:
             raise OSError(errno.ESRCH, "its process is in another PID namespace")
-        try:
-            self._descriptor = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        except OSError:
-            self._descriptor = os.pidfd_open(self._pid)  # the connection is open, so the process still has its number
+        self._descriptor = peer_pidfd(connected, self._pid)
+        if self._descriptor < 0:
+            raise OSError(errno.ESRCH, "its process cannot be watched")
 
     def word(self, address: int) -> int:
         """The word at `address`, little-endian, read out of the living process.
