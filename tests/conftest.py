@@ -1,15 +1,31 @@
-"""Holds for all tests: asserts of helper modules explain themselves, and what takes long is marked `slow`."""
+"""Holds for all tests: asserts of helper modules explain themselves, and marks say which command runs a test."""
 
+import gc
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
 
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1_000)
+settings.load_profile("same")
+"""The same examples on every machine, however slow it is; `--hypothesis-profile=random` looks for new ones."""
 
-def pytest_collection_modifyitems(items):
-    """Marks as `slow` what needs a machine of its own, and all but one in N variants of a test marked `sample(N)`."""
+STARTS_PROCESSES = {"fleet", "standin"}
+"""Fixtures that do."""
+REAL_SECONDS = 300
+"""The time limit of a test that starts processes, unless it has one of its own."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks as `slow` what needs a machine of its own, and all but one in N variants of a test marked `sample(N)`.
+
+    What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
+    (`--max-suite-reruns`); what does not gives the same answer each time.
+    """
     seen = Counter()
     for item in items:
         sample = item.get_closest_marker("sample")
@@ -17,8 +33,23 @@ def pytest_collection_modifyitems(items):
         if sample is not None and seen[test] % sample.args[0]:
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
-        if item.get_closest_marker("deploy") or item.get_closest_marker("hosts"):
+        if any(item.get_closest_marker(name) for name in ("deploy", "hosts")):
+            item.add_marker(pytest.mark.real)
+        if any(item.get_closest_marker(name) for name in ("deploy", "hosts", "timed")):
             item.add_marker(pytest.mark.slow)
+        if STARTS_PROCESSES & set(item.fixturenames):
+            item.add_marker(pytest.mark.real)
+        if item.get_closest_marker("real"):
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(REAL_SECONDS))
+            if config.getoption("max_suite_reruns"):
+                item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+
+
+def pytest_collection_finish(session):
+    """Collections after each test look at what the test has left, not at all that was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def test_what_the_router_adds_is_the_difference_of_quantiles() -> None:
     assert figures["added"] == pytest.approx({"p50": 1.0, "p99": 4.0}, abs=0.05)
 
 
-@pytest.mark.e2e
+@pytest.mark.real
 def test_both_ways_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     assert bench_router.main(["--seconds", "0.2", "--busy", "0", "--json", str(file)]) == 0

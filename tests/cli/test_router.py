@@ -33,7 +33,7 @@ def test_wrong_flags_are_named(flags: list[str], said: str, capsys) -> None:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.e2e
+@pytest.mark.real
 async def test_it_routes_until_sigterm() -> None:
     async with scripted(prefilled) as prefill, scripted(decoded) as decode:
         command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", "127.0.0.1:0"]

@@ -9,9 +9,10 @@ import urllib.request
 
 import pytest
 
-from tests.support.fleet import PATIENCE, Daemon, Fleet, RemoteError, Worker, send, until
+from tests.support.fleet import Daemon, Fleet, RemoteError, Worker, send, until
+from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
 PULLS = 200
 GRACE = 40
 

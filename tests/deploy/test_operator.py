@@ -12,7 +12,7 @@ from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
 from tests.support.fleet import Fleet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
 BLOCKS = [1, 2, 3, 4]
 
 

@@ -51,7 +51,7 @@ def pulled(fleet: Fleet, **settings: str) -> StatusReport:
         return decode(inquiry.status(10))
 
 
-@pytest.mark.e2e
+@pytest.mark.real
 def test_a_copy_within_the_host_is_named_and_not_called_slow(fleet: Fleet) -> None:
     (peer,) = pulled(fleet).handshake
     assert kind_of(peer.path) is Kind.COPY

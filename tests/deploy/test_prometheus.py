@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleet import PATIENCE, Daemon, Fleet, until
+from tests.support.fleet import Daemon, Fleet, until
+from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(150)]

@@ -27,7 +27,7 @@ def test_each_block_says_how_it_is_tested(block: Block) -> None:
     assert block.kind != "shows" or block.language not in SHELL, f"{block.place}: commands are not only shown"
 
 
-@pytest.mark.e2e
+@pytest.mark.real
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("story", RUNNING)
 def test_what_can_run_runs_as_it_stands_there(story: str, tmp_path) -> None:

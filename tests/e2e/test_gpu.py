@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from tests.support.fleet import PATIENCE, RemoteError, until
+from tests.support.fleet import RemoteError, until
+from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from tests.support.fleet import Fleet, RemoteError, send, until, without_lease
 from tests.support.gpu import standin_machine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
 
 BLOCKS, BLOCK_BYTES = 1 << 16, 4096
 HALF = list(range(0, BLOCKS // 2, 2))

@@ -11,7 +11,7 @@ from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, S
 from tests.e2e.engines import as_blocks, engines, fill, model, move, noise, outcome, seeded, specs
 from tests.support.fleet import Fleet, until, without_lease
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.real
 
 TOKENS = 18
 ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))

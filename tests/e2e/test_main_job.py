@@ -6,9 +6,10 @@ import urllib.request
 
 import pytest
 
-from tests.support.fleet import PATIENCE, RemoteError, send, until
+from tests.support.fleet import RemoteError, send, until
+from tests.support.patience import PATIENCE
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture

@@ -24,12 +24,13 @@ from kvd.protocol.status import decode
 from kvd.transport.interface import Region
 from kvd.transport.samehost.transport import SameHostTransport
 from tests.e2e.test_other_user import as_nobody
-from tests.support.fleet import PATIENCE, Fleet
+from tests.support.fleet import Fleet
 from tests.support.keyring import Keyring
+from tests.support.patience import PATIENCE
 from tests.support.ports import own_address
 
 pytestmark = [
-    pytest.mark.e2e,
+    pytest.mark.real,
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and other users take root"),
     pytest.mark.skipif(
         not (shutil.which("unshare") and shutil.which("setpriv")), reason="needs unshare and setpriv (util-linux)"

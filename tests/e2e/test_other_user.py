@@ -18,9 +18,10 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Hello
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Offer
-from tests.support.fleet import PATIENCE, Fleet, until
+from tests.support.fleet import Fleet, until
+from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")]
+pytestmark = [pytest.mark.real, pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")]
 
 ATTEMPTS = 1000
 NOBODY = 65534

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.real
 
 SERVE_UNTIL_READY = """
 import gc, os, signal, sys

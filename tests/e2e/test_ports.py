@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.ports import endpoint, listening
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.real
 
 BLOCKS = 64
 IDS = list(range(BLOCKS))

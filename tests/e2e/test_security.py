@@ -6,10 +6,11 @@ import urllib.request
 import pytest
 
 from tests.discovery.responder import Responder
-from tests.support.fleet import PATIENCE, Fleet, send, until
+from tests.support.fleet import Fleet, send, until
 from tests.support.keyring import Keyring
+from tests.support.patience import PATIENCE
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.real
 
 
 def rejected(daemon, reason):

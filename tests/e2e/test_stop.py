@@ -10,7 +10,7 @@ import pytest
 from kvd.transport.nixl.transport import STOP_SECONDS
 from tests.support.fleet import send, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 BLOCKS, BLOCK_BYTES = 256, 1 << 20
 """A read over TCP takes a quarter of a second: long enough to be caught in the middle of it."""

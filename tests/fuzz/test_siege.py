@@ -17,7 +17,7 @@ def besieged(folder, attacks, *, keyed):
     return report.broken(latency=False, whole=False)
 
 
-@pytest.mark.e2e
+@pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without keys"])
 def test_a_daemon_under_attack_lives_and_serves_and_is_as_large_as_before(folder, keyed):

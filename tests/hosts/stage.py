@@ -2,7 +2,8 @@
 
 import contextlib
 
-from tests.support.fleet import PATIENCE, RemoteError, until
+from tests.support.fleet import RemoteError, until
+from tests.support.patience import PATIENCE
 
 PORT = 7710
 HEARTBEAT = 1.0

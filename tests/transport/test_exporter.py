@@ -25,7 +25,7 @@ from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.process_memory import copy
-from tests.support.fleet import PATIENCE
+from tests.support.patience import PATIENCE
 
 SIZE = 4096
 MANY = 320

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("vllm")
     installed = found is not None and found.origin is not None  # a folder named vllm could pass for a namespace package
     for item in ours:
-        item.add_marker(pytest.mark.e2e)
+        item.add_marker(pytest.mark.real)
         item.add_marker(pytest.mark.timeout(TEST_SECONDS))
         if not installed:
             item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
