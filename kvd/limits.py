@@ -165,6 +165,13 @@ MAX_HANDSHAKES: Final = 16
 """Handshakes at a time; others queue. Loading a peer's metadata stops the transport for 0.4 to 3 ms; a thousand peers
 at once would stop every read for seconds."""
 
+STANDSTILL_SECONDS: Final = 0.25
+"""A timer that is later than this says that the daemon had no processor, or did something long: its own timers are
+some milliseconds late when it is busy."""
+
+CATCH_UP_SECONDS: Final = 1.0
+"""What others get to be read in after a standstill: a thousand messages take 50 ms."""
+
 MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""

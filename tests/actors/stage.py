@@ -108,6 +108,11 @@ class Stage:
         self.loop.run_until(self.loop.now + seconds)
         assert not self.failures, self.failures
 
+    def stand_still(self, seconds):
+        """This daemon gets no processor; then its timers run, before it reads what lies in its sockets."""
+        self.loop.stand_still(seconds)
+        self.run()
+
     # --- workers
 
     def connect(self, connection=1, pid=1, watched=True):

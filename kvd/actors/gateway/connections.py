@@ -44,7 +44,7 @@ class Connections(Component):
         self._survivors: set[int] = set()
         """Closed ones whose process may live, and may have a pool."""
         self._idle: Deadlines[int] = Deadlines(
-            context.loop, lambda number: context.gateway.soon(self._close_idle, number)
+            context.loop, lambda number: context.gateway.soon(self._close_idle, number), for_others=True
         )
         """Those that have no pool and wait for none."""
 

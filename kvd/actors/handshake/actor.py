@@ -10,7 +10,7 @@ from kvd import limits
 from kvd.actors.gateway.messages import Reported
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
 from kvd.actors.handshake.messages import ExpectPeers, ForgetPeer, HandshakeReply, NeedPeer
-from kvd.actors.handshake.peer import Peer
+from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_server import PeerServer
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
@@ -31,9 +31,6 @@ from kvd.state.peer import Effect, Event, State
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
 
 _log = structlog.get_logger("kvd.handshake")
-
-_MISSED = 3
-"""Heartbeats without an answer after which a peer is lost."""
 
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly however many there are: it staggers the peers' heartbeats."""
@@ -74,7 +71,9 @@ class HandshakeActor(Actor):
         self.serve(peer_server)
         self._slots: PrioritySlots[int] = PrioritySlots(limits.MAX_HANDSHAKES)
         """Links whose peer is being greeted or loaded, and those that wait for that."""
-        self._answers_due: Deadlines[int] = Deadlines(context.loop, lambda link: self.soon(self._unanswered, link))
+        self._answers_due: Deadlines[int] = Deadlines(
+            context.loop, lambda link: self.soon(self._unanswered, link), for_others=True
+        )
         self._expected: frozenset[str] = frozenset()
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ class HandshakeActor(Actor):
                 return
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
-            peer.heard = now  # no pull has waited since it was lost; this one may wait three heartbeats
+            peer.missed = 0  # no pull has waited since it was lost; this one may wait three heartbeats
         peer.needed = now
         if peer.avoided(now):
             text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
@@ -160,6 +159,8 @@ class HandshakeActor(Actor):
 
     def _unanswered(self, link: int) -> None:
         """A slot has been held for too long: a hello is sent again by the next heartbeat, a load is given up."""
+        if link in self._answers_due:
+            return  # the answer came while this call waited, and the slot has a new deadline
         peer = self._peers.by_link.get(link)
         if peer is not None and peer.state is State.LOADING:
             self._lose(peer, Event.SILENT, f"the transport has not reached it within {_LOADING:g} s")
@@ -259,11 +260,8 @@ class HandshakeActor(Actor):
         settings, now = self._context.settings, self.loop.time()
         if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
             self._context.scheduler.tell(PeerIdle(peer.address))
-        if now < peer.greeted_from:
-            peer.heard = now  # nothing was sent to it
-        if now - peer.heard > _MISSED * settings.heartbeat:
-            peer.heard = now
-            self._lose(peer, Event.SILENT, f"no answer for {_MISSED} heartbeats of {settings.heartbeat:g} s")
+        if peer.beat(now):
+            self._lose(peer, Event.SILENT, f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s")
             if not peer.met and peer.address not in self._expected:
                 self._context.scheduler.tell(PeerIdle(peer.address))  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):

@@ -89,7 +89,7 @@ class PeerChannel:
         if peer is None:
             return
         reply = codec.peer_replies.decode(event.frame)
-        peer.heard = self._context.loop.time()
+        peer.hears(self._context.loop.time())
         if isinstance(reply, Welcome | Pong) or (isinstance(reply, Refuse) and reply.claim == 0):
             self._context.handshake.tell(HandshakeReply(event.link, reply))
         else:

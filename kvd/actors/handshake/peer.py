@@ -15,6 +15,9 @@ from kvd.transport.path import Kind, kind_of, why_slow
 
 _log = structlog.get_logger("kvd.handshake")
 
+MISSED_BEATS = 3
+"""Heartbeats in a row without a word after which a peer is lost at the next."""
+
 _LONGEST_PAUSE = 32
 """Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
@@ -30,6 +33,8 @@ class Peer:
     link: int
     heard: float
     """When it last said something; times are seconds on the loop's clock."""
+    missed: int = 0
+    """Heartbeats since it last said something."""
     needed: float = 0.0
     """When it was last needed or sent a request about a lease."""
     wanted: bool = False
@@ -63,6 +68,21 @@ class Peer:
     def agent(self) -> str:
         """The name of its transport agent; empty if the transport does not know it."""
         return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
+
+    def hears(self, now: float) -> None:
+        """It says something."""
+        self.heard, self.missed = now, 0
+
+    def beat(self, now: float) -> bool:
+        """Counts a heartbeat; says whether it was silent for as many as it may be, after which the count starts again.
+
+        Heartbeats are counted, not seconds: a daemon that stood still for long has one late heartbeat, before it reads
+        what its peers said meanwhile, and must not take its own silence for theirs.
+        """
+        greeted = now >= self.greeted_from  # if not, nothing is sent to it
+        silent = greeted and self.missed == MISSED_BEATS
+        self.missed = self.missed + 1 if greeted and not silent else 0
+        return silent
 
     def ping(self) -> Ping:
         """The next one."""

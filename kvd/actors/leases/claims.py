@@ -50,7 +50,7 @@ class Claims(Component):
         self._held = 0
         self._served = 0
         """Held claims whose reads the transport has a part in."""
-        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, InBatches(actor, self._overdue))
+        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, InBatches(actor, self._overdue), for_others=True)
         self._untold: Batch[ClaimRecord] = Batch(lambda: actor.soon(self._tell_broken))
         """Broken claims whose consumers have not been told."""
         self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)

@@ -51,7 +51,7 @@ class Offers(Component):
         self._in_claim = 0
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
-        self._due: Deadlines[OfferKey] = Deadlines(context.loop, InBatches(actor, self._expired))
+        self._due: Deadlines[OfferKey] = Deadlines(context.loop, InBatches(actor, self._expired), for_others=True)
         self._draining = False
 
     # --- an offer begins --------------------------------------------------------------------------------------------

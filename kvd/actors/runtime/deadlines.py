@@ -4,17 +4,24 @@ import heapq
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from kvd import limits
 from kvd.actors.runtime.loop import Loop, Timer
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """Calls `expired(key)` once the deadline of `key` has passed, unless it was moved or unset before."""
+    """Calls `expired(key)` once the deadline of `key` has passed, unless it was moved or unset before.
 
-    def __init__(self, loop: Loop, expired: Callable[[K], None]) -> None:
+    `for_others` says that they are deadlines for what others send. If this process stood still, that may have come in
+    time and wait in a socket, as timers run before sockets are read: each deadline gets a moment more then, once.
+    """
+
+    def __init__(self, loop: Loop, expired: Callable[[K], None], *, for_others: bool = False) -> None:
         self._loop = loop
         self._expired = expired
+        self._for_others = for_others
+        self._put_off: set[K] = set()
         self._deadlines: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._pushes = 0
@@ -29,6 +36,7 @@ class Deadlines(Generic[K]):
 
     def set(self, key: K, deadline: float) -> None:
         """Sets or moves the deadline of `key` (seconds on the loop's clock)."""
+        self._put_off.discard(key)
         moved_later = self._deadlines.get(key, deadline + 1.0) <= deadline
         self._deadlines[key] = deadline
         if moved_later:
@@ -41,6 +49,7 @@ class Deadlines(Generic[K]):
     def unset(self, key: K) -> None:
         """Drops the deadline of `key`, if it has one."""
         self._deadlines.pop(key, None)
+        self._put_off.discard(key)
 
     def _push(self, key: K, deadline: float) -> None:
         self._pushes += 1
@@ -65,6 +74,7 @@ class Deadlines(Generic[K]):
     def _wake(self) -> None:
         self._timer = None
         now = self._loop.time()
+        stood_still = self._for_others and now - self._timer_at > limits.STANDSTILL_SECONDS
         due: list[K] = []
         while self._heap and self._heap[0][0] <= now:
             _, _, key = heapq.heappop(self._heap)
@@ -73,8 +83,13 @@ class Deadlines(Generic[K]):
                 continue
             if deadline > now:
                 self._push(key, deadline)
+            elif stood_still and key not in self._put_off:
+                self._put_off.add(key)
+                self._deadlines[key] = now + limits.CATCH_UP_SECONDS
+                self._push(key, self._deadlines[key])
             else:
                 del self._deadlines[key]
+                self._put_off.discard(key)
                 due.append(key)
         self._arm()
         for key in due:

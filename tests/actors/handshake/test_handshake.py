@@ -5,12 +5,13 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.messages import Reported
-from kvd.actors.handshake.messages import ExpectPeers, NeedPeer
+from kvd.actors.handshake.messages import ExpectPeers, HandshakeReply, NeedPeer
 from kvd.actors.runtime.messages import Report
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Span
+from kvd.state.peer import State
 from kvd.transport.interface import PeerAdded, PeerFailed
 from tests.actors.stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
 
@@ -130,6 +131,41 @@ def test_a_peer_that_answers_is_not_lost(stage):
     assert stage.notified == []
 
 
+@pytest.mark.parametrize("seconds", [4.0, 60.0])
+def test_a_peer_is_not_lost_because_this_daemon_stood_still(stage, seconds):
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    for _ in range(3):
+        stage.pongs(5)
+        stage.stand_still(seconds)
+        stage.pongs(5)  # it had answered, and lay in the socket
+    assert stage.notified == []
+    assert ("remove_peer", "peer#1") not in stage.commands
+
+
+def test_a_peer_that_dies_while_this_daemon_stands_still_is_lost_three_heartbeats_later(stage):
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    stage.stand_still(60.0)
+    stage.run(2.9)
+    assert stage.notified == []
+    stage.run(1.2)
+    assert [failed.code for failed in stage.notified] == [ErrorCode.PEER_LOST]
+
+
+def test_a_load_is_not_given_up_for_a_hello_whose_answer_came_while_this_daemon_stood_still(stage):
+    stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull(timeout=600.0)
+    handshake = stage.context.handshake
+    stage.loop.stand_still(40.0)
+    handshake.soon(handshake._unanswered, 1)  # the hello's deadline has passed, and its call waits
+    handshake.tell(HandshakeReply(1, welcome_of()))
+    handshake.soon(handshake._unanswered, 1)
+    stage.run()
+    assert handshake._peers.by_link[1].state is State.LOADING
+    assert stage.notified == []
+
+
 def test_a_peer_that_restarted_is_greeted_again(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
@@ -223,9 +259,7 @@ def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
     for _ in range(15):
         stage.peer_says(welcome_of(), link=1)
         stage.peer_says(b"\xc1", link=2)
-        stage.context.handshake._peers.by_link[
-            2
-        ].heard = stage.loop.now  # b's connection is up, it does not say welcome
+        stage.context.handshake._peers.by_link[2].missed = 0  # b's connection is up, it does not say welcome
         stage.run(1.0)
     assert stage.notified == []
     assert ("disconnect", 1) not in stage.commands

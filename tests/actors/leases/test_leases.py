@@ -176,6 +176,23 @@ def test_a_claim_that_is_not_renewed_lapses(stage):
     assert "not renewed for 2 s" in broken.text
 
 
+def test_a_claim_that_was_renewed_while_this_daemon_stood_still_does_not_lapse(stage):
+    stage.offer(ttl=600.0)
+    stage.asked_by_peer(claim())
+    stage.stand_still(6.0)
+    stage.asked_by_peer(Renew((1,)))  # it had lain in the socket
+    stage.run(4.9)
+    assert not any(isinstance(answer, Broken) for _, answer in stage.answers)
+    stage.run(0.2)
+    assert isinstance(stage.answers[-1][1], Broken)
+
+
+def test_an_offer_that_was_claimed_while_this_daemon_stood_still_is_granted(stage):
+    stage.offer(ttl=5.0)
+    stage.stand_still(6.0)
+    assert isinstance(stage.asked_by_peer(claim())[0], Grant)
+
+
 def test_renewing_what_is_not_held_is_answered(stage):
     [broken] = stage.asked_by_peer(Renew((99,)))
     assert (type(broken), broken.claims, broken.code) == (Broken, (99,), ErrorCode.LEASE_BROKEN)

@@ -1,7 +1,8 @@
 import pytest
 
+from kvd import limits
 from kvd.actors.runtime.deadlines import Deadlines
-from tests.simulator.virtual.loop import VirtualLoop
+from tests.simulator.virtual.loop import Handle, VirtualLoop
 
 
 @pytest.fixture
@@ -78,3 +79,74 @@ def test_many_moves_leave_no_heap_behind(loop, expiry, expired):
     assert len(expiry._heap) < 200
     loop.run_until(20_000)
     assert [key for _, key in expired] == ["a", "b"]
+
+
+class StandingStill:
+    """A loop that runs nothing until it is told to, as a process does that gets no processor: its timers are late."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.timers = []
+
+    def time(self):
+        return self.now
+
+    def call_later(self, delay, callback):
+        handle = Handle(None, callback, ())
+        self.timers.append((self.now + delay, handle))
+        return handle
+
+    def run_at(self, now):
+        self.now = now
+        due = [handle for at, handle in self.timers if at <= now and not handle.cancelled]
+        self.timers = [(at, handle) for at, handle in self.timers if at > now]
+        for handle in due:
+            handle.callback()
+
+
+@pytest.fixture
+def standing_still():
+    return StandingStill()
+
+
+def expiry_of(loop, **more):
+    expired = []
+    return Deadlines(loop, lambda key: expired.append((loop.time(), key)), **more), expired
+
+
+def test_what_others_had_to_send_gets_a_moment_to_be_read_after_a_standstill(standing_still):
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    expiry.set("renewed", 5.0)
+    expiry.set("silent", 5.0)
+    standing_still.run_at(9.0)
+    assert expired == []
+    expiry.set("renewed", 14.0)  # its renewal had waited in the socket
+    standing_still.run_at(9.0 + limits.CATCH_UP_SECONDS)
+    assert expired == [(9.0 + limits.CATCH_UP_SECONDS, "silent")]
+
+
+def test_the_moment_is_given_once_for_each_deadline_however_often_the_loop_stands_still(standing_still):
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    expiry.set("a", 5.0)
+    standing_still.run_at(9.0)
+    standing_still.run_at(20.0)
+    assert expired == [(20.0, "a")]
+    expiry.set("a", 25.0)
+    standing_still.run_at(29.0)
+    assert len(expired) == 1
+    standing_still.run_at(40.0)
+    assert expired[1:] == [(40.0, "a")]
+
+
+def test_a_deadline_of_ones_own_is_kept_after_a_standstill(standing_still):
+    expiry, expired = expiry_of(standing_still)
+    expiry.set("a", 5.0)
+    standing_still.run_at(9.0)
+    assert expired == [(9.0, "a")]
+
+
+def test_a_timer_that_is_late_as_on_a_busy_loop_moves_nothing(standing_still):
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    expiry.set("a", 5.0)
+    standing_still.run_at(5.0 + limits.STANDSTILL_SECONDS)
+    assert [key for _, key in expired] == ["a"]

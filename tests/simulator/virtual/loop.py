@@ -58,6 +58,10 @@ class VirtualLoop:
         heapq.heappush(self._heap, (self.now + delay, self._pushes, handle))
         return handle
 
+    def stand_still(self, seconds: float) -> None:
+        """Time goes on and nothing runs, as for a process without a processor: what was due meanwhile runs late."""
+        self.now += seconds
+
     def run_until(self, end: float) -> None:
         """Runs everything that is due up to and including `end`.
 
@@ -71,7 +75,8 @@ class VirtualLoop:
                 self._run(ready.popleft())
             if not heap or heap[0][0] > end:
                 break
-            self.now, _, handle = heapq.heappop(heap)
+            due, _, handle = heapq.heappop(heap)
+            self.now = max(self.now, due)
             self._run(handle)
         self.now = end
 
