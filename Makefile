@@ -12,7 +12,8 @@ DAEMON_VENV ?= /opt/kvd
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm demo demo-vllm test test-all test-slow test-deploy test-vllm check lock clean
+.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick test test-vllm test-all test-untimed test-timed test-vllm-all test-deploy \
+  check lock clean
 
 setup: $(VENV)/installed
 
@@ -50,23 +51,35 @@ demo: setup
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
 
-# What to run before every commit: five minutes on two cores, with a sample of what has many variants.
+# The rules: layouts, plans, tables, messages, actors, the client. Half a minute, for while you write.
+quick: setup
+	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,layout plan state protocol actors client)
+
+# Before every commit: five minutes on two cores, with a sample of what has many variants.
 test: setup
 	$(BIN)/python -m pytest -m "not slow"
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
-	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and a real vLLM (make setup-vllm)"
+	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM"
 
-test-all: test test-slow test-vllm
+# A real vLLM: the main path, three minutes.
+test-vllm: setup-vllm
+	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm tests/engines/vllm
 
-# Takes root, `ip netns`, systemd-nspawn and Prometheus (.ci/tools installs them); tests are skipped if one is missing.
-test-slow: setup
-	$(BIN)/python -m pytest -m slow
+# Every test; `make --keep-going test-all` goes on after a failure. Takes root, `ip netns`, systemd-nspawn and Prometheus
+# (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
+test-all: test-untimed test-timed test-vllm-all
+
+test-untimed: setup
+	$(BIN)/python -m pytest -m "not timed"
+
+test-timed: setup
+	$(BIN)/python -m pytest -m timed
+
+test-vllm-all: setup-vllm
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm
 
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy
-
-test-vllm: setup-vllm
-	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm
 
 check: setup
 	$(BIN)/ruff check .
