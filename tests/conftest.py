@@ -1,7 +1,7 @@
 """Holds for all tests: asserts of helper modules explain themselves, and marks say which command runs a test."""
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,8 @@ def pytest_collection_modifyitems(config, items):
     What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
     (`--max-suite-reruns`); what does not gives the same answer each time.
     """
-    seen = Counter()
+    _leave_samples(items)
     for item in items:
-        sample = item.get_closest_marker("sample")
-        test = item.nodeid.partition("[")[0]
-        if sample is not None and seen[test] % sample.args[0]:
-            item.add_marker(pytest.mark.slow)
-        seen[test] += 1
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts")):
             item.add_marker(pytest.mark.real)
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts", "timed")):
@@ -44,6 +39,19 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.timeout(REAL_SECONDS))
             if config.getoption("max_suite_reruns"):
                 item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+
+
+def _leave_samples(items):
+    """The variants of a test count as they are declared, in whatever order they were collected."""
+    variants = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for those in variants.values():
+        those.sort(key=lambda item: list(item.callspec.indices.values()))
+        for number, item in enumerate(those):
+            if number % item.get_closest_marker("sample").args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):

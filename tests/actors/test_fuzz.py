@@ -23,6 +23,7 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Attached, Error, Refused
 from tests.actors.lone import SPEC, Lone
 from tests.fuzz.messages import garbled
+from tests.support.patience import PATIENCE
 
 FRAMES = int(os.environ.get("KVD_FUZZ_FRAMES", "10000"))
 SEED = int(os.environ.get("KVD_FUZZ_SEED", "7"))
@@ -96,7 +97,7 @@ class Fuzzed:
         assert answer.code == "bad_message"
 
 
-@pytest.mark.timeout(0 if FRAMES > 10_000 else 60)
+@pytest.mark.timeout(0 if FRAMES > 10_000 else PATIENCE)
 def test_garbage_on_every_socket_of_a_daemon_is_refused_or_understood_and_memory_is_bounded():
     fuzzed, rng = Fuzzed(), random.Random(SEED)  # noqa: S311 - dice, not secrets
     sizes = []

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,9 @@ from kvd.net.workers import WorkerSockets
 from kvd.protocol import codec
 from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Notification, Notifications, Refused
+from tests.support.patience import MOMENT
 
 T = TypeVar("T")
-WAIT = 60
-"""Seconds for what takes milliseconds on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ScriptedDaemon:
 
     def expect(self, kind: type[T]) -> T:
         """The next thing that a worker sent; it must be of `kind`."""
-        message = self.inbox.get(timeout=WAIT)
+        message = self.inbox.get(timeout=MOMENT)
         assert isinstance(message, kind), message
         return message
 
@@ -93,6 +93,17 @@ class ScriptedDaemon:
     def hang_up(self) -> None:
         """Ends the session of the worker that attached last."""
         self._call(lambda: self._port.close_session(self.sessions[-1][0]))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile it reads nothing, as if it were paused; connections and bytes wait in the kernel."""
+        holding, goes_on = threading.Event(), threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (holding.set(), goes_on.wait(MOMENT)))
+        assert holding.wait(MOMENT)
+        try:
+            yield
+        finally:
+            goes_on.set()
 
     def stop(self) -> None:
         """Ends as a process that dies: sessions closed, files gone, pools only where somebody has them mapped."""
@@ -130,7 +141,7 @@ class ScriptedDaemon:
                 result.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        return result.result(WAIT)
+        return result.result(MOMENT)
 
     def _on_event(self, event: WorkerEvent) -> None:
         match event:
@@ -205,9 +216,10 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
                 continue
         return [name for name in found if "memfd:kvd" in name or str(tmp_path) in name or "pidfd" in name]
 
+    before = threading.enumerate()
     yield
     gc.collect()
     assert os.listdir(tmp_path) == []
     assert descriptors() == []
     assert "memfd:kvd" not in Path("/proc/self/maps").read_text()
-    assert threading.enumerate() == [threading.main_thread()]
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []

@@ -7,7 +7,8 @@ import pytest
 from kvd.client import AsyncWorker, Blocks, Disconnected, Done, Event, Failed, OfferRefused, Reattached, Released
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.protocol import worker as wire
-from tests.client.conftest import WAIT, ScriptedDaemon, Spec
+from tests.client.conftest import ScriptedDaemon, Spec
+from tests.support.patience import MOMENT
 
 BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
 
@@ -16,7 +17,7 @@ Script = Callable[[Callable[[], object]], "asyncio.Future[object]"]
 
 @pytest.fixture
 async def worker(daemon: ScriptedDaemon) -> AsyncIterator[AsyncWorker]:
-    async with await AsyncWorker.attach(daemon.path, name="decode-0", spec=Spec(), timeout=WAIT) as worker:
+    async with await AsyncWorker.attach(daemon.path, name="decode-0", spec=Spec(), timeout=MOMENT) as worker:
         yield worker
 
 
@@ -31,7 +32,7 @@ async def wait_for(worker: AsyncWorker, count: int) -> list[Event]:
     """Exactly the next `count` events."""
     events: list[Event] = []
     while len(events) < count:
-        arrived = await worker.wait(WAIT)
+        arrived = await worker.wait(MOMENT)
         assert arrived, f"only {events} arrived"
         events += arrived
     assert len(events) == count, events
@@ -48,7 +49,7 @@ async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
 ) -> None:
     def answer() -> None:
         for _ in range(3):
-            match daemon.inbox.get(timeout=WAIT):
+            match daemon.inbox.get(timeout=MOMENT):
                 case wire.Offer() as offer:
                     daemon.send(wire.Offered(offer.call, "the ticket"))
                 case wire.StatusRequest() as status:
@@ -59,7 +60,7 @@ async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
     answered = script(answer)
     worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=30)
     ticket, status = await asyncio.gather(
-        worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60), worker.status(timeout=WAIT)
+        worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60), worker.status(timeout=MOMENT)
     )
     assert (ticket, status) == ("the ticket", {"pulls": 1})
     assert await wait_for(worker, 1) == [Done("pull-1")]
@@ -119,13 +120,13 @@ async def test_the_worker_attaches_again_while_nobody_polls(
     for _ in range(3):
         sessions = len(daemon.sessions)
         await script(daemon.hang_up)
-        async with asyncio.timeout(WAIT):
+        async with asyncio.timeout(MOMENT):
             while len(daemon.sessions) == sessions or not worker.connected:  # noqa: ASYNC110 - it has no event for that
                 await asyncio.sleep(0)
     events = worker.poll()
     assert [type(event) for event in events] == [Disconnected, Reattached] * 3
     worker.pull("pull-2", "a ticket", blocks=BLOCKS, timeout=30)
-    await script(lambda: daemon.inbox.get(timeout=WAIT))
+    await script(lambda: daemon.inbox.get(timeout=MOMENT))
 
     def tell() -> None:
         while not daemon.try_notify(1, wire.Done("pull-1"), wire.Done("pull-2")):
@@ -159,7 +160,7 @@ async def test_detaching_gives_the_pool_back_and_closes(daemon: ScriptedDaemon, 
 
 
 async def test_closing_ends_whoever_waits(worker: AsyncWorker) -> None:
-    waiting = asyncio.create_task(worker.wait(WAIT))
+    waiting = asyncio.create_task(worker.wait(MOMENT))
     await asyncio.sleep(0)
     worker.close()
     with pytest.raises(asyncio.CancelledError):

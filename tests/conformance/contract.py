@@ -18,7 +18,8 @@ import numpy as np
 
 from kvd import limits
 from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadFailed, Region, Registered
-from tests.conformance.site import PATIENCE, PRODUCED, Reader, Site, blocks, pattern, table
+from tests.conformance.site import PRODUCED, Reader, Site, blocks, everything, pattern, table
+from tests.support.patience import MOMENT
 
 KIB = limits.KIB
 
@@ -103,7 +104,7 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
-            read = reader.read(producer, blocks(0, 1024, 256 * KIB))
+            read = reader.read(producer, everything(64))
             await reader.first_byte(pattern(producer.seed, 64))
             reader.transport.abort(read)
             end = await reader.end(read)
@@ -158,7 +159,7 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
-            long = reader.read(producer, blocks(0, 1024, 256 * KIB))
+            long = reader.read(producer, everything(8))
             await reader.first_byte(pattern(producer.seed, 64))
             short = reader.read(producer, table([(PRODUCED - 16 * KIB, PRODUCED - 16 * KIB, 16 * KIB)]))
             assert isinstance(await reader.end(short), Landed)
@@ -174,7 +175,7 @@ class Contract:
             await reader.add(producer)
             long = reader.read(producer, blocks(0, 256, 256 * KIB))
             shorts: list[int] = []
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(MOMENT):
                 while not reader.ends(long):
                     shorts += [reader.read(producer, blocks(0, 1, 16 * KIB)) for _ in range(4)]
                     await reader.end(shorts[-4])
@@ -311,7 +312,7 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
-            read = reader.read(producer, blocks(0, 1024, 256 * KIB))
+            read = reader.read(producer, everything(64))
             await reader.first_byte(pattern(producer.seed, 64))
             reader.transport.stop()
             heard = len(reader.events)

@@ -20,11 +20,11 @@ from kvd.transport.interface import (
     ReadRequest,
     Transport,
 )
+from tests.support.patience import MOMENT
 
 Bytes = npt.NDArray[np.uint8]
 E = TypeVar("E", bound=Event)
 
-PATIENCE: Final = 20.0
 PRODUCED: Final = 256 * limits.MIB
 """Bytes of the shared producer's pool: more than may be in flight, so that tests can interfere in mid-read."""
 
@@ -83,6 +83,12 @@ def blocks(first: int, count: int, size: int, step: int = 1) -> Descriptors:
     return table([((first + i * step) * size, (first + i * step) * size, size) for i in range(count)])
 
 
+def everything(times: int) -> Descriptors:
+    """All of a shared producer's pool, so often that a busy machine, too, is still reading when a test interferes."""
+    once = blocks(0, PRODUCED // (256 * limits.KIB), 256 * limits.KIB)
+    return Descriptors(*(np.tile(column, times) for column in (once.src, once.dst, once.length)))
+
+
 class Reader:
     """A transport that reads, with its events and its memory."""
 
@@ -101,7 +107,7 @@ class Reader:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the events holds."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(MOMENT):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -141,7 +147,7 @@ class Reader:
 
     async def first_byte(self, contents: Bytes) -> None:
         """Waits until something of the first block has landed."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(MOMENT):
             while not np.array_equal(self.memory[:64], contents[:64]):  # noqa: ASYNC110 - only the bytes tell
                 await asyncio.sleep(0)
 

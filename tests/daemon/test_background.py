@@ -2,12 +2,13 @@ import asyncio
 
 from kvd.daemon.background import Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
+from tests.support.patience import MOMENT
 
 
 async def _result(work):
     answered = asyncio.get_running_loop().create_future()
     Background(asyncio.get_running_loop())(work, answered.set_result)
-    return await asyncio.wait_for(answered, 10)
+    return await asyncio.wait_for(answered, MOMENT)
 
 
 async def test_whoever_waits_for_background_work_hears_of_every_exception():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.daemon.systemd import DescriptorStore, Notifier
+from tests.support.patience import PATIENCE
 
 
 class Systemd:
@@ -178,6 +179,7 @@ def test_an_ended_pool_and_one_that_nobody_came_for_are_given_back(systemd: Syst
     assert not systemd.kept
 
 
+@pytest.mark.real
 def test_descriptors_are_taken_from_the_environment_by_name_and_not_inherited() -> None:
     code = textwrap.dedent("""
         import os
@@ -190,4 +192,4 @@ def test_descriptors_are_taken_from_the_environment_by_name_and_not_inherited() 
         assert not environ and not os.get_inheritable(3)
         assert received_descriptors(environ) == {}
     """)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

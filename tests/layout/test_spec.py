@@ -162,6 +162,7 @@ def test_garbage_is_accepted_or_refused_as_a_bad_spec(flips) -> None:
         assert all(view.end <= spec.pool_bytes for group in spec.groups for view in group.views)
 
 
+@pytest.mark.real
 def test_the_layout_room_is_imported_without_numpy() -> None:
     code = "import sys, kvd.layout, kvd.layout.models; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

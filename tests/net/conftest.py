@@ -12,18 +12,34 @@ import pytest
 import uvloop
 
 from kvd.net.interface import PeerAsked
+from tests.support.patience import MOMENT
+
+HERE = Path(__file__).parent
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is asynchronous here is the daemon's, which runs on uvloop: the other half runs in `make test-all` only.
+
+    Of this room a client uses frames, options and `FrameStream` (`kvd/client/connection.py`), which know no loop; how
+    it fares on either is for tests/client, and an exporter on asyncio's for tests/transport.
+    """
+    for item in items:
+        variant = getattr(item, "callspec", None)
+        if HERE in item.path.parents and variant and asyncio.new_event_loop in variant.params.values():
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    before = threading.enumerate()
     yield
     gc.collect()
     assert sorted(os.listdir(tmp_path)) == []
-    assert [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()] == []
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
     sockets = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -47,7 +63,7 @@ class Inbox:
         self._arrived.set()
 
     async def until(self, condition: Callable[[list[Any]], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(MOMENT):
             while not condition(self.events):
                 self._arrived.clear()
                 await self._arrived.wait()

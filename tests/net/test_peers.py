@@ -12,6 +12,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.peers import PeerSockets
 from tests.net.conftest import Inbox, without_token
+from tests.support.patience import MOMENT
 
 
 class Daemon:
@@ -76,7 +77,7 @@ async def test_answers_that_arrive_during_a_send_are_not_left_lying(producer: Da
     consumer.port._links[link].pump._on_message = lambda parts: consumer_event(PeerAnswered(link, parts[0]))
     consumer.port.ask(link, b"a")
     consumer.port.ask(link, b"b")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(MOMENT):
         await answered.wait()
 
 
@@ -124,7 +125,7 @@ async def test_a_link_closed_by_its_own_answer_stays_closed(producer: Daemon, co
     asked = await producer.inbox.next(PeerAsked)
     producer.port.answer(asked.sender, b"one")
     producer.port.answer(asked.sender, b"two")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(MOMENT):
         await closed.wait()
 
 
@@ -257,7 +258,7 @@ async def test_random_bytes_on_the_port_change_nothing(producer: Daemon, consume
     host, port = producer.port.address.removeprefix("tcp://").split(":")
     raw = []
     for seed in range(20):
-        connection = socket.create_connection((host, int(port)), timeout=5)
+        connection = socket.create_connection((host, int(port)), timeout=MOMENT)
         connection.sendall(
             os.urandom(200) if seed % 2 else b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + os.urandom(200)
         )

@@ -15,6 +15,8 @@ from kvd.net.local.processes import WatchedProcesses
 from kvd.net.workers import WorkerSockets
 from tests.net.conftest import Inbox
 
+pytestmark = pytest.mark.real
+
 _CONNECT = """
 import socket, sys
 worker = socket.socket(socket.AF_UNIX)

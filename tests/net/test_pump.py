@@ -5,6 +5,7 @@ import zmq
 
 from kvd.net import pump
 from kvd.net.pump import SocketPump
+from tests.support.patience import MOMENT
 
 
 @pytest.mark.parametrize("size", [pump.BYTES_PER_WAKE // 2, pump.BYTES_PER_WAKE * 2, 1])
@@ -19,7 +20,7 @@ async def test_between_large_messages_others_get_their_turn_as_between_many_smal
         arrived: list[int] = []
         taking = SocketPump(receiver, lambda parts: arrived.append(sum(map(len, parts))))
         most, before = 0, 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(MOMENT):
             while len(arrived) < count:
                 await asyncio.sleep(0)  # one turn of the loop
                 most, before = max(most, len(arrived) - before), len(arrived)

@@ -13,6 +13,7 @@ from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
 from tests.net.conftest import Inbox, without_token
+from tests.support.patience import MOMENT
 
 KEYS = {name: keys.generate() for name in ("producer", "consumer", "stranger")}
 
@@ -105,7 +106,7 @@ async def test_plain_security_is_refused(producer: Daemon) -> None:
 
 async def test_random_bytes_on_the_port_let_nobody_in(producer: Daemon, consumer: Daemon) -> None:
     host, port = producer.place.removeprefix("tcp://").split(":")
-    raw = [socket.create_connection((host, int(port)), timeout=5) for _ in range(20)]
+    raw = [socket.create_connection((host, int(port)), timeout=MOMENT) for _ in range(20)]
     for number, connection in enumerate(raw):
         greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01CURVE" if number % 2 else b""
         connection.sendall(greeting.ljust(64 if greeting else 0, b"\0") + os.urandom(400))

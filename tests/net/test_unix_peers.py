@@ -20,6 +20,7 @@ from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
 from tests.net.conftest import Inbox
+from tests.support.patience import MOMENT
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
@@ -111,6 +112,7 @@ async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:
 
 
 @as_root
+@pytest.mark.real
 async def test_another_user_is_not_heard_even_where_the_socket_lets_it_connect(open_folder: Path) -> None:
     producer, consumer = Daemon(open_folder / "p"), Daemon(open_folder / "d")
     producer.path.chmod(0o666)
@@ -129,6 +131,7 @@ async def test_another_user_is_not_heard_even_where_the_socket_lets_it_connect(o
 
 
 @as_root
+@pytest.mark.real
 async def test_a_daemon_of_another_user_is_not_connected_to(open_folder: Path) -> None:
     consumer = Daemon(open_folder / "d")
     path = open_folder / "p.peers"
@@ -146,6 +149,7 @@ async def test_a_daemon_of_another_user_is_not_connected_to(open_folder: Path) -
 
 
 @as_root
+@pytest.mark.real
 async def test_another_user_that_takes_the_place_of_a_daemon_is_not_believed(open_folder: Path) -> None:
     consumer = Daemon(open_folder / "d")
     path = open_folder / "p.peers"
@@ -208,7 +212,7 @@ async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_
     )
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     with running(producer), socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(MOMENT)
         stranger.connect(str(producer.path))
         stranger.sendall(greeting)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -18,6 +18,7 @@ from kvd.net.stream import FrameStream
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
 from tests.net.conftest import Inbox
+from tests.support.patience import MOMENT
 
 
 class Daemon:
@@ -44,7 +45,7 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
 
 async def read_frame(worker: socket.socket) -> tuple[bytes, list[int]]:
     def read() -> tuple[bytes, list[int]]:
-        worker.settimeout(5)
+        worker.settimeout(MOMENT)
         data, descriptors, _, _ = socket.recv_fds(worker, 1 << 20, 4)
         while len(data) < HEADER.size or len(data) < HEADER.size + HEADER.unpack_from(data)[0]:
             data += worker.recv(1 << 20)
@@ -290,7 +291,7 @@ class InTurn:
         return self.turn
 
     async def give_turn(self) -> None:
-        await asyncio.wait_for(self.asked.wait(), 5)
+        await asyncio.wait_for(self.asked.wait(), MOMENT)
         self.turn = True
         self.waiting.pop(0)()
         self.turn = False
@@ -368,7 +369,7 @@ async def test_connections_beyond_the_bound_are_hung_up_on(daemon: Daemon) -> No
     for worker in workers:
         worker.connect(daemon.path)
     await daemon.inbox.until(lambda events: len(events) == MAX_CONNECTIONS)
-    workers[-1].settimeout(5)
+    workers[-1].settimeout(MOMENT)
     assert await asyncio.get_running_loop().run_in_executor(None, workers[-1].recv, 1) == b""
     for worker in workers:
         worker.close()
@@ -426,7 +427,7 @@ class TestRequests:
     async def dealer(self, daemon: Daemon) -> AsyncIterator["zmq.Socket[bytes]"]:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.RCVTIMEO, 5000)
+            dealer.setsockopt(zmq.RCVTIMEO, int(1000 * MOMENT))
             dealer.setsockopt(zmq.ROUTING_ID, b"session-of-16-by")
             dealer.connect(daemon.port.endpoint)
             yield dealer
@@ -501,7 +502,7 @@ class TestRequests:
     async def test_a_session_id_may_be_any_bytes(self, daemon: Daemon, session: bytes) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.RCVTIMEO, 5000)
+            dealer.setsockopt(zmq.RCVTIMEO, int(1000 * MOMENT))
             dealer.setsockopt(zmq.ROUTING_ID, session)
             dealer.connect(daemon.port.endpoint)
             dealer.send(b"offer")

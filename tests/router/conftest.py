@@ -3,8 +3,18 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
+import pytest
 import uvloop
+
+from kvd import limits
+from tests.support.patience import MOMENT
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _no_server_is_lost_to_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUTER_CONNECT_SECONDS", "ROUTER_PROBE_SECONDS"):
+        monkeypatch.setattr(limits, name, MOMENT)

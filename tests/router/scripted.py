@@ -11,6 +11,7 @@ from aiohttp import web
 
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
+from tests.support.patience import MOMENT
 
 PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "kvd_ticket": "T", "kvd_prompt": 7, "more": [1, {}]}
 BODY = {"model": "m", "prompt": "a b c", "max_tokens": 3, "stream": True, "unknown": {"kept": [1.0, None]}}
@@ -60,7 +61,7 @@ class Scripted:
             self.changed.notify_all()
 
     async def until(self, holds: Callable[["Scripted"], bool]) -> None:
-        async with asyncio.timeout(30), self.changed:
+        async with asyncio.timeout(MOMENT), self.changed:
             await self.changed.wait_for(lambda: holds(self))
 
 
@@ -171,7 +172,7 @@ async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
 
 @contextlib.asynccontextmanager
 async def routed(
-    prefill: list[Answering], decode: list[Answering], *, seconds: tuple[float, float] = (30, 30)
+    prefill: list[Answering], decode: list[Answering], *, seconds: tuple[float, float] = (MOMENT, MOMENT)
 ) -> AsyncIterator[Stage]:
     async with contextlib.AsyncExitStack() as stack:
         ps = [await stack.enter_async_context(scripted(answering)) for answering in prefill]

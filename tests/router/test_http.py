@@ -16,6 +16,7 @@ from kvd.errors import BadRequest
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming
+from tests.support.patience import MOMENT
 
 CLIENTS = 1000
 
@@ -49,7 +50,7 @@ async def endless(server, request, body):
 
 
 async def fall_to(tasks: int, descriptors: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(MOMENT):
         while (  # noqa: ASYNC110  # nobody tells when the last descriptor is closed
             len(asyncio.all_tasks()) > tasks or len(os.listdir("/proc/self/fd")) > descriptors
         ):
@@ -151,11 +152,15 @@ async def test_connections_have_a_bound(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/comp", head(100) + b"{"], ids=["nothing", "half a head", "half a body"]
+    ("sent", "limit"),
+    [
+        pytest.param(b"", "ROUTER_IDLE_SECONDS", id="nothing"),
+        pytest.param(b"POST /v1/comp", "ROUTER_IDLE_SECONDS", id="half a head"),
+        pytest.param(head(100) + b"{", "ROUTER_BODY_SECONDS", id="half a body"),
+    ],
 )
-async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes) -> None:
-    monkeypatch.setattr(limits, "ROUTER_IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "ROUTER_BODY_SECONDS", 0.2)
+async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes, limit: str) -> None:
+    monkeypatch.setattr(limits, limit, 0.2)
     async with routed([prefilled], [decoded]) as stage:
         reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
         writer.write(sent)
@@ -248,6 +253,7 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_descriptors")
 async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> None:
     data = json.dumps(BODY).encode()

@@ -1,6 +1,7 @@
 """One request's life: prefilled here, decoded there, tried again until its first token, and never left behind."""
 
 import asyncio
+import contextlib
 import json
 
 import aiohttp
@@ -29,6 +30,7 @@ from tests.router.scripted import (
     vanishing,
     without_params,
 )
+from tests.support.patience import MOMENT
 
 
 async def test_a_stream_passes_byte_for_byte_in_order() -> None:
@@ -107,7 +109,8 @@ async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one()
         assert len(stage.prefill[0].bodies) == 1
 
 
-async def test_a_server_that_failed_rests() -> None:
+async def test_a_server_that_failed_rests(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.router.servers.ROUTER_REST_SECONDS", 600.0)
     async with routed([prefilled], [failing, decoded]) as stage:
         for _ in range(4):
             assert (await stage.ask())[0] == 200
@@ -158,27 +161,31 @@ async def test_an_error_says_what_failed_and_where() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "where"),
+    ("prefill", "decode", "where", "seconds"),
     [
-        pytest.param(hanging, decoded, "prefill", id="a prefill that does not end"),
-        pytest.param(prefilled, hanging, "decode", id="a decode without a first token"),
+        pytest.param(hanging, decoded, "prefill", (0.2, MOMENT), id="a prefill that does not end"),
+        pytest.param(prefilled, hanging, "decode", (MOMENT, 0.2), id="a decode without a first token"),
     ],
 )
-async def test_each_stage_has_a_deadline(prefill, decode, where: str) -> None:
-    async with routed([prefill], [decode], seconds=(0.2, 0.2)) as stage:
-        status, error = await stage.error()
-        assert (status, error["code"]) == (504, "deadline")
-        assert f"{where} server" in error["message"]
+async def test_each_stage_has_a_deadline(prefill, decode, where: str, seconds: tuple[float, float]) -> None:
+    async with routed([prefill], [decode], seconds=seconds) as stage:
         late = stage.prefill[0] if where == "prefill" else stage.decode[0]
-        await late.until(lambda server: server.aborted == 1 and server.open == 0)
+        while not late.bodies:  # a busy machine may take longer than the deadline to hand it over
+            status, error = await stage.error()
+            assert (status, error["code"]) == (504, "deadline")
+            assert f"{where} server" in error["message"]
+        await late.until(lambda server: server.aborted > 0 and server.open == 0)
 
 
 async def test_a_stream_that_stalls_is_broken_off() -> None:
-    async with routed([prefilled], [stalled], seconds=(30, 0.2)) as stage:
-        async with stage.session.post(stage.url + PATH, json=BODY) as response:
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await response.read()
-        await stage.decode[0].until(lambda server: server.aborted == 1)
+    async with routed([prefilled], [stalled], seconds=(MOMENT, 0.2)) as stage:
+        begun = False
+        while not begun:  # a busy machine may take longer than the deadline for the first token
+            async with stage.session.post(stage.url + PATH, json=BODY) as response:
+                begun = response.status == 200
+                with pytest.raises(aiohttp.ClientPayloadError) if begun else contextlib.nullcontext():
+                    await response.read()
+        await stage.decode[0].until(lambda server: server.aborted > 0 and server.open == 0)
 
 
 @pytest.mark.parametrize(

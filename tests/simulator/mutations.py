@@ -108,7 +108,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
     handler(monkeypatch, CompletionActor, Notify, notify)
 
 
-@mutation(Promise.ENDS_ONCE, first=265)
+@mutation(Promise.ENDS_ONCE, first=306)
 def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
@@ -144,7 +144,7 @@ def nobody_asks_for_the_fence(monkeypatch):
     steps(monkeypatch, table, steps={key: done})
 
 
-@mutation(Promise.FENCED, first=19)
+@mutation(Promise.FENCED, first=75)
 def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     key = (lease_machine.State.CLAIMED, lease_machine.Event.REVOKE)
     steps(
@@ -154,7 +154,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=49)
+@mutation(Promise.FENCED, first=70)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -187,7 +187,7 @@ def stamps_are_not_wiped(monkeypatch):
     monkeypatch.setattr(Stamps, "wipe", lambda self, number: self._free.append(number) if number else None)
 
 
-@mutation(Promise.FENCED, first=192)
+@mutation(Promise.FENCED, first=251)
 def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
@@ -202,13 +202,13 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.request.read])
 
 
-@mutation(Promise.BAD_INPUT, first=75)
+@mutation(Promise.BAD_INPUT, first=230)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
 
 
-@mutation(Promise.FENCED, first=137, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=293, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -222,7 +222,7 @@ def generations_are_not_compared(monkeypatch):
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
 
 
-@mutation(Promise.FENCED)
+@mutation(Promise.FENCED, first=103)
 def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
@@ -291,7 +291,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 # --- 5: only blocks of the own pool -----------------------------------------------------------------------------------
 
 
-@mutation(Promise.OWN_POOL)
+@mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
@@ -301,12 +301,12 @@ def block_ids_are_not_checked(monkeypatch):
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
 
 
-@mutation(Promise.BAD_INPUT, first=29)
+@mutation(Promise.BAD_INPUT, first=144)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
     monkeypatch.setattr(offers.hmac, "compare_digest", lambda one, other: True)
 
 
-@mutation(Promise.BAD_INPUT)
+@mutation(Promise.BAD_INPUT, first=19)
 def refusals_are_not_sent(monkeypatch):
     monkeypatch.setattr(Sessions, "refuse_frame", lambda self, session, call, error: None)
 
@@ -339,17 +339,17 @@ def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=47)
+@mutation(Promise.SURVIVES, first=338)
 def lost_requests_are_not_sent_again(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
 
 
-@mutation(Promise.SURVIVES)
+@mutation(Promise.SURVIVES, first=84)
 def lasting_reads_are_not_claimed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=96)
+@mutation(Promise.SURVIVES, first=100)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
     original = Offers.for_claim
     monkeypatch.setattr(Offers, "for_claim", lambda self, claim: original(self, replace(claim, incarnation=0)))
@@ -378,7 +378,7 @@ def deadlines_are_never_unset(monkeypatch):
     monkeypatch.setattr(Deadlines, "unset", lambda self, key: None)
 
 
-@mutation(Promise.SOUND)
+@mutation(Promise.SOUND, first=12)
 def claims_are_never_released(monkeypatch):
     monkeypatch.setattr(PeerRequests, "release", lambda self, transfer, finished: None)
 
@@ -398,9 +398,9 @@ def bound(name, first):
 
 FIRST = {
     "MAX_CLAIMS_PER_OFFER": 2720,
-    "MAX_CLAIMS_WAITING": 64,
-    "MAX_HANDSHAKES": 16,
-    "MAX_REQUESTS_PER_WORKER": 88,
+    "MAX_CLAIMS_WAITING": 84,
+    "MAX_HANDSHAKES": 54,
+    "MAX_REQUESTS_PER_WORKER": 120,
     "MAX_TOMBSTONES": 0,
 }
 for each in small.COUNTED:

@@ -23,6 +23,7 @@ from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import nixl_name
 from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, Reader, pattern
+from tests.support.patience import MOMENT
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
 FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl_cu12"])
@@ -112,7 +113,7 @@ async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: Nix
     transport = site.transport()
     transport.start(events.put_nowait)
     transport.deregister(4711)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(MOMENT):
         died = await events.get()
     assert isinstance(died, TransportDied)
     assert "KeyError: 4711" in died.reason

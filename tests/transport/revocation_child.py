@@ -18,6 +18,7 @@ import numpy as np
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Deregistered, Described, Region, Registered
 from kvd.transport.nixl.transport import NixlTransport, open_agent
+from tests.support.patience import MOMENT
 
 SIZE = 1 << 20
 PATTERN = 7
@@ -47,7 +48,7 @@ def _attempt(agent: Any, memory: Any, request: dict[str, Any]) -> str:
     )
     handle = agent.make_prepped_xfer("READ", local, np.zeros(1, np.int32), remote, np.zeros(1, np.int32))
     state, started = agent.transfer(handle), time.monotonic()
-    while state == "PROC" and time.monotonic() - started < 10:
+    while state == "PROC" and time.monotonic() - started < MOMENT:
         state = agent.check_xfer_state(handle)
     return f"{state}: {sorted({int(byte) for byte in memory})}"
 

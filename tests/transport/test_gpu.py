@@ -12,6 +12,7 @@ from kvd.transport.interface import Landed, ReadRequest
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.gpu import Gpu
 from tests.support.gpu import over_standin
+from tests.support.patience import MOMENT
 
 LENGTH = 2 << 20
 ONE, ALL = np.zeros(1, np.uint64), np.full(1, LENGTH, np.uint64)
@@ -47,7 +48,7 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     threads = CopyThreads(1, events.put)
     threads.start()
     threads.add(Read(request, *sides, gpu.copy, stamp=lambda _address: last_byte(target)))
-    ended = events.get(timeout=30)
+    ended = events.get(timeout=MOMENT)
     threads.stop()
     assert isinstance(ended, Landed), ended
     assert ended.stamp == 7

@@ -5,16 +5,25 @@ import pytest
 
 from kvd.transport.nixl import probe
 from kvd.transport.nixl.probe import Probe
+from tests.support.patience import MOMENT
+
+pytestmark = pytest.mark.real
 
 
 class Asking:
     def __init__(self) -> None:
         self.probe = Probe("tests.transport.wild_library")
 
+    async def start(self, seconds: int) -> None:
+        """Starts a process that gives each try so many."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probe, "TRY_SECONDS", seconds)
+            await self.probe._started()
+
     async def __call__(self, metadata: bytes, known: bytes = b"") -> str:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.probe(known, metadata, answer.set_result)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(MOMENT):
             return await answer
 
     @property
@@ -24,7 +33,8 @@ class Asking:
 
 @pytest.fixture
 async def ask(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Asking]:
-    monkeypatch.setattr(probe, "TRY_SECONDS", 1)
+    for name in ("START_SECONDS", "TRY_SECONDS", "END_SECONDS"):
+        monkeypatch.setattr(probe, name, int(MOMENT))
     asking = Asking()
     yield asking
     await asking.probe.close()
@@ -51,7 +61,10 @@ async def test_metadata_that_loads_has_no_fault_and_one_process_tries_many(ask: 
 async def test_metadata_that_does_harm_is_found_fault_with_and_the_next_is_tried_by_another_process(
     ask: Asking, metadata: bytes, fault: str
 ) -> None:
-    assert await ask(b"good") == ""
+    if metadata == b"hang":
+        await ask.start(seconds=1)
+    else:
+        assert await ask(b"good") == ""
     first = ask.pid
     harmful, good = await asyncio.gather(ask(metadata), ask(b"good"))
     assert fault in harmful

@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 pytest.importorskip("nixl_cu12", reason="nixl is not installed")
+
+pytestmark = pytest.mark.real
 
 BYTES, ZEROS = "DONE: [7]", "DONE: [0]"
 
@@ -22,7 +26,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]

@@ -18,6 +18,8 @@ from kvd.transport.samehost.transport import SameHostTransport
 from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, pattern
 
+pytestmark = pytest.mark.real
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.transport.test_samehost"])
 

@@ -8,6 +8,9 @@ import pytest
 
 from kvd import processes as module
 from kvd.processes import ProcessEndedError, Processes
+from tests.support.patience import PATIENCE
+
+pytestmark = pytest.mark.real
 
 TALKER = """
 import os, signal, sys
@@ -30,7 +33,7 @@ def talker(tmp_path, monkeypatch):
 
 
 def is_gone(exit_descriptor: int) -> bool:
-    return bool(select.select([exit_descriptor], [], [], 30.0)[0])
+    return bool(select.select([exit_descriptor], [], [], PATIENCE)[0])
 
 
 def test_leaving_the_block_ends_every_process(tmp_path, talker):
