@@ -21,7 +21,9 @@ REAL_SECONDS = 300
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks as `slow` what needs a machine of its own, and all but one in N variants of a test marked `sample(N)`.
+    """Marks as `slow` what needs a machine of its own, and all but a sample of the variants of a test marked so.
+
+    `sample(N)` is one variant in N, `sample(of=...)` those for whose parameters the function says so.
 
     What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
     (`--max-suite-reruns`); what does not gives the same answer each time.
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         sample = item.get_closest_marker("sample")
         test = item.nodeid.partition("[")[0]
-        if sample is not None and seen[test] % sample.args[0]:
+        if sample is not None and not _in_sample(item, seen[test], *sample.args, **sample.kwargs):
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts")):
@@ -44,6 +46,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.timeout(REAL_SECONDS))
             if config.getoption("max_suite_reruns"):
                 item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+
+
+def _in_sample(item, number, one_in=1, of=None):
+    return number % one_in == 0 if of is None else of(**item.callspec.params)
 
 
 def pytest_collection_finish(session):
