@@ -21,7 +21,9 @@ REAL_SECONDS = 300
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks as `slow` what needs a machine of its own, and all but one in N variants of a test marked `sample(N)`.
+    """Marks as `slow` what needs a machine of its own, and all but a sample of the variants of a test marked so.
+
+    `sample(N)` is one variant in N, `sample(of=...)` those for whose parameters the function says so.
 
     What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
     (`--max-suite-reruns`); what does not gives the same answer each time.
@@ -50,8 +52,13 @@ def _leave_samples(items):
     for those in variants.values():
         those.sort(key=lambda item: list(item.callspec.indices.values()))
         for number, item in enumerate(those):
-            if number % item.get_closest_marker("sample").args[0]:
+            sample = item.get_closest_marker("sample")
+            if not _in_sample(item, number, *sample.args, **sample.kwargs):
                 item.add_marker(pytest.mark.slow)
+
+
+def _in_sample(item, number, one_in=1, of=None):
+    return number % one_in == 0 if of is None else of(**item.callspec.params)
 
 
 def pytest_collection_finish(session):

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of everybody at each step of a pull: every request ends in time, and never in wrong bytes.
+"""SIGKILL and SIGSTOP of everybody at each step of a pull: every request ends, and never in wrong bytes.
 
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
@@ -14,14 +14,15 @@ import pytest
 from tests.support.fleet import Fleet, RemoteError, send, until, without_lease
 from tests.support.gpu import standin_machine
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.real
 
 BLOCKS, BLOCK_BYTES = 1 << 16, 4096
 HALF = list(range(0, BLOCKS // 2, 2))
 """No two adjacent: so many descriptors take long enough to be caught in the middle."""
 TIMEOUT = 2.0
-IN_TIME = TIMEOUT + 5.0
-"""The deadline of a pull, and what a busy machine may add."""
+"""The deadline of a pull, which ends those that nothing else ends. That it does so in time the simulator shows."""
+HELD_TIMEOUT = 30.0
+"""That of a pull that the GPU holds, and that must be found reading."""
 VICTIMS = ("producer-daemon", "consumer-daemon", "producer-worker", "consumer-worker")
 STEPS = ("connecting", "claiming", "reading", "fencing", "settling", "done")
 WAYS = {
@@ -32,6 +33,8 @@ WAYS = {
     "gpu-messages": ("fencing",),
 }
 """How leases are proven, and the steps in which that makes a difference."""
+SAMPLE = {"stamps": ("reading", "settling"), "tcp": ("reading",), "gpu": ("reading",)}
+"""What no simulator knows: the memory of dead processes, and reads of it."""
 
 
 class Stage:
@@ -40,8 +43,8 @@ class Stage:
     def __init__(self, fleet, way, gpu=None):
         self.fleet, self.way, self.gpu = fleet, way, gpu
         self.turn = 0
-        # One thread copies long enough to be caught at it.
-        flags = {"heartbeat": "1.0", "copy_threads": "1"}
+        # Who is dead or paused is missed, and so are its claims; one thread copies long enough to be caught at it.
+        flags = {"heartbeat": "1", "claim_ttl": "5", "copy_threads": "1"}
         if gpu:
             flags["device"] = "cuda:0"
         start = fleet.far_daemon if way == "tcp" else fleet.daemon
@@ -65,7 +68,7 @@ class Stage:
             "consumer-worker": self.decode,
         }[name]
 
-    def start_pull(self, before_pull=lambda: None):
+    def start_pull(self, before_pull=lambda: None, timeout=TIMEOUT):
         """The blocks of the first half, all of one value, into those of the second half, all zero before."""
         self.turn += 1
         self.value = 1 + self.turn % 250
@@ -77,7 +80,8 @@ class Stage:
         if self.way.endswith("messages"):
             ticket = without_lease(ticket)
         before_pull()
-        self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=TIMEOUT)
+        self.decode.call("pull", name=self.request, ticket=ticket, ids=self.target, timeout=timeout)
+        self.decode.call("status")  # on the pull's own connection: whoever asks from now on finds the pull, or its end
 
     def wait_attached(self, worker):
         for _ in until(f"{worker.name} is attached again"):
@@ -124,13 +128,18 @@ class Stage:
 
     def _hold_the_gpu(self, step, held):
         self.wait_attached(self.observer)  # which takes the GPU after a restart of its daemon
-        held.callback(self.gpu.set, hold=0)
-        self.start_pull(before_pull=lambda: self.gpu.set(hold=1))
-        assert self.wait_for("reading")
-        held.enter_context(self.producer.paused())
-        if step != "reading":
-            self.gpu.set(hold=0)
-        assert self.wait_for(step)
+        for _ in until(f"a pull is caught {step}"):
+            hold = held.enter_context(contextlib.ExitStack())
+            hold.callback(self.gpu.set, hold=0)
+            self.start_pull(before_pull=lambda: self.gpu.set(hold=1), timeout=HELD_TIMEOUT)
+            if self.wait_for("reading"):
+                hold.enter_context(self.producer.paused())
+                if step != "reading":
+                    self.gpu.set(hold=0)
+                if self.wait_for(step):
+                    return
+            hold.close()
+            self.decode.outcome(self.request)
 
     def _hold_while_reading(self, step, held):
         for _ in until(f"a pull is caught {step}"):
@@ -196,51 +205,52 @@ def held():
 
 
 @pytest.fixture
-def stage(whole_stage, held):
+def stage(whole_stage, held, request):
     """Everything works again after the test: that is a part of it."""
+    if request.node.callspec.params["step"] not in WAYS[whole_stage.way]:
+        pytest.skip("no such step, or the same as in another way")
     yield whole_stage
     held.close()
     whole_stage.recover()
 
 
+@pytest.mark.sample(of=lambda whole_stage, victim, step: step in SAMPLE.get(whole_stage, ()))
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_every_request_ends_when_one_is_killed(stage, held, victim, step, request):
-    if step not in WAYS[request.node.callspec.params["whole_stage"]]:
-        pytest.skip("no such step, or the same as in another way")
+def test_every_request_ends_when_one_is_killed(stage, held, victim, step):
     stage.hold_at(step, held)
     stage.victim(victim).kill()
     if victim != "consumer-worker" and step != "done":
         if victim != "producer-daemon":
             held.close()
-        stage.check_end(stage.decode.outcome(stage.request, IN_TIME))
+        stage.check_end(stage.decode.outcome(stage.request))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_every_request_ends_when_one_is_stopped(stage, held, victim, step, request):
-    if step not in WAYS[request.node.callspec.params["whole_stage"]]:
-        pytest.skip("no such step, or the same as in another way")
+def test_every_request_ends_when_one_is_stopped(stage, held, victim, step):
     stage.hold_at(step, held)
     child = stage.victim(victim).child
     send(child, signal.SIGSTOP)
     held.callback(send, child, signal.SIGCONT)
     if step != "done":
         if victim == "consumer-worker":  # it can be asked again only when it runs
-            for _ in until("the pull has an outcome", IN_TIME):
+            for _ in until("the pull has an outcome"):
                 scheduler = stage.wait_attached(stage.observer)["scheduler"]
                 if scheduler["quarantined"] or not scheduler["pulls"]:
                     break
             held.close()
-        stage.check_end(stage.decode.outcome(stage.request, IN_TIME))
+        stage.check_end(stage.decode.outcome(stage.request))
 
 
+@pytest.mark.slow
 def test_a_read_that_hangs_keeps_its_blocks_in_quarantine_until_it_ends(tmp_path):
     with Fleet(tmp_path) as fleet, contextlib.ExitStack() as held:
         stage = Stage(fleet, "tcp")
-        for _ in range(5):  # the last bytes may have been under way already when the producer was paused
+        for _ in until("a read hangs"):  # its last bytes may have been under way when the producer was paused
             stage.hold_at("reading", held)
-            ended = stage.decode.outcome(stage.request, IN_TIME)
+            ended = stage.decode.outcome(stage.request)
             if ended["quarantined"]:
                 break
             held.close()

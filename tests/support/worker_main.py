@@ -10,12 +10,13 @@ import numpy as np
 from kvd.bench.spec import flat_spec
 from kvd.client import Blocks, Worker
 from kvd.errors import KvdError
+from tests.support.patience import PATIENCE
 
 
 class Remote:
     """Executes the orders; `pool` is uint8 [blocks, block_bytes]."""
 
-    def attach(self, socket, name, blocks, block_bytes, timeout=60):
+    def attach(self, socket, name, blocks, block_bytes, timeout=PATIENCE):
         self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=timeout)
         memory = self.worker.pool if not self.worker.device else self.device_memory(blocks * block_bytes)
         self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(blocks, block_bytes)
@@ -50,7 +51,7 @@ class Remote:
 
     def offer(self, name, ids, ttl=60.0):
         blocks = [Blocks(group=0, first=0, ids=ids)]
-        return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl)
+        return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl, timeout=PATIENCE)
 
     def pull(self, name, ticket, ids, timeout=60.0, traceparent=None):
         blocks = [Blocks(group=0, first=0, ids=ids)]
@@ -67,13 +68,13 @@ class Remote:
         return found
 
     def status(self):
-        return self.worker.status()
+        return self.worker.status(PATIENCE)
 
     def close(self):
         self.worker.close()
 
     def detach(self):
-        self.worker.detach()
+        self.worker.detach(PATIENCE)
 
 
 def main():
