@@ -9,7 +9,7 @@ from tests.vllm.testbed.catalog import write_models
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is there is looked at, not used
-TEST_SECONDS = 600
+TEST_SECONDS = 900
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
 

@@ -3,19 +3,11 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 
+from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.client import Completion
 from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.pair import Pair
-
-PULL_SECONDS = 60.0
-"""`pull_timeout` of the decode side: its default. The longest that a request waits for blocks, whatever died."""
-
-REQUEST_SECONDS = PULL_SECONDS + 30.0
-"""Every request has an outcome by then: it is computed in the rest, on a machine that has other work."""
-
-RECOVERY_SECONDS = 2 * REQUEST_SECONDS
-"""By then requests get their tokens after a restart: the first may have been sent too early, and take all its time."""
 
 _salts = itertools.count()
 
@@ -23,7 +15,7 @@ _salts = itertools.count()
 async def one(pair: Pair, prompt: list[int], expected: Completion) -> HttpError | None:
     """The error in which a request ends; any tokens are the right ones. No cache has blocks of it: they all travel."""
     try:
-        async with asyncio.timeout(REQUEST_SECONDS):
+        async with asyncio.timeout(PATIENCE):
             completion = await pair.complete(prompt, len(expected.tokens), cache_salt=f"salt-{next(_salts)}")
     except HttpError as error:
         return error

@@ -15,6 +15,8 @@ from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import scrape
 from tests.vllm.testbed.service import start_all, stop_all
 
+pytestmark = pytest.mark.slow
+
 MODEL = "llama"
 TOKENS = 12
 LAYERS = 5

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.vllm.load import REQUEST_SECONDS
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, Completion, complete, make_body, prefill_body
@@ -62,6 +61,7 @@ async def read(pair: KvdPair) -> float:
     return (await scrape(pair.daemons["prefill"])).total("kvd_offers_total", reason="read")
 
 
+@pytest.mark.slow
 async def test_a_request_that_queues_for_longer_than_its_offer_lives_gets_its_blocks(pair: KvdPair) -> None:
     prompt = make_prompt(LONG, seed=1)
     expected = await alone(pair, prompt)
@@ -73,7 +73,7 @@ async def test_a_request_that_queues_for_longer_than_its_offer_lives_gets_its_bl
     async def decodes() -> bool:
         return bool(first.tokens)
 
-    await until(decodes, seconds=REQUEST_SECONDS)
+    await until(decodes)
     params, since = await offered(pair, prompt), time.monotonic()
     body = make_body(MODEL, prompt, TOKENS, cache_salt="pair") | {"kv_transfer_params": params}
     got = await complete(pair.decode.url, body)
@@ -95,7 +95,7 @@ async def test_several_samples_of_one_prompt_read_one_prefill(pair: KvdPair) -> 
     async def ended() -> bool:
         return await read(pair) == before + 1
 
-    await until(ended, seconds=REQUEST_SECONDS)
+    await until(ended)
 
 
 async def test_a_request_that_the_decode_server_rejects_frees_its_prefills_blocks(pair: KvdPair) -> None:
@@ -108,16 +108,17 @@ async def test_a_request_that_the_decode_server_rejects_frees_its_prefills_block
     async def ended() -> bool:
         return await read(pair) == before + 1
 
-    await until(ended, seconds=REQUEST_SECONDS)
+    await until(ended)
 
 
+@pytest.mark.slow
 async def test_a_client_that_hangs_up_while_its_request_queues_frees_its_prefills_blocks(pair: KvdPair) -> None:
     running = asyncio.create_task(complete(pair.decode.url, make_body(MODEL, make_prompt(SHORT, seed=5), DECODED)))
 
     async def full() -> bool:
         return (await scrape(pair.decode)).total("vllm:num_requests_running") == 1
 
-    await until(full, seconds=REQUEST_SECONDS)
+    await until(full)
     before, prompt = await read(pair), make_prompt(LONG + 1, seed=6)
     body = make_body(MODEL, prompt, TOKENS) | {"kv_transfer_params": await offered(pair, prompt)}
     queued = asyncio.create_task(complete(pair.decode.url, body))
@@ -125,13 +126,13 @@ async def test_a_client_that_hangs_up_while_its_request_queues_frees_its_prefill
     async def held() -> bool:
         return (await scrape(pair.daemons["prefill"])).total("kvd_claims_active") == 1
 
-    await until(held, seconds=REQUEST_SECONDS)
+    await until(held)
     queued.cancel()
 
     async def ended() -> bool:
         return await read(pair) == before + 1
 
-    await until(ended, seconds=REQUEST_SECONDS)
+    await until(ended)
     assert not running.done(), "the request did not queue"
     running.cancel()
 

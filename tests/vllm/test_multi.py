@@ -16,7 +16,7 @@ from tests.vllm.testbed.service import start_all, stop_all
 MODEL = "llama"
 TOKENS = 8
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

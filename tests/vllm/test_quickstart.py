@@ -7,6 +7,8 @@ import pytest
 from tests.docs.pages import stories
 from tests.docs.shell import run
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 540.0
 """Two servers start at once and import vLLM for each of their processes."""
 

@@ -21,6 +21,7 @@ MODEL = "llama"
 TOKENS = 8
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < CORES, reason=f"a whole vLLM with TP 2 needs {CORES} cores"),
 ]

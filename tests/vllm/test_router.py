@@ -12,7 +12,7 @@ import pytest_asyncio
 from kvd.router.body import Body
 from kvd.router.servers import Server
 from kvd.router.upstream import Sent, Timeouts, Upstream, passed_on
-from tests.vllm.load import REQUEST_SECONDS
+from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, complete, make_body, prefill
@@ -77,7 +77,7 @@ async def test_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
 
 async def test_several_completions_of_one_prompt_share_its_prefill(routed: Routed) -> None:
     body = make_body(MODEL, make_prompt(500, seed=2), TOKENS, n=3) | {"temperature": 1.0, "seed": 1}
-    async with asyncio.timeout(REQUEST_SECONDS):
+    async with asyncio.timeout(PATIENCE):
         answer = await post(routed.router.url, PATH, body)
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
     await routed.nothing_is_held()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.vllm.load import REQUEST_SECONDS
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
@@ -77,7 +76,11 @@ class Served:
         return (await scrape(self.pair.daemons["decode"])).total(name)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma", "deepseek"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["llama", *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma", "deepseek"))],
+)
 async def served(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
@@ -150,4 +153,4 @@ async def test_nothing_failed_and_nothing_is_held_after_the_last_request(served:
     async def released() -> bool:
         return (await scrape(served.pair.daemons["prefill"])).total("kvd_leases_active") == 0
 
-    await until(released, seconds=REQUEST_SECONDS)
+    await until(released)

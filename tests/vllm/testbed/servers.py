@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.patience import NEVER_LOST
 from tests.vllm.testbed.catalog import BLOCK, FLAGS, GROUPS, OFFLINE
 from tests.vllm.testbed.http import HttpError, get
 from tests.vllm.testbed.service import Service, with_environment
@@ -101,8 +102,8 @@ class Daemon(Service):
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
         self.socket = folder / f"{name}.sock"
-        self.flags: tuple[str, ...] = ()
-        """More flags, from the next start on; and environment variables."""
+        self.settings: dict[str, str] = dict(NEVER_LOST)
+        """More settings, from the next start on; and environment variables."""
         self.variables: dict[str, str] = {}
         self.within: tuple[str, ...] = ()
         """A command that runs it, from the next start on."""
@@ -111,7 +112,9 @@ class Daemon(Service):
         """It runs `kvd serve`."""
         command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", self.name, "--socket", str(self.socket)]
         command += ["--http", "127.0.0.1:0", "--log-format", "json"]
-        return with_environment(self.variables, [*self.within, *command, *self.flags])
+        for name, value in self.settings.items():
+            command += [f"--{name.replace('_', '-')}", value]
+        return with_environment(self.variables, [*self.within, *command])
 
     @property
     def url(self) -> str:
