@@ -17,6 +17,7 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
+@pytest.mark.real
 def test_spinners_compute_without_a_pause_and_are_gone_after(tmp_path: Path) -> None:
     before = children()
     with Spinners(2, tmp_path):
