@@ -1,6 +1,7 @@
 """Holds for all tests: asserts of helper modules explain themselves, and marks say which command runs a test."""
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def pytest_collection_modifyitems(config, items):
 
 def _in_sample(item, number, one_in=1, of=None):
     return number % one_in == 0 if of is None else of(**item.callspec.params)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """With KVD_TEST_NO_SKIPS=1 a `deploy` test that is skipped fails: there, what it needs was to be installed."""
+    report = yield
+    if report.skipped and item.get_closest_marker("deploy") and os.environ.get("KVD_TEST_NO_SKIPS") == "1":
+        report.outcome, report.longrepr = "failed", f"skipped, with KVD_TEST_NO_SKIPS=1: {report.longrepr[-1]}"
+    return report
 
 
 def pytest_collection_finish(session):
