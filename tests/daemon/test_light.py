@@ -8,7 +8,7 @@ import pytest
 from tests.support.fleet import Fleet, until
 from tests.support.ports import own_address
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize("network", [False, True])
