@@ -24,13 +24,14 @@ REAL_SECONDS = 300
 def pytest_collection_modifyitems(config, items):
     """Marks as `slow` what needs a machine of its own, and all but a sample of the variants of a test marked so.
 
-    `sample(N)` is one variant in N, `sample(of=...)` those for whose parameters the function says so.
+    `sample(N)` is one variant in N by their names, in whatever order they run; `sample(of=...)` are those for whose
+    parameters the function says so.
 
     What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
     (`--max-suite-reruns`); what does not gives the same answer each time.
     """
     seen = Counter()
-    for item in items:
+    for item in sorted(items, key=lambda item: item.nodeid):
         sample = item.get_closest_marker("sample")
         test = item.nodeid.partition("[")[0]
         if sample is not None and not _in_sample(item, seen[test], *sample.args, **sample.kwargs):

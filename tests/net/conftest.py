@@ -20,10 +20,11 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    before = threading.enumerate()
     yield
     gc.collect()
     assert sorted(os.listdir(tmp_path)) == []
-    assert [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()] == []
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
     sockets = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
