@@ -1,7 +1,8 @@
 """Holds for all tests: asserts of helper modules explain themselves, and marks say which command runs a test."""
 
 import gc
-from collections import defaultdict
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,19 @@ REAL_SECONDS = 300
 def pytest_collection_modifyitems(config, items):
     """Marks as `slow` what needs a machine of its own, and all but a sample of the variants of a test marked so.
 
-    `sample(N)` is one variant in N, `sample(of=...)` those for whose parameters the function says so.
+    `sample(N)` is one variant in N by their names, in whatever order they run; `sample(of=...)` are those for whose
+    parameters the function says so.
 
     What starts processes gets the time that a busy machine takes, and may run again where reruns are asked for
     (`--max-suite-reruns`); what does not gives the same answer each time.
     """
-    _leave_samples(items)
-    for item in items:
+    seen = Counter()
+    for item in sorted(items, key=lambda item: item.nodeid):
+        sample = item.get_closest_marker("sample")
+        test = item.nodeid.partition("[")[0]
+        if sample is not None and not _in_sample(item, seen[test], *sample.args, **sample.kwargs):
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts")):
             item.add_marker(pytest.mark.real)
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts", "timed")):
@@ -43,22 +50,17 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
 
 
-def _leave_samples(items):
-    """The variants of a test count as they are declared, in whatever order they were collected."""
-    variants = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sample"):
-            variants[item.nodeid.partition("[")[0]].append(item)
-    for those in variants.values():
-        those.sort(key=lambda item: list(item.callspec.indices.values()))
-        for number, item in enumerate(those):
-            sample = item.get_closest_marker("sample")
-            if not _in_sample(item, number, *sample.args, **sample.kwargs):
-                item.add_marker(pytest.mark.slow)
-
-
 def _in_sample(item, number, one_in=1, of=None):
     return number % one_in == 0 if of is None else of(**item.callspec.params)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """With KVD_TEST_NO_SKIPS=1 a `deploy` test that is skipped fails: there, what it needs was to be installed."""
+    report = yield
+    if report.skipped and item.get_closest_marker("deploy") and os.environ.get("KVD_TEST_NO_SKIPS") == "1":
+        report.outcome, report.longrepr = "failed", f"skipped, with KVD_TEST_NO_SKIPS=1: {report.longrepr[-1]}"
+    return report
 
 
 def pytest_collection_finish(session):

@@ -37,6 +37,9 @@ class Host:
         own_boot = f'mount --bind {self._boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
         self.within: Sequence[str] = ("ip", "netns", "exec", self.namespace, "sh", "-c", own_boot, "sh")
         self._switch = switch
+        self._throttled = False
+        self._unheard: set[str] = set()
+        """Addresses of those that do not get what it sends."""
 
     def connect(self) -> None:
         """Makes the namespace and plugs it into the switch. Its kernel calls itself another one than ours."""
@@ -65,10 +68,13 @@ class Host:
         """Limits what it sends to `megabits` per second."""
         token = ["tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", *token)
+        self._throttled = True
 
     def unthrottle(self) -> None:
-        """Removes the limit."""
-        _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", "eth0", "root")
+        """Removes the limit, if there is one."""
+        if self._throttled:
+            _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", "eth0", "root")
+        self._throttled = False
 
     def unplug(self) -> None:
         """Pulls its cable: all packets are lost silently."""
@@ -82,11 +88,13 @@ class Host:
         """Loses silently what it sends to the others; what they send arrives."""
         for other in others:
             _run("ip", "-n", self.namespace, "neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0")
+            self._unheard.add(other.address)
 
     def unmute(self, *others: "Host") -> None:
-        """Undoes `mute`."""
-        for other in others:
-            _run("ip", "-n", self.namespace, "neigh", "delete", other.address, "dev", "eth0")
+        """Undoes `mute`, where it was done."""
+        for address in self._unheard & {other.address for other in others}:
+            _run("ip", "-n", self.namespace, "neigh", "delete", address, "dev", "eth0")
+            self._unheard.remove(address)
 
 
 class Hosts:

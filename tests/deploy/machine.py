@@ -8,18 +8,20 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvd.processes import Child
 from tests.support.fleet import until
+from tests.support.patience import NEVER_LOST, PATIENCE
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy/systemd"
-BOOT_SECONDS = 60
 DEBOOTSTRAP_SECONDS = 180
-_PATIENCE = 20
+_UNMOUNT_SECONDS = 20
+_CGROUPS = Path("/sys/fs/cgroup")
 _TREE = ("--variant=minbase", "--include=systemd,dbus,libssl3,libffi8,zlib1g", "bookworm")
 
 _MODULE = """#!/bin/sh
@@ -29,9 +31,9 @@ exec /opt/python/bin/python{version} -m "$@"
 _KVD = """#!/bin/sh
 exec /opt/kvd/bin/module kvd.cli.main "$@"
 """
-_DROP_IN = """[Service]
-Environment=KVD_HEARTBEAT=0.3
-WatchdogSec=5
+_DROP_IN = f"""[Service]
+Environment={" ".join(f"KVD_{name.upper()}={value}" for name, value in NEVER_LOST.items())}
+WatchdogSec=30
 """
 
 
@@ -48,24 +50,61 @@ def why_not() -> str | None:
 
 
 def tree(cache: Path) -> Path:
-    """A Debian tree with systemd, from Debian's mirror; made once. Skips where it cannot be made, or not be entered."""
+    """A Debian tree with systemd, from Debian's mirror; made once. Skips where it cannot be made, or not be entered.
+
+    It lies at `KVD_TEST_TREE`, which other checkouts may use, too; in `cache` where that is not set.
+    """
     made = Path(os.environ.get("KVD_TEST_TREE", cache / "bookworm"))
     if not made.exists():
-        making = made.with_suffix(".part")
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
-        # SIGTERM: debootstrap then unmounts what it mounted in the tree.
-        command = ["timeout", f"--kill-after={_PATIENCE}", str(DEBOOTSTRAP_SECONDS), "debootstrap", *_TREE, str(making)]
-        ran = subprocess.run(command, check=False, capture_output=True, text=True)
-        if ran.returncode != 0:
-            pytest.skip(f"debootstrap could not make a tree (status {ran.returncode}): {ran.stdout[-300:]}")
-        making.rename(made)
+        _make(made)
     flags = ["--register=no", "--keep-unit", "--volatile=overlay", "--console=pipe"]
-    command = ["systemd-nspawn", "--quiet", "--directory", str(made), *flags, "/usr/bin/true"]
-    entered = subprocess.run(command, check=False, capture_output=True, text=True, timeout=BOOT_SECONDS)
+    with own_cgroup() as within:
+        command = [*within, "systemd-nspawn", "--quiet", "--directory", str(made), *flags, "/usr/bin/true"]
+        entered = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
     if entered.returncode != 0:
         pytest.skip(f"systemd-nspawn may not run a container here: {entered.stderr.strip()[-300:]}")
     return made
+
+
+def _make(tree: Path) -> None:
+    making = tree.with_name(f"{tree.name}.{os.getpid()}")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    # SIGTERM: debootstrap then unmounts what it mounted in the tree.
+    limit = ["timeout", f"--kill-after={_UNMOUNT_SECONDS}", str(DEBOOTSTRAP_SECONDS)]
+    ran = subprocess.run([*limit, "debootstrap", *_TREE, str(making)], check=False, capture_output=True, text=True)
+    if ran.returncode != 0:
+        shutil.rmtree(making, ignore_errors=True)
+        pytest.skip(f"debootstrap could not make a tree (status {ran.returncode}): {ran.stdout[-300:]}")
+    try:
+        making.rename(tree)
+    except OSError:  # another run was faster
+        shutil.rmtree(making)
+
+
+@contextlib.contextmanager
+def own_cgroup() -> Iterator[list[str]]:
+    """A cgroup for one container; yields the command that runs another in it.
+
+    Containers of one cgroup would have one `payload` between them: their systemds would end each other's units.
+    """
+    mounts = {"name=systemd": "systemd", "": "" if (_CGROUPS / "cgroup.procs").exists() else "unified"}
+    made = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, hierarchy, ours = line.split(":", 2)
+        if hierarchy in mounts and (_CGROUPS / mounts[hierarchy]).is_dir():
+            made.append(_CGROUPS / mounts[hierarchy] / ours.lstrip("/") / f"kvd-test-{os.getpid()}")
+            made[-1].mkdir()
+    enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in made)
+    try:
+        yield ["sh", "-c", f'{enter}; exec "$@"', "sh"]
+    finally:
+        for _ in until("the container's cgroups are empty"):
+            for folder in (below for top in made for below in sorted(top.glob("**/"), reverse=True)):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            if not any(top.exists() for top in made):
+                break
 
 
 class Machine:
@@ -79,7 +118,9 @@ class Machine:
     def __enter__(self) -> "Machine":
         binds = self._install()
         flags = ["--boot", "--keep-unit", "--register=no", "--volatile=overlay", "--link-journal=no", "--console=pipe"]
-        command = ["systemd-nspawn", "--quiet", "--directory", str(self._root), *flags, *binds]
+        self._resources = contextlib.ExitStack()
+        within = self._resources.enter_context(own_cgroup())
+        command = [*within, "systemd-nspawn", "--quiet", "--directory", str(self._root), *flags, *binds]
         self._container = Child("machine", command, self._folder / "machine.log", piped=False)
         try:
             self._leader = self._find_leader()
@@ -95,11 +136,9 @@ class Machine:
                 (self._folder / "journal.txt").write_text(self.try_run("journalctl", "--no-pager").stdout)
             with contextlib.suppress(ProcessLookupError):  # nothing in it is worth an orderly end
                 os.kill(self._leader, signal.SIGKILL)
-            self._container.wait(10)
+            self._container.wait(PATIENCE)
         self._container.stop()
-        for folder in sorted(Path("/sys/fs/cgroup").glob("*/payload/**/"), reverse=True):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        self._resources.close()
 
     def _install(self) -> list[str]:
         binaries, drop_ins = self._folder / "bin", self._folder / "kvd@.service.d"
@@ -126,7 +165,7 @@ class Machine:
 
     def _find_leader(self) -> int:
         children = Path(f"/proc/{self._container.pid}/task/{self._container.pid}/children")
-        for _ in until("the container's first process", BOOT_SECONDS):
+        for _ in until("the container's first process"):
             if self._container.wait(0):
                 raise self._container.ended()
             for child in children.read_text().split():
@@ -136,18 +175,18 @@ class Machine:
         raise AssertionError("unreachable")
 
     def _await_boot(self) -> None:
-        for _ in until("systemd is up", BOOT_SECONDS):
+        for _ in until("systemd is up"):
             state = self.try_run("systemctl", "is-system-running")
             if state.stdout.strip() in ("running", "degraded"):
                 break
         self.run("systemd-sysusers")
 
-    def try_run(self, *command: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    def try_run(self, *command: str) -> subprocess.CompletedProcess[str]:
         entered = ["nsenter", "--target", str(self._leader), "--mount", "--uts", "--ipc", "--pid", "--", *command]
-        return subprocess.run(entered, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(entered, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
-    def run(self, *command: str, seconds: float = 60) -> str:
-        ran = self.try_run(*command, seconds=seconds)
+    def run(self, *command: str) -> str:
+        ran = self.try_run(*command)
         if ran.returncode != 0:
             journal = self.try_run("journalctl", "--no-pager", "--lines=40").stdout
             raise AssertionError(f"{' '.join(command)}: {ran.stderr}\n{journal}")

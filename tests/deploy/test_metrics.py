@@ -47,7 +47,7 @@ def promtool(*arguments: str, text: str | None = None) -> str:
     if shutil.which("promtool") is None:
         pytest.skip("needs promtool: apt-get install prometheus")
     command = ["promtool", *arguments]
-    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=50, check=False)
+    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 

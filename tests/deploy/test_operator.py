@@ -11,14 +11,15 @@ from kvd.doctor.loopback import check_transfer
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode
 from tests.support.fleet import Fleet
+from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.real
 BLOCKS = [1, 2, 3, 4]
 
 
 def kvd(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "kvd.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_attached(
@@ -32,7 +33,7 @@ def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_a
 
     with Inquiry(str(target.socket)) as inquiry:
         assert inquiry.identity.pid == target.child.pid
-        status = decode(inquiry.status(10))
+        status = decode(inquiry.status(PATIENCE))
     assert status.ready
     assert [pool.worker for pool in status.pools] == ["decode-0"]
     assert status.totals.pulls == {"done": 1}

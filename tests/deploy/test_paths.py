@@ -7,6 +7,7 @@ from kvd.protocol.status import StatusReport, decode
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.path import Kind, kind_of, why_slow
 from tests.support.fleet import Fleet
+from tests.support.patience import PATIENCE
 
 BLOCKS = [1, 2, 3]
 
@@ -48,7 +49,7 @@ def pulled(fleet: Fleet, **settings: str) -> StatusReport:
     decode_worker.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=BLOCKS), ids=BLOCKS)
     assert decode_worker.outcome("r")["kind"] == "Done"
     with Inquiry(str(target.socket)) as inquiry:
-        return decode(inquiry.status(10))
+        return decode(inquiry.status(PATIENCE))
 
 
 @pytest.mark.real

@@ -14,7 +14,7 @@ from tests.support.fleet import Daemon, Fleet, until
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.deploy
 RULES = Path(__file__).parents[2] / "deploy/prometheus/kvd.rules.yml"
 BLOCKS = [1, 2, 3]
 
@@ -55,7 +55,7 @@ class Prometheus:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(PATIENCE)
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 
 from tests.deploy.machine import Machine, tree, why_not
 from tests.support.fleet import RemoteError, Worker, until
+from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 BLOCKS = list(range(32))
 COUNT = itertools.count()
 
@@ -25,7 +26,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         pytest.skip(f"no machine with a systemd of its own: {reason}")
     root = tree(Path(__file__).parents[2] / "out/tree")
     with Machine(root, tmp_path_factory.mktemp("machine")) as booted:
-        booted.run("systemctl", "start", "kvd@0", "kvd@1", seconds=120)
+        booted.run("systemctl", "start", "kvd@0", "kvd@1")
         yield booted
 
 
@@ -53,9 +54,9 @@ def pull(prefill: Worker, decode: Worker, number: int) -> str:
     """Offers, pulls and waits: the kind of the outcome, or the code of what was refused."""
     name = f"{number}"
     try:
-        ticket = prefill.call("offer", name=f"o{name}", ids=BLOCKS, ttl=20.0)
-        decode.call("pull", name=f"r{name}", ticket=ticket, ids=BLOCKS, timeout=20.0)
-        return str(decode.outcome(f"r{name}", 30)["kind"])
+        ticket = prefill.call("offer", name=f"o{name}", ids=BLOCKS)
+        decode.call("pull", name=f"r{name}", ticket=ticket, ids=BLOCKS, timeout=PATIENCE / 2)
+        return str(decode.outcome(f"r{name}")["kind"])
     except RemoteError as error:
         for attached in (prefill, decode):
             attached.call("wait", timeout=0.2)  # a client attaches again while it is polled
@@ -63,7 +64,7 @@ def pull(prefill: Worker, decode: Worker, number: int) -> str:
 
 
 def restarted(machine: Machine, unit: str, before: str) -> None:
-    for _ in until(f"{unit} is restarted", 120):
+    for _ in until(f"{unit} is restarted"):
         if machine.show(unit, "MainPID") not in (before, "0") and machine.show(unit, "ActiveState") == "active":
             return
 
@@ -102,13 +103,13 @@ def test_a_restart_under_load_keeps_the_pools_bytes_and_the_workers(
     marked = [40, 41, 42]
     decode.call("fill", ids=marked, value=9)
     before = machine.show("kvd@1", "MainPID")
-    restart = threading.Thread(target=machine.run, args=("systemctl", "restart", "kvd@1"), kwargs={"seconds": 120})
+    restart = threading.Thread(target=machine.run, args=("systemctl", "restart", "kvd@1"))
     outcomes: list[str] = []
     for _ in range(5):
         outcomes.append(pull(prefill, decode, 2000 + next(COUNT)))
     restart.start()
     after_restart = 0
-    for _ in until("pulls are done again after the restart", 120):
+    for _ in until("pulls are done again after the restart"):
         outcomes.append(pull(prefill, decode, 2000 + next(COUNT)))
         after_restart += outcomes[-1] == "Done" and not restart.is_alive()
         if after_restart >= 5:
@@ -126,7 +127,7 @@ def test_the_store_keeps_a_pool_whose_worker_is_gone_too(machine: Machine) -> No
     first.call("fill", ids=BLOCKS, value=5)
     first.child.stop()
     assert int(machine.show("kvd@0", "NFileDescriptorStore")) >= 1
-    machine.run("systemctl", "restart", "kvd@0", seconds=120)
+    machine.run("systemctl", "restart", "kvd@0")
     second = worker(machine, 0, "lonely")
     assert second.attached["kept"] is True
     assert set(second.call("values", ids=BLOCKS)) == {5}

@@ -17,7 +17,7 @@ def test_the_unit_is_as_confined_as_promised() -> None:
         ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(UNIT)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     if "unrecognized option" in ran.stderr:

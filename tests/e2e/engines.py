@@ -19,8 +19,8 @@ from kvd.protocol import ticket
 from tests.plan.layout_reference import Blocks as Table
 from tests.plan.layout_reference import contents, positions_needed
 from tests.support.fleet import Daemon
+from tests.support.patience import PATIENCE
 
-SECONDS = 30.0
 NAMES = itertools.count(1)
 
 
@@ -49,13 +49,13 @@ class Engine:
         self.workers: list[Worker] = []
         for spec, daemon in zip(ranks, itertools.cycle(daemons)):
             name = f"worker-{next(NAMES)}"
-            self.workers.append(Worker.attach(str(daemon.socket), name=name, spec=spec, timeout=SECONDS))
+            self.workers.append(Worker.attach(str(daemon.socket), name=name, spec=spec, timeout=PATIENCE))
         self.memory = [np.frombuffer(worker.pool, dtype=np.uint8) for worker in self.workers]
 
     def leave(self) -> None:
         self.memory.clear()
         for worker in self.workers:
-            worker.detach(SECONDS)
+            worker.detach(PATIENCE)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -73,11 +73,13 @@ class Engine:
     def offer(self, name: str, tokens: int, tables: list[Table]) -> str:
         """The ticket of all ranks."""
         blocks = as_blocks(tables)
-        return ticket.join([w.offer(name, tokens=tokens, blocks=blocks, ttl=60, timeout=SECONDS) for w in self.workers])
+        return ticket.join(
+            [w.offer(name, tokens=tokens, blocks=blocks, ttl=60, timeout=PATIENCE) for w in self.workers]
+        )
 
     def pull(self, name: str, text: str, tables: list[Table]) -> None:
         for worker in self.workers:
-            worker.pull(name, text, blocks=as_blocks(tables), timeout=SECONDS)
+            worker.pull(name, text, blocks=as_blocks(tables), timeout=PATIENCE)
 
 
 @contextmanager
@@ -141,9 +143,9 @@ def meaning(key: tuple) -> int:
 
 def outcome(worker: Worker, name: str) -> Done | Failed | Released:
     """How the pull or the offer ended."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         for event in worker.wait(until - time.monotonic()):
             if name in {getattr(event, "request", None), getattr(event, "offer", None)}:
                 return event
-    raise AssertionError(f"{name} had no outcome within {SECONDS} s")
+    raise AssertionError(f"{name} had no outcome within {PATIENCE} s")

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.patience import NEVER_LOST, PATIENCE
+
 pytestmark = pytest.mark.real
 
 FLAGS = {
@@ -19,9 +21,11 @@ FLAGS = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_the_demo_gives_the_tokens_of_a_single_engine(flags):
+def test_the_demo_gives_the_tokens_of_a_single_engine(monkeypatch, flags):
+    for name, seconds in NEVER_LOST.items():
+        monkeypatch.setenv(f"KVD_{name.upper()}", seconds)
     command = [sys.executable, "-m", "kvd.cli.main", "demo", "--requests", "6", "--tokens", "3", "--json", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert report["total"]["tokens_equal"]

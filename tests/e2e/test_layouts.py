@@ -10,6 +10,7 @@ from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, Section
 from tests.e2e.engines import as_blocks, engines, fill, model, move, noise, outcome, seeded, specs
 from tests.support.fleet import Fleet, until, without_lease
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.real
 
@@ -35,7 +36,7 @@ RECURRENT = model(
 def daemons(tmp_path_factory):
     """Two for the producer, so that its ranks lie apart, and one for the consumer."""
     with Fleet(tmp_path_factory.mktemp("layouts")) as fleet:
-        started = [fleet.daemon(name, heartbeat="2") for name in ("p0", "p1", "d")]
+        started = [fleet.daemon(name) for name in ("p0", "p1", "d")]
         for daemon in started:
             daemon.serving()
         yield started[:2], started[2:]
@@ -52,8 +53,13 @@ def sample():
     return [(*pair, next(sizes), next(blocks), next(stages)) for pair in pairs]
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize(("ours", "theirs", "tp", "block", "pp"), sample(), ids=str)
+PAIRS = sample()
+FAMILIES = {pair[0].removesuffix("-hnd").removesuffix("-nhd"): pair for pair in reversed(PAIRS)}
+"""Of layouts that differ in more than the order of heads and tokens, each with its first pair as the producer's."""
+
+
+@pytest.mark.sample(of=lambda **pair: tuple(pair.values()) in FAMILIES.values())
+@pytest.mark.parametrize(("ours", "theirs", "tp", "block", "pp"), PAIRS, ids=str)
 def test_any_layout_fills_any_other(daemons, ours, theirs, tp, block, pp):
     producer = specs(ATTENTION, ours, tp=tp[0], pp=pp[0], block=block[0])
     consumer = specs(ATTENTION, theirs, tp=tp[1], pp=pp[1], block=block[1])
@@ -159,6 +165,7 @@ def test_what_cannot_be_mapped_fails_with_both_values_and_leaves_nothing_behind(
         assert owner.status()["leases"]["active"] == 0
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_blocks_of_every_group_and_frees_them_for_any_group(daemons):
     shared = specs(HYBRID, "packed-hnd", overlay=True)
     with engines(daemons[0], shared, daemons[1], shared) as (producer, consumer):
@@ -177,6 +184,7 @@ def test_a_failure_names_the_blocks_of_every_group_and_frees_them_for_any_group(
         move(producer, consumer, TOKENS, seeded(1))
 
 
+@pytest.mark.slow
 def test_a_block_of_an_arena_is_written_to_by_one_group_of_one_pull_at_a_time(daemons):
     (first, _), consumers = daemons
     shared = specs(HYBRID, "packed-hnd", overlay=True)
@@ -187,13 +195,13 @@ def test_a_block_of_an_arena_is_written_to_by_one_group_of_one_pull_at_a_time(da
         text = producer.offer("r", TOKENS, offered)
         twice = as_blocks(wanted)
         twice[1] = Blocks(group=1, first=wanted[1].first, ids=wanted[0].ids[:2])
-        worker.pull("twice", text, blocks=twice, timeout=10)
+        worker.pull("twice", text, blocks=twice, timeout=PATIENCE)
         failed = outcome(worker, "twice")
         assert failed.code == "bad_blocks"
         assert "named twice, the second time by group 1" in failed.text
         with first.paused():
             consumer.pull("r", text, wanted)
-            worker.pull("other", text, blocks=twice[1:], timeout=10)
+            worker.pull("other", text, blocks=twice[1:], timeout=PATIENCE)
             failed = outcome(worker, "other")
         assert failed.code == "blocks_busy"
         assert [(part.group, list(part.ids)) for part in failed.blocks] == [(1, wanted[0].ids[:2])]

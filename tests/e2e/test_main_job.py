@@ -6,20 +6,41 @@ import urllib.request
 
 import pytest
 
-from tests.support.fleet import RemoteError, send, until
+from tests.support.fleet import Fleet, RemoteError, send, until
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def pair(fleet):
+def start_pair(fleet):
     producer, consumer = fleet.daemon("p"), fleet.daemon("d")
     return producer, consumer, fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
 
 
-def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(pair):
-    _, _, prefill, decode = pair
+@pytest.fixture
+def pair(fleet):
+    """For a test that ends one of them."""
+    return start_pair(fleet)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """For tests that end nobody and leave no offer; the daemons have no other workers than these two."""
+    with Fleet(tmp_path_factory.mktemp("shared")) as fleet:
+        yield fleet, start_pair(fleet)
+
+
+@pytest.fixture
+def idle_pair(shared):
+    """The shared one, its pools all zero."""
+    _, (producer, consumer, *workers) = shared
+    for worker in workers:
+        worker.call("clear")
+    return producer, consumer, *workers
+
+
+def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(idle_pair):
+    _, _, prefill, decode = idle_pair
     prefill.call("fill", ids=[1, 2], value=7)
     prefill.call("fill", ids=[9], value=8)
     ticket = prefill.call("offer", name="r", ids=[1, 2, 9])
@@ -30,8 +51,9 @@ def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(pair):
     assert prefill.outcome("r") == {"kind": "Released", "offer": "r", "reason": "read"}
 
 
-def test_a_pull_may_come_before_its_offer(pair):
-    _, _, prefill, decode = pair
+@pytest.mark.slow
+def test_a_pull_may_come_before_its_offer(idle_pair):
+    _, _, prefill, decode = idle_pair
     ticket = prefill.call("offer", name="early", ids=[1])
     prefill.call("cancel", name="early")
     assert prefill.outcome("early")["reason"] == "withdrawn"
@@ -41,10 +63,10 @@ def test_a_pull_may_come_before_its_offer(pair):
     assert "withdrawn" in ended["text"]
 
 
-def test_a_withdrawn_offer_that_is_overwritten_in_mid_read_never_ends_as_done(fleet):
-    producer, consumer = fleet.daemon("p"), fleet.daemon("d")
+def test_a_withdrawn_offer_that_is_overwritten_in_mid_read_never_ends_as_done(shared):
+    fleet, (producer, consumer, *_) = shared
     size = {"blocks": 256, "block_bytes": 1 << 20}
-    prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
+    prefill, decode = fleet.worker(producer, "large-prefill", **size), fleet.worker(consumer, "large-decode", **size)
     every = list(range(256))
     for turn in range(5):
         prefill.call("fill", ids=every, value=1)
@@ -55,10 +77,12 @@ def test_a_withdrawn_offer_that_is_overwritten_in_mid_read_never_ends_as_done(fl
         prefill.call("fill", ids=every, value=2)
         if decode.outcome(f"r{turn}")["kind"] == "Done":  # the fence came before the withdrawal
             assert decode.call("values", ids=every) == [1] * 256
+    for worker in (prefill, decode):
+        worker.call("detach")
 
 
-def test_bad_requests_are_refused_with_what_was_wrong_and_change_nothing(pair):
-    _, _, prefill, decode = pair
+def test_bad_requests_are_refused_with_what_was_wrong_and_change_nothing(idle_pair):
+    _, _, prefill, decode = idle_pair
     ticket = prefill.call("offer", name="r", ids=[1])
     with pytest.raises(RemoteError, match=r"bad_blocks: block id 64 .*64"):
         prefill.call("offer", name="other", ids=[64])
@@ -78,6 +102,7 @@ def test_bad_requests_are_refused_with_what_was_wrong_and_change_nothing(pair):
     decode.call("pull", name="right", ticket=ticket, ids=[3])
     assert decode.outcome("right")["kind"] == "Done"
     assert decode.call("untouched", ids=[], value=0)
+    assert prefill.outcome("r")["reason"] == "read"
 
 
 def test_a_worker_that_comes_back_finds_its_pool_and_its_bytes(fleet, pair):
@@ -103,9 +128,9 @@ def test_a_pool_is_not_lent_beside_a_process_that_gave_up_its_session_but_lives_
     before = fleet.worker(daemon, "prefill")
     before.call("fill", ids=[5], value=9)
     before.call("close")
-    with pytest.raises(RemoteError, match=f"process {before.child.pid} had it and has not ended") as refused:
-        fleet.worker(daemon, "prefill", timeout=1)
-    assert refused.value.code == "pool_busy"
+    refused = fleet.refusal(daemon, "prefill")
+    assert f"process {before.child.pid} had it and has not ended" in str(refused)
+    assert refused.code == "pool_busy"
     before.kill()
     after = fleet.worker(daemon, "prefill")
     assert after.attached["kept"]
@@ -138,8 +163,8 @@ def test_sigterm_ends_a_daemon_cleanly_and_its_worker_is_told(pair):
     assert "status 0" in str(producer.child.ended())
 
 
-def test_the_http_port_answers_for_prometheus_and_probes(pair):
-    producer, _, prefill, _ = pair
+def test_the_http_port_answers_for_prometheus_and_probes(idle_pair):
+    producer, _, prefill, _ = idle_pair
     http = producer.serving()["http"]
 
     def get(path):
@@ -153,3 +178,5 @@ def test_the_http_port_answers_for_prometheus_and_probes(pair):
     assert status == 200
     assert "kvd_leases_active 1.0" in text
     assert "kvd_workers 1.0" in text
+    prefill.call("cancel", name="r")
+    assert prefill.outcome("r")["reason"] == "withdrawn"

@@ -80,7 +80,7 @@ def check_a_pair(fleet, producer, consumer):
         assert ended["kind"] == "Done", ended
         assert set(decode_worker.call("values", ids=ids)) == {7 + number}
     with Inquiry(str(consumer.socket)) as inquiry:
-        (peer,) = decode(inquiry.status(10)).handshake
+        (peer,) = decode(inquiry.status(PATIENCE)).handshake
     assert (peer.path, peer.slow) == ("copy/memory", None)
     assert fences_held(producer) == 2
 

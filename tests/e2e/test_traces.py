@@ -1,16 +1,22 @@
 """Two daemons that export their spans by OTLP to a collector, which is this test."""
 
 import signal
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.fleet import send, until
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.real
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+EXPORTER_SECONDS = 30.0
+"""How long the SDK waits for its exporter when it is shut down; the daemon waits two."""
 
 
 class Collector:
@@ -72,11 +78,21 @@ def test_the_spans_of_both_daemons_reach_a_collector_as_one_trace(fleet, collect
 
 def test_a_collector_that_does_not_answer_costs_no_pull_and_delays_no_exit(fleet, monkeypatch):
     monkeypatch.setenv("KVD_TRACES", "true")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    source, target = fleet.daemon("p"), fleet.daemon("d")
-    prefill, decode = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
-    decode.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=[1]), ids=[1])
-    assert decode.outcome("r")["kind"] == "Done"
-    send(target.child, signal.SIGTERM)
-    assert target.child.wait(8)
-    assert "Exporter" in target.log.read_text() or "export" in target.log.read_text()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+        source = fleet.daemon("p")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        target = fleet.daemon("d")
+        prefill, decode = fleet.worker(source, "prefill"), fleet.worker(target, "decode")
+        decode.call("pull", name="r", ticket=prefill.call("offer", name="o", ids=[1]), ids=[1])
+        assert decode.outcome("r")["kind"] == "Done"
+        began = time.monotonic()
+        for daemon in (source, target):
+            send(daemon.child, signal.SIGTERM)
+        with silent.accept()[0]:
+            for daemon in (source, target):
+                assert daemon.child.wait(PATIENCE)
+        assert time.monotonic() - began < EXPORTER_SECONDS
+    assert "Exporter" in source.log.read_text() or "export" in source.log.read_text()

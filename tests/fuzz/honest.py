@@ -14,11 +14,11 @@ import numpy as np
 from kvd.bench.spec import flat_spec
 from kvd.client import Blocks, Done, Worker
 from kvd.errors import KvdError
+from tests.support.patience import PATIENCE
 
 BLOCKS, BLOCK_BYTES = 16, 16 * 1024
-PULL_SECONDS = 30.0
+PULL_SECONDS = PATIENCE
 PAUSE_SECONDS = 0.003
-START_SECONDS = 60.0
 
 
 class Pulls(msgspec.Struct):
@@ -33,8 +33,8 @@ class Pair:
 
     def __init__(self, producer: str, consumer: str, name: str) -> None:
         spec = flat_spec(BLOCKS, BLOCK_BYTES)
-        self.producer = Worker.attach(producer, name=f"honest-{name}-from", spec=spec, timeout=START_SECONDS)
-        self.consumer = Worker.attach(consumer, name=f"honest-{name}-to", spec=spec, timeout=START_SECONDS)
+        self.producer = Worker.attach(producer, name=f"honest-{name}-from", spec=spec, timeout=PATIENCE)
+        self.consumer = Worker.attach(consumer, name=f"honest-{name}-to", spec=spec, timeout=PATIENCE)
         self.source, self.destination = (
             np.frombuffer(worker.pool, dtype=np.uint8).reshape(BLOCKS, BLOCK_BYTES)
             for worker in (self.producer, self.consumer)
@@ -45,7 +45,7 @@ class Pair:
         block, name = [Blocks(group=0, first=0, ids=[number % BLOCKS])], f"honest-{number}"
         self.producer.poll()
         self.source[number % BLOCKS] = number % 251
-        ticket = self.producer.offer(name, tokens=16, blocks=block, ttl=60.0)
+        ticket = self.producer.offer(name, tokens=16, blocks=block, ttl=PATIENCE, timeout=PATIENCE)
         begun = time.perf_counter()
         self.consumer.pull(name, ticket, blocks=block, timeout=PULL_SECONDS)
         event = self._ended(name, begun + PULL_SECONDS + 5.0)

@@ -10,14 +10,11 @@ from msgspec import Struct
 
 from tests.fuzz.attack import REGISTRY, Place
 from tests.fuzz.attackers import Orders
-from tests.fuzz.report import Report
+from tests.fuzz.report import MOST_DESCRIPTORS, MOST_GROWTH, Report
 from tests.fuzz.stage import Resources, Stage, resources
+from tests.support.patience import PATIENCE
 
 SAMPLE_SECONDS = 0.2
-SETTLE_SECONDS = 60.0
-"""How long the daemon may take to be what it was: links, sessions and pools of attackers end by time-outs."""
-STEADY_BYTES = 1 << 20
-END_SECONDS = 5.0
 
 
 class Plan(Struct, frozen=True):
@@ -57,7 +54,7 @@ def besiege(plan: Plan, folder: Path) -> Report:
         begun = time.monotonic()
         with ExitStack() as stack:
             running = {who: stack.enter_context(stage.attackers(who, orders))[1] for who, orders in groups.items()}
-            _watch(stage, place, running, report, begun + plan.seconds + END_SECONDS)
+            _watch(stage, place, running, report, begun + plan.seconds + PATIENCE)
             report.seconds = time.monotonic() - begun
         if not report.deaths:
             pulls = honest.since()
@@ -114,12 +111,13 @@ def _higher(one: Resources, other: Resources) -> Resources:
 
 
 def _settle(stage: Stage, place: Place, report: Report) -> None:
-    """Waits until the daemon is as small as it was, for a while."""
-    until = time.monotonic() + SETTLE_SECONDS
+    """Waits until the daemon is about as small as it was: what attackers had ends by time-outs."""
+    until = time.monotonic() + PATIENCE
     while not stage.dead():
         with suppress(OSError):
             report.end = resources(place.pid)
-        small = report.end.resident <= report.start.resident + STEADY_BYTES
-        if (small and report.end.descriptors <= report.start.descriptors) or time.monotonic() > until:
+        small = report.end.resident <= report.start.resident + MOST_GROWTH // 2
+        few = report.end.descriptors <= report.start.descriptors + MOST_DESCRIPTORS // 2
+        if (small and few) or time.monotonic() > until:
             return
         time.sleep(SAMPLE_SECONDS)

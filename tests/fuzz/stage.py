@@ -21,11 +21,10 @@ from tests.fuzz.attackers import Counts, Orders
 from tests.fuzz.honest import Pulls
 from tests.support.fleet import Fleet
 from tests.support.keyring import Keyring
+from tests.support.patience import PATIENCE
 from tests.support.ports import listening
 
 T = TypeVar("T")
-STATUS_SECONDS = 30.0
-START_SECONDS = 90.0
 MIB = 1 << 20
 
 
@@ -73,14 +72,14 @@ class Honest:
     def since(self) -> Pulls:
         """The pulls since the last call."""
         self._child.write(b"\n")
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             answers = self._lines.waiting(until - time.monotonic())
             if answers is None:
                 raise self._child.ended()
             if answers:
                 return answers[0]
-        return Pulls([], [f"the honest neighbour said nothing for {START_SECONDS} s"])
+        return Pulls([], [f"the honest neighbour said nothing for {PATIENCE} s"])
 
 
 class Stage:
@@ -89,8 +88,7 @@ class Stage:
     def __init__(self, folder: Path, *, keyed: bool) -> None:
         folder.chmod(0o755)
         self._folder = folder
-        # Heartbeats as by default: on cores that are shared, those of other tests lose an honest peer now and then.
-        flags = {"socket_mode": "0666", "pool_linger": "5", "peer_idle": "5", "heartbeat": "1"}
+        flags = {"socket_mode": "0666", "pool_linger": "5", "peer_idle": "5"}
         self._fleet = Fleet(folder)
         self._processes = Processes(folder)
         self._evil = ""
@@ -125,11 +123,11 @@ class Stage:
         )
 
     def _status(self, daemon: object) -> StatusReport:
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + PATIENCE
         while True:
             try:
                 with Inquiry(str(daemon.socket)) as inquiry:  # type: ignore[attr-defined]
-                    return decode(inquiry.status(STATUS_SECONDS))
+                    return decode(inquiry.status(PATIENCE))
             except KvdError:
                 if time.monotonic() > until:
                     raise
@@ -148,8 +146,8 @@ class Stage:
         wrong = []
         try:
             with Inquiry(str(self.target.socket)) as inquiry:
-                report = decode(inquiry.status(STATUS_SECONDS))
-            with urllib.request.urlopen(f"http://{report.http}/livez", timeout=STATUS_SECONDS) as answer:
+                report = decode(inquiry.status(PATIENCE))
+            with urllib.request.urlopen(f"http://{report.http}/livez", timeout=PATIENCE) as answer:
                 answer.read()
         except (KvdError, OSError) as error:
             wrong.append(f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory):
+def whole_stage(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     with Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
         ring = Keyring(fleet, folder)
@@ -36,3 +36,10 @@ def stage(tmp_path_factory):
         yield Stage(fleet, {host.name: host for host in hosts}, daemons)
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"kvd-{os.getpid()}-" not in left
+
+
+@pytest.fixture
+def stage(whole_stage):
+    """Everything works again after the test, also after one that failed."""
+    yield whole_stage
+    whole_stage.mend()

@@ -1,16 +1,20 @@
 """What the tests over hosts share: the hosts, a daemon on each, a worker on each, and pulls that take seconds."""
 
 import contextlib
+import itertools
 
 from tests.support.fleet import RemoteError, until
 from tests.support.patience import PATIENCE
 
 PORT = 7710
-HEARTBEAT = 1.0
-MEGABITS = 200
+HEARTBEAT = 5.0
+"""Three of them lose a peer. Claims live longer (`NEVER_LOST`), so that it is the peer that is lost and not a claim."""
+MEGABITS = 20
 BLOCKS, BLOCK_BYTES = 128, 1 << 19
 LONG, SHORT = list(range(64)), list(range(64, 128))
-"""Blocks of two pulls that run beside each other: 32 MiB each, 1.3 s over a link that is throttled."""
+"""Blocks of two pulls that run beside each other: 32 MiB each, 13 s over a link that is throttled."""
+OPEN_END = 600.0
+"""Seconds for a pull whose deadline is not what ends it."""
 
 
 class Stage:
@@ -35,16 +39,21 @@ class Stage:
         self.workers[consumer].call("pull", name=name, ticket=ticket, ids=ids, timeout=timeout)
         return name, value
 
-    def wait_landing(self, consumer, value):
-        """Until the first blocks of a pull have landed, and most have not."""
+    def pull_in_mid_transfer(self, producer, consumer):
+        """A pull whose first blocks have landed, and most have not."""
         for _ in until(f"{consumer} reads in mid-transfer"):
-            landed = self.workers[consumer].call("values", ids=LONG).count(value)
-            if landed:
-                assert landed < len(LONG) // 2
-                break
+            name, value = self.pull(producer, consumer, OPEN_END)
+            for _ in until("the first blocks have landed"):
+                landed = self.workers[consumer].call("values", ids=LONG).count(value)
+                if landed:
+                    break
+            if landed < len(LONG) // 2:
+                return name
+            self.arrived(consumer, name, value)
+        raise AssertionError("unreachable")
 
-    def arrived(self, consumer, name, value, seconds=PATIENCE):
-        ended = self.workers[consumer].outcome(name, seconds)
+    def arrived(self, consumer, name, value):
+        ended = self.workers[consumer].outcome(name)
         assert ended["kind"] == "Done", f"{ended}, {self.workers[consumer].call('status')}"
         assert self.workers[consumer].call("values", ids=LONG) == [value] * len(LONG)
 
@@ -54,12 +63,33 @@ class Stage:
         known = self.workers[consumer].call("status")["handshake"]
         return next((peer for peer in known if peer["address"].startswith(address)), None)
 
-    def recover(self, producer, consumer, seconds=30):
+    def recover(self, producer, consumer):
         """The quarantine ends by itself, and a pull arrives again."""
-        for _ in until("the quarantine is over", seconds):
+        for _ in until("the quarantine is over"):
             if not self.workers[consumer].call("status")["scheduler"]["quarantined"]:
                 break
-        self.arrived(consumer, *self.pull(producer, consumer, timeout=seconds), seconds=seconds)
+        self.arrived(consumer, *self.pull(producer, consumer, PATIENCE))
+
+    def hurry(self):
+        """The links are as fast as they can be."""
+        for host in self.hosts.values():
+            host.unthrottle()
+
+    def mend(self):
+        """Whatever a test has cut, throttled or ended is as it was, and blocks arrive everywhere."""
+        self.hurry()
+        for name, host in self.hosts.items():
+            host.unmute(*self.hosts.values())
+            host.plug()
+            if self.daemons[name].child.wait(0):
+                self.daemons[name].start()
+            if self.workers[name].child.wait(0):
+                self.workers[name] = self._attach(name)
+        for producer, consumer in itertools.product(("p0", "p1"), ("d0", "d1")):
+            for _ in until(f"{consumer} reads from {producer} again"):
+                name, _ = self.pull(producer, consumer, PATIENCE)
+                if self.workers[consumer].outcome(name)["kind"] == "Done":
+                    break
 
     def move_house(self, name, address):
         """Its daemon comes back at another address; its workers stay."""

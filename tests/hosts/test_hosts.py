@@ -1,20 +1,15 @@
 """Two engines over two hosts each: every byte arrives; cut links and dead hosts cost only what they must."""
 
-import time
-
 import pytest
 
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from tests.e2e.engines import engines, model, move, seeded, specs
-from tests.hosts.stage import HEARTBEAT, MEGABITS, SHORT
+from tests.hosts.stage import MEGABITS, OPEN_END, SHORT
 from tests.support.ports import endpoint, listening
 
-pytestmark = pytest.mark.timeout(180)
 ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))
-FOUND = 4 * HEARTBEAT + 3.0
-"""Three heartbeats without an answer, noticed at the next one, and what a busy machine may add."""
 CUTS = {
     "both ways": (lambda p, d: p.unplug(), lambda p, d: p.plug()),
     "from producer to consumer": (lambda p, d: p.mute(d), lambda p, d: p.unmute(d)),
@@ -34,9 +29,7 @@ def slow(stage):
     """The producers' links, throttled so that a cut comes in mid-transfer."""
     for name in ("p0", "p1"):
         stage.hosts[name].throttle(MEGABITS)
-    yield stage
-    for name in ("p0", "p1"):
-        stage.hosts[name].unthrottle()
+    return stage
 
 
 @pytest.mark.parametrize("layouts", [("flash-hnd", "flash-nhd"), ("cross-layer-nhd", "flash-hnd")], ids="-to-".join)
@@ -57,17 +50,15 @@ def test_a_link_that_is_cut_in_mid_transfer_costs_its_own_pulls_and_comes_back_b
     stage = slow
     sever, mend = CUTS[cut]
     ends = stage.hosts["p0"], stage.hosts["d0"]
-    patient, value = stage.pull("p0", "d0", timeout=60.0)
-    stage.wait_landing("d0", value)
-    hurried, _ = stage.pull("p0", "d0", timeout=0.7, ids=SHORT)
-    spared = stage.pull("p1", "d1", timeout=60.0)
+    patient = stage.pull_in_mid_transfer("p0", "d0")
+    hurried, _ = stage.pull("p0", "d0", timeout=3.0, ids=SHORT)
+    spared = stage.pull("p1", "d1", OPEN_END)
     sever(*ends)
-    severed = time.monotonic()
-    ended = stage.workers["d0"].outcome(hurried, 0.7 + 3.0)
+    stage.hurry()
+    ended = stage.workers["d0"].outcome(hurried)
     assert (ended["kind"], ended["code"]) == ("Failed", "deadline")
-    ended = stage.workers["d0"].outcome(patient, FOUND)
+    ended = stage.workers["d0"].outcome(patient)
     assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
-    assert time.monotonic() - severed < FOUND
     assert stage.peer("d0", "p0")["state"] == "greeting"
     stage.arrived("d1", *spared)
     mend(*ends)
@@ -78,12 +69,12 @@ def test_a_link_that_is_cut_in_mid_transfer_costs_its_own_pulls_and_comes_back_b
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_a_host_that_loses_power_in_mid_transfer_is_missed_in_time_and_welcome_when_it_is_back(slow, victim):
     stage = slow
-    torn, value = stage.pull("p0", "d0", timeout=60.0)
-    stage.wait_landing("d0", value)
-    spared = stage.pull("p1", "d1", timeout=60.0)
+    torn = stage.pull_in_mid_transfer("p0", "d0")
+    spared = stage.pull("p1", "d1", OPEN_END)
     stage.lose_power(victim)
+    stage.hurry()
     if victim == "p0":
-        ended = stage.workers["d0"].outcome(torn, FOUND)
+        ended = stage.workers["d0"].outcome(torn)
         assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost")
     stage.arrived("d1", *spared)
     stage.boot(victim)

@@ -162,6 +162,18 @@ class Fleet:
         attach = {"blocks": blocks, "block_bytes": block_bytes, "timeout": timeout}
         return Worker(self._processes, daemon, name, f"{name}-worker-{self._runs}", **attach)
 
+    def refusal(self, daemon: Daemon, name: str, **size: int) -> RemoteError:
+        """Why a worker gets no pool. It asks again until its time is over: so it gets little, and more if need be."""
+        for seconds in (1.0, 10.0, PATIENCE):
+            try:
+                worker = self.worker(daemon, name, timeout=seconds, **size)
+            except RemoteError as error:
+                if error.code != "daemon_lost":
+                    return error
+            else:
+                raise AssertionError(f"{worker.name} got a pool: {worker.attached}")
+        raise AssertionError(f"{daemon.name} did not say why {name} gets no pool within {PATIENCE} s")
+
 
 def send(child: Child, number: int) -> None:
     os.kill(child.pid, number)

@@ -1,14 +1,17 @@
-"""Where a process listens, by the kernel's tables."""
+"""Where a process listens, by the kernel's tables, and where one may listen."""
 
 import contextlib
 import ipaddress
 import os
+import random
 import socket
 from pathlib import Path
 
 import pytest
 
 LISTENING = "0A"
+_FIRST_EPHEMERAL_PORT = 32_768
+"""Of Linux, unless told otherwise."""
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -53,5 +56,12 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that nobody has at any address, and that stays free while its owner is down.
+
+    The kernel gives none of these to those who ask it for any port, as every connection to others does.
+    """
+    while True:
+        port = random.randrange(10_000, _FIRST_EPHEMERAL_PORT)  # noqa: S311 - no secret
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

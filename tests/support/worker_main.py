@@ -49,11 +49,11 @@ class Remote:
         mask[ids] = False
         return bool((self.pool[mask] == value).all())
 
-    def offer(self, name, ids, ttl=60.0):
+    def offer(self, name, ids, ttl=PATIENCE):
         blocks = [Blocks(group=0, first=0, ids=ids)]
         return self.worker.offer(name, tokens=16 * len(ids), blocks=blocks, ttl=ttl, timeout=PATIENCE)
 
-    def pull(self, name, ticket, ids, timeout=60.0, traceparent=None):
+    def pull(self, name, ticket, ids, timeout=PATIENCE, traceparent=None):
         blocks = [Blocks(group=0, first=0, ids=ids)]
         self.worker.pull(name, ticket, blocks=blocks, timeout=timeout, traceparent=traceparent)
 

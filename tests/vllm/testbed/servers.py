@@ -1,9 +1,6 @@
 """vLLM servers and kvd daemons as processes: what each is started with, and how one sees that it is up."""
 
-import contextlib
 import json
-import random
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.patience import NEVER_LOST
+from tests.support.ports import free_port
 from tests.vllm.testbed.catalog import BLOCK, FLAGS, GROUPS, OFFLINE
 from tests.vllm.testbed.http import HttpError, get
 from tests.vllm.testbed.service import Service, with_environment
@@ -22,10 +20,6 @@ LONGEST = 2048
 
 BLOCKS = 256
 """Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
-
-
-_FIRST_EPHEMERAL_PORT = 32_768
-"""Of Linux, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -177,15 +171,3 @@ class Metrics:
 async def scrape(service: "Server | Daemon") -> Metrics:
     """The metrics of a server or a daemon now."""
     return Metrics((await get(service.url, "/metrics")).decode())
-
-
-def free_port() -> int:
-    """A port that nobody has, and that stays free while its owner is down.
-
-    The kernel gives none of these to those who ask it for any port, as vLLM does dozens of times.
-    """
-    while True:
-        port = random.randrange(10_000, _FIRST_EPHEMERAL_PORT)  # noqa: S311  # no secret
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
