@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.docs.pages import ROOT, Block
@@ -14,8 +15,8 @@ _END_SECONDS = 30.0
 """How long what runs in the background may take to end by itself; it removes its shared memory then."""
 
 
-def run(blocks: list[Block], folder: Path, seconds: float) -> str:
-    """What the blocks print; whatever they started in the background is killed at the end.
+def run(blocks: list[Block], folder: Path, seconds: float, within: Sequence[str] = ()) -> str:
+    """What the blocks print; whatever they started in the background is killed at the end. `within` runs the shell.
 
     Raises:
         AssertionError: A command failed, or all took longer than `seconds`; the text is what was printed.
@@ -33,7 +34,7 @@ def run(blocks: list[Block], folder: Path, seconds: float) -> str:
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as output:
         shell = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", "".join(parts)],
+            [*within, "bash", "-euo", "pipefail", "-c", "".join(parts)],
             cwd=folder,
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,

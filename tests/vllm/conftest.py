@@ -1,14 +1,14 @@
 import importlib.util
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.fleet import until
 from tests.vllm.testbed.catalog import write_models
+from tests.vllm.testbed.servers import SHARED_MEMORY
 
 HERE = Path(__file__).parent
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is there is looked at, not used
 TEST_SECONDS = 900
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
@@ -27,12 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _no_shared_memory_is_left() -> Iterator[None]:
     """Not even of servers that were killed: multiprocessing's tracker outlives them for a moment and removes it."""
-    before = set(SHARED_MEMORY.glob("psm_*"))
     yield
-    deadline = time.monotonic() + 10
-    while left := set(SHARED_MEMORY.glob("psm_*")) - before:
-        assert time.monotonic() < deadline, f"shared memory of vLLM servers is left: {left}"
-        time.sleep(0.1)
+    for _ in until("shared memory of vLLM servers is removed"):
+        if not list(Path("/dev/shm").glob(f"{SHARED_MEMORY}*")):  # noqa: S108  # what is there is looked at, not used
+            break
 
 
 @pytest.fixture(scope="session")

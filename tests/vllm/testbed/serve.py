@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, shared_memory
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +31,13 @@ def _fork_only() -> None:
 _die_with_parent()
 os.register_at_fork(after_in_child=_die_with_parent)
 
+
+def _name_shared_memory() -> None:
+    module: Any = shared_memory
+    module._SHM_NAME_PREFIX = "/" + os.environ["TESTBED_SHARED_MEMORY"]
+
+
 if __name__ == "__main__":
     _fork_only()
+    _name_shared_memory()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,6 +1,7 @@
 """vLLM servers and kvd daemons as processes: what each is started with, and how one sees that it is up."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ LONGEST = 2048
 
 BLOCKS = 256
 """Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
+
+
+SHARED_MEMORY = f"k{os.getpid()}_"
+"""How the names of the servers' shared memory begin: those of others on this machine begin otherwise."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,21 @@ class Server(Service):
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        """As users start it, but that one thread computes: two servers share as few as two cores."""
+        """As users start it, but that one thread computes: two servers share as few as two cores.
+
+        What it leaves when it is killed is in its folder.
+        """
         engine = self.engine
+        temporary = self.folder / "tmp"  # for sockets, whose paths must be short
+        temporary.mkdir(exist_ok=True)
         variables = OFFLINE | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
+            "TMPDIR": str(temporary),
+            "TESTBED_SHARED_MEMORY": SHARED_MEMORY,
         }
         command = [sys.executable, "-m", "tests.vllm.testbed.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
