@@ -59,7 +59,8 @@ def test_a_drained_consumer_finishes_200_pulls_in_flight_and_takes_no_new_one(fl
                 break
         assert readiness(target) == 200
         began = time.monotonic()
-        command = [sys.executable, "-m", "kvd.cli.main", "drain", "--socket", str(target.socket), "--wait", str(GRACE)]
+        command = [sys.executable, "-m", "kvd.cli.main", "drain", "--socket", str(target.socket)]
+        command += ["--wait", str(GRACE), "--timeout", str(GRACE)]
         drain = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for _ in until("the drain begins"):
             if readiness(target) == 503:

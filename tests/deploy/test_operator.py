@@ -40,14 +40,15 @@ def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_a
     assert status.totals.read_bytes == len(BLOCKS) * 4096
     assert status.handshake[0].path, "UCX said which lanes it chose"
 
-    assert main(["status", "--socket", str(target.socket)]) == 0
+    asked = ["--socket", str(target.socket), "--timeout", str(PATIENCE)]
+    assert main(["status", *asked]) == 0
     shown = capsys.readouterr().out
     assert "decode-0" in shown
     assert "ready" in shown
-    assert main(["top", "--socket", str(target.socket), "--count", "2", "--interval", "0.05", "--json"]) == 0
+    assert main(["top", *asked, "--count", "2", "--interval", "0.05", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["pulls_per_second"] for line in lines] == [{}, {"done": 0.0}]
-    assert main(["top", "--socket", str(target.socket), "--count", "2", "--interval", "0.05"]) == 0
+    assert main(["top", *asked, "--count", "2", "--interval", "0.05"]) == 0
     assert "bytes in" in capsys.readouterr().out
 
 

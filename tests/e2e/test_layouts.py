@@ -108,7 +108,7 @@ def test_a_pull_is_done_only_when_every_rank_has_contributed(daemons):
         with second.paused():
             consumer.pull("slow", text, wanted)
             for _ in until("only the second rank is waited for"):
-                if worker.status()["scheduler"]["transfers"] == {"claiming": 1}:
+                if worker.status(PATIENCE)["scheduler"]["transfers"] == {"claiming": 1}:
                     break
             assert worker.poll() == []
         assert outcome(worker, "slow") == Done("slow")
@@ -158,11 +158,11 @@ def test_what_cannot_be_mapped_fails_with_both_values_and_leaves_nothing_behind(
             (index, table.ids) for index, table in enumerate(wanted)
         ]
         assert (consumer.memory[0] == memory).all()
-        scheduler = worker.status()["scheduler"]
+        scheduler = worker.status(PATIENCE)["scheduler"]
         assert (scheduler["pulls"], scheduler["transfers"], sum(scheduler["busy_blocks"].values())) == (0, {}, 0)
         owner.cancel("r")
         assert outcome(owner, "r").reason == "withdrawn"
-        assert owner.status()["leases"]["active"] == 0
+        assert owner.status(PATIENCE)["leases"]["active"] == 0
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_failure_names_the_blocks_of_every_group_and_frees_them_for_any_group(
         assert {part.group: list(part.ids) for part in failed.blocks} == {
             index: table.ids for index, table in enumerate(wanted)
         }
-        assert sum(worker.status()["scheduler"]["busy_blocks"].values()) == 0
+        assert sum(worker.status(PATIENCE)["scheduler"]["busy_blocks"].values()) == 0
         move(producer, consumer, TOKENS, seeded(1))
 
 
