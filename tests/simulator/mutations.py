@@ -35,7 +35,7 @@ from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.fabric import SimFabric
-from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Reach
+from tests.support.fake_fabric import FakeFabric, Reach
 from tests.support.fake_transport import FakeTransport
 
 
@@ -193,22 +193,37 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     read_then = FakeTransport._read
 
     def read(self, request):
-        word = FakeRead(request, Fault(), Reach(same_host=True, stamps=True))
-        early[self._agent, request.read] = read_now(self._fabric, self._agent, word)
+        reach = Reach(same_host=True, stamps=True)
+        early[self._agent, request.read] = read_now(self._fabric, self._agent, request, reach)
         read_then(self, request)
 
     read_now = FakeFabric.stamp
     monkeypatch.setattr(FakeTransport, "_read", read)
-    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.request.read])
+    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, request, reach: early[reader, request.read])
 
 
 @mutation(Promise.BAD_INPUT, first=75)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
-        monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
+        monkeypatch.setattr(module, "stamp", lambda secret, generation, proof, epoch: generation)
 
 
-@mutation(Promise.FENCED, first=137, needs=Piece.REUSED_NAMES)
+@mutation(Promise.BAD_INPUT)
+def nobody_looks_for_the_stamp_before_the_bytes(monkeypatch):
+    read = FakeTransport.read
+    monkeypatch.setattr(FakeTransport, "read", lambda self, request: read(self, replace(request, expected=0)))
+
+
+@mutation(Promise.BAD_INPUT)
+def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
+    def names_lease(self):
+        rank, pool = self.rank, self.source.pool
+        return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
+
+    monkeypatch.setattr(pulls.Transfer, "is_stamped", property(names_lease))
+
+
+@mutation(Promise.FENCED, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 

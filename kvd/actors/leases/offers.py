@@ -74,7 +74,7 @@ class Offers(Component):
             proof=proof,
             consumers=offer.consumers,
             expires=self._context.loop.time() + offer.ttl,
-            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof)),
+            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof, pool.epoch)),
         )
         self._leases[key] = lease
         self._count_standing(pool.id, +1)
@@ -112,6 +112,8 @@ class Offers(Component):
             raise Unavailable(ErrorCode.OFFER_GONE, text)
         lease = self.find(claim.pool, claim.offer)
         if claim.generation and (lease is None or lease.generation != claim.generation):
+            if not self._context.settings.incarnation < claim.generation <= self._last_generation:
+                raise self._wrong_proof(f"the ticket names a lease of the offer {claim.offer!r} that never was")
             raise Unavailable(ErrorCode.OFFER_GONE, f"the offer {claim.offer!r} that the ticket names has ended")
         if lease is None:
             self._check_may_come(claim)
@@ -121,9 +123,11 @@ class Offers(Component):
         if lease.state in machine.TABLE.final and not claim.generation:  # it was another offer of that name
             self._check_may_come(claim)
             return None
+        raise self._wrong_proof(f"the ticket and the offer {claim.offer!r} differ in secret or blocks")
+
+    def _wrong_proof(self, text: str) -> BadRequest:
         self._context.metrics.wrong_proofs.inc()
-        text = f"the ticket and the offer {claim.offer!r} differ in secret or blocks; pass the ticket on unchanged"
-        raise BadRequest(ErrorCode.BAD_TICKET, text)
+        return BadRequest(ErrorCode.BAD_TICKET, f"{text}; pass the ticket on unchanged")
 
     def _check_may_come(self, claim: Claim) -> None:
         if self._draining:

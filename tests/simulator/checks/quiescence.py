@@ -139,6 +139,8 @@ _KEPT = {
     "gateway._admission._inquiries._rates": "one of each user that asked lately",
     "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
+    "leases._claims._once._seen": "the same",
+    "scheduler._transfers._once._seen": "the same",
     "handshake._introductions._specs": "those read last; their number is bounded",
     "handshake._peer_server._told": "the pools that somebody was told of: those that are attached, at most",
     "handshake._peer_server._welcomes": "one frame for all that may read the same pools",

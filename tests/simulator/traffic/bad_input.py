@@ -166,6 +166,7 @@ class BadInput:
                 replace(right, blocks=((replace(ids[0], ids=b"\1"), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], first=3),),)),
                 replace(right, tokens=1 << 62),
+                replace(right, ranks=(replace(rank, secret=_GUESS, stamp=rng.randrange(5)),)),
                 replace(right, ranks=(replace(rank, pool="nobody"),)),
                 replace(right, ranks=(replace(rank, offer="nothing"),)),
                 replace(right, ranks=(replace(rank, incarnation=1 << 60),)),
@@ -182,5 +183,5 @@ class BadInput:
         request = f"wrong{self._made}"
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
-        pulling = Pulling("", "", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
+        pulling = Pulling("", "", 0, blocks, now + 0.5, now, (), trouble, stray=True, void=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)
