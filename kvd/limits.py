@@ -99,6 +99,9 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, as text: 12 M block ids. They stay in memory until their pull ends."""
 
+MAX_OFFERED_BLOCKS: Final = 1 << 24
+"""Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
+
 MAX_ATTACHES_PER_SECOND: Final = 20
 """Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""
 

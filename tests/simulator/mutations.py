@@ -18,7 +18,7 @@ from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.pools.record import PoolRecord
 from kvd.actors.runtime import blocks
-from kvd.actors.runtime.blocks import BusyBlocks
+from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
@@ -238,6 +238,24 @@ def generations_are_not_compared(monkeypatch):
 
 
 @mutation(Promise.FENCED)
+def pulls_write_to_what_is_offered(monkeypatch):
+    monkeypatch.setattr(BlocksInUse, "offer", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "release", lambda self, spans: None)
+
+
+@mutation(Promise.FENCED)
+def what_pulls_write_to_is_offered(monkeypatch):
+    original = BlocksInUse.offer
+
+    def offer(self, spans):
+        written, self._written = self._written, {arena: set() for arena in self._written}
+        original(self, spans)
+        self._written = written
+
+    monkeypatch.setattr(BlocksInUse, "offer", offer)
+
+
+@mutation(Promise.FENCED)
 def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
@@ -309,8 +327,8 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 @mutation(Promise.OWN_POOL)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
-    monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
-    monkeypatch.setattr(BusyBlocks, "give_back", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "take", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "give_back", lambda self, spans: None)
 
 
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------

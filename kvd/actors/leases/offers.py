@@ -65,6 +65,7 @@ class Offers(Component):
         """
         key = (pool.worker, offer.offer)
         self._check(key, pool, offer.ttl)
+        pool.blocks.offer(offer.spans)
         self._last_generation += 1
         proof = ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans)
         lease = Lease(
@@ -72,6 +73,7 @@ class Offers(Component):
             pool=pool,
             generation=self._last_generation,
             proof=proof,
+            blocks=offer.spans,
             consumers=offer.consumers,
             expires=self._context.loop.time() + offer.ttl,
             stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof, pool.epoch)),
@@ -169,6 +171,8 @@ class Offers(Component):
             self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
+            lease.pool.blocks.release(lease.blocks)
+            lease.blocks = ()
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
             self._remember(lease.key)

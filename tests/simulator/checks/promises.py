@@ -3,7 +3,7 @@
 | promise | checked |
 |---|---|
 | ENDS_ONCE | at every notification (one outcome, in time); once idle: no pull is open, no block is missing |
-| FENCED | at every `Done`, byte by byte; producers overwrite blocks as soon as they get them back |
+| FENCED | at every `Done`, byte by byte; producers overwrite blocks as soon as they get them back; pulls into offers |
 | QUARANTINE | at every byte that the transport stores, against the mask of what is lent to a pull |
 | NOTIFIED | at every batch: a number names one notification; once idle: none is missing |
 | OWN_POOL | at every store and fetch (mask, bounds), and by requests that name other blocks |

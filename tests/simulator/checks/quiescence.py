@@ -110,6 +110,9 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
     for worker, busy in scheduler._targets.busy_blocks().items():
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
+    for pool in scheduler._targets._pools.values():
+        if pool.blocks.offered or pool.blocks._named or any(pool.blocks._again.values()):
+            world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.worker} are offered, and no offer stands")
     completion = daemon.context.completion
     assert isinstance(completion, CompletionActor)
     for name, log in completion._logs.items():
@@ -130,7 +133,6 @@ _PER_WORKER = {
     "handshake._peer_server._pools",
     "leases._offers._pools",
     "scheduler._targets._pools",
-    "scheduler._targets._busy",
     "completion._logs",
 }
 """Tables with one entry per attached worker."""
