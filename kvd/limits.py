@@ -99,6 +99,9 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, as text: 12 M block ids. They stay in memory until their pull ends."""
 
+MAX_OFFERED_BLOCKS: Final = 1 << 24
+"""Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
+
 MAX_ATTACHES_PER_SECOND: Final = 20
 """Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""
 
@@ -296,8 +299,8 @@ MAX_SETTLED: Final = 256
 SECRET_BYTES: Final = 16
 """An offer's secret, and the proof of knowing it: 128 bits."""
 
-STAMP_BYTES: Final = 8
-"""A lease's stamp: one word, read and written atomically."""
+STAMP_BYTES: Final = 16
+"""A lease's stamp: its pool's epoch, and a hash of 64 bits, which are written atomically."""
 
 MAX_IMPORTS_PER_PROCESS: Final = 16
 """Connections of one process to the export socket; an honest one has one, or two while it imports anew."""
@@ -309,7 +312,7 @@ IMPORT_SECONDS: Final = 5.0
 """How long importing a peer's pools may take, a millisecond as a rule; and how long a connection may ask nothing."""
 
 MAX_STAMPS: Final = 65_536
-"""Leases with a stamp at a time, in 512 KiB; others are fenced by message."""
+"""Leases with a stamp at a time, in 1 MiB; others are claimed and fenced by message."""
 
 OLDEST_TURN: Final = 4
 """Every fourth slice is the oldest transfer's, so that short ones cannot starve a long one."""

@@ -40,7 +40,13 @@ class Metrics:
         self.claims = counter("kvd_claims_total", "Claims of peers, by answer (granted, refused).", "answer")
         self.claims_active = gauge("kvd_claims_active", "Claims of peers in force.")
         self.wrong_proofs = counter(
-            "kvd_wrong_proofs_total", "Claims of peers that do not have the secret of the offer, or name other blocks."
+            "kvd_wrong_proofs_total",
+            "Claims of peers that do not have the secret of the offer, or name other blocks or a lease that never was.",
+        )
+        self.tickets_refused = counter(
+            "kvd_tickets_refused_total",
+            "Pulls whose ticket a producer refused before anything was read: bad_ticket, or offer_gone (it has ended).",
+            "code",
         )
         self.fences = counter("kvd_fences_total", "Fences of peers, by answer (held, broken).", "answer")
         self.peers = gauge("kvd_peers", "Peers that this daemon connects to, by state.", "state")

@@ -1,8 +1,9 @@
-"""The stamps of this daemon's leases: words that peers read one-sidedly, after the blocks.
+"""The stamps of this daemon's leases: words that peers read one-sidedly, before the blocks and after them.
 
 A lease's stamp stays in its word while the lease lives, and is wiped before anybody is told that the lease ended. A
-reader that finds it after the last byte has the proof that the blocks were held until then (docs/fence.md). No worker
-can write to the words, which are the daemon's own memory.
+reader that finds it before the first byte knows that its ticket is right; one that finds it after the last byte has the
+proof that the blocks were held until then (docs/fence.md). No worker can write to the words, which are the daemon's own
+memory.
 """
 
 import mmap
@@ -17,7 +18,7 @@ Words = NDArray[np.uint64]
 
 
 class StampMemory(Protocol):
-    """`words`, uint64 [N], at the address `base` of this process."""
+    """`words`, uint64 [N, 2], at the address `base` of this process."""
 
     @property
     def base(self) -> int:
@@ -33,7 +34,7 @@ class HostStamps:
 
     def __init__(self) -> None:
         mapped = mmap.mmap(-1, limits.MAX_STAMPS * limits.STAMP_BYTES)
-        self.words: Words = np.frombuffer(mapped, dtype=np.uint64)
+        self.words: Words = np.frombuffer(mapped, dtype=np.uint64).reshape(limits.MAX_STAMPS, 2)
         self.base = int(self.words.ctypes.data)
 
 
@@ -49,7 +50,7 @@ class Stamps:
         if not self._free:
             return 0
         number = self._free.pop()
-        self._words[number - 1] = stamp
+        self._words[number - 1] = np.frombuffer(stamp.to_bytes(limits.STAMP_BYTES, "little"), dtype=np.uint64)
         return number
 
     def wipe(self, number: int) -> None:

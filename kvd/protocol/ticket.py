@@ -142,8 +142,12 @@ def proof(secret: bytes, pool: str, offer: str, tokens: int, spans: Spans) -> by
     return hashlib.blake2b(content, key=secret, digest_size=limits.SECRET_BYTES, person=b"kvd proof").digest()
 
 
-def stamp(secret: bytes, generation: int, proof: bytes) -> int:
-    """The value of a lease's word while it is alive: a 64-bit hash of its secret, generation and content, never 0."""
+def stamp(secret: bytes, generation: int, proof: bytes, epoch: int) -> int:
+    """The value of a lease's word while it is alive: 128 bits, never 0.
+
+    The upper half is a hash of the lease's secret, generation and content. The lower half is its pool's `epoch`: a
+    worker chooses its own secrets, and may find one whose hash is that of a made-up ticket, but not for another's pool.
+    """
     content = generation.to_bytes(8, "little") + proof
-    hashed = hashlib.blake2b(content, key=secret, digest_size=limits.STAMP_BYTES, person=b"kvd stamp").digest()
-    return int.from_bytes(hashed, "little") or 1
+    hashed = hashlib.blake2b(content, key=secret, digest_size=8, person=b"kvd stamp").digest()
+    return (int.from_bytes(hashed, "little") or 1) << 64 | epoch

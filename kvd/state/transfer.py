@@ -2,11 +2,11 @@
 
 The rules, which the table below makes precise:
 
-- Nothing is read before the lease is known to exist: it is granted, or the ticket names it. A transfer is held only by
-  a fence that was sent after the last byte landed, or by the lease's stamp, read after it. Anything else ends in
-  `ended`, and its pull in failure.
+- Nothing is read before the ticket is known to be right: the lease is granted, or its stamp was found before the first
+  byte. A transfer is held only by a fence that was sent after the last byte landed, or by the stamp, read after it.
+  Anything else ends in `ended`, and its pull in failure.
 - Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
-  (`landed`, `stamped`, `broke`) end that.
+  (`landed`, `stamped`, `unproven`, `broke`) end that.
 - The claim is released only after the read has ended, so that a producer never frees what is still being read.
 """
 
@@ -44,7 +44,7 @@ class Event(StrEnum):
     BEGIN = "begin"
     """the lease must be claimed before it is read"""
     KNOWN = "known"
-    """it begins, and the ticket names the lease: a grant would say nothing new"""
+    """it begins, and the lease's stamp will show that the ticket is right: a grant would say nothing new"""
     LASTS = "lasts"
     """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
@@ -55,6 +55,8 @@ class Event(StrEnum):
     LANDED = "landed"
     STAMPED = "stamped"
     """landed, and the lease's stamp was found after the last byte"""
+    UNPROVEN = "unproven"
+    """the stamp was not found before the first byte, and nothing was read"""
     BROKE = "broke"
     """the transport ended the read without all bytes"""
     PROVEN = "proven"
@@ -105,6 +107,7 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
         (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
+        (_S.READING, _E.UNPROVEN): Step(_S.CLAIMING, (_F.CLAIM,)),
         (_S.READING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE, _F.FAIL)),
         (_S.READING, _E.REFUSED): Step(_S.DRAINING, (_F.ABORT, _F.FAIL)),
         (_S.READING, _E.STOP): Step(_S.DRAINING, (_F.ABORT,)),
@@ -116,6 +119,7 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.SETTLING, _E.REFUSED): Step(_S.HELD),
         (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.DRAINING, _E.UNPROVEN): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE,)),
     },
     ignored={

@@ -14,6 +14,8 @@ The rules:
 4. Short reads overtake long ones, and no read starves.
 5. A stamp is read after the last byte of its read, out of the living process: what it says was still true when all
    bytes had been read. Memory may outlive its process, so bytes may land after the process has ended; stamps do not.
+6. A read that expects a stamp moves nothing unless it is there before the first byte. Where no stamps can be read it
+   never is.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ class ReadRequest(Struct, frozen=True, gc=False):
     """Read `descriptors.length[i]` bytes at `remote_base + src[i]` of `agent` into `local_base + dst[i]`.
 
     `read` is the caller's number for it. Bases are addresses, the remote one in the process of `agent`. If `stamp` is
-    not 0, the 8 bytes at that address of `agent` (little-endian) are read after all others and returned in `Landed`;
-    pass one only if `PeerAdded` said that stamps can be read.
+    not 0, the `limits.STAMP_BYTES` at that address of `agent` (little-endian) are read after all others and returned in
+    `Landed`. If `expected` is not 0, they must be it before the first byte is read, too: else the read fails as
+    `unproven`. Pass them only if `PeerAdded` said that stamps can be read.
     """
 
     read: int
@@ -55,6 +58,12 @@ class ReadRequest(Struct, frozen=True, gc=False):
     remote_base: int
     descriptors: Descriptors
     stamp: int = 0
+    expected: int = 0
+
+    def unproven(self) -> ReadFailed:
+        """Its end if the stamp that it expects is not there."""
+        text = f"no stamp at {self.stamp:#x} of agent {self.agent!r} proves the lease: nothing was read"
+        return ReadFailed(self.read, text, unproven=True)
 
 
 class Registered(Struct, frozen=True, gc=False):
@@ -120,11 +129,15 @@ class Landed(Struct, frozen=True, gc=False):
 
 
 class ReadFailed(Struct, frozen=True, gc=False):
-    """The read ended without all its bytes, and nothing writes to its destination any more."""
+    """The read ended without all its bytes, and nothing writes to its destination any more.
+
+    If it is `unproven`, the stamp that it expects was not there, and nothing was read.
+    """
 
     read: int
     reason: str
     aborted: bool = False
+    unproven: bool = False
 
 
 class Answered(Struct, frozen=True, gc=False):

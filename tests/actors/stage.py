@@ -66,11 +66,14 @@ class Stage:
         self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
         self.commands, self.discarded, self.hung_up, self.idle = [], [], [], []
         self.room, self.memory = True, Memory(CACHE.spec.pool_bytes)
-        self.stamps_asked_for = []
+        self.reads = []
+        """What the transport was asked to read."""
         self.forgotten = []
         """Sessions whose process is not watched any more."""
         self.same_host = False
-        """Whether peers are on this host, and their stamps can be read."""
+        """Whether peers are on this host."""
+        self.stamps_readable = True
+        """Whether their stamps can be read, if they are."""
         self.conditions = {}
         self.context = ActorContext(
             loop=self.loop,
@@ -327,14 +330,14 @@ class _Transport:
 
     def add_peer(self, agent, metadata):
         near = self.stage.same_host
-        self.on_event(PeerAdded(agent, same_host=near, stamps=near))
+        self.on_event(PeerAdded(agent, same_host=near, stamps=near and self.stage.stamps_readable))
 
     def remove_peer(self, agent):
         self.stage.commands.append(("remove_peer", agent))
 
     def read(self, request):
         self.stage.commands.append(("read", request.read))
-        self.stage.stamps_asked_for.append(request.stamp)
+        self.stage.reads.append(request)
 
     def abort(self, read):
         self.stage.commands.append(("abort", read))

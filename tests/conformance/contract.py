@@ -10,6 +10,7 @@ A `Site` provides what the checks need of an implementation. Their only clock is
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -18,10 +19,15 @@ import numpy as np
 
 from kvd import limits
 from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadFailed, Region, Registered
-from tests.conformance.site import PRODUCED, Reader, Site, blocks, everything, pattern, table
+from tests.conformance.site import PRODUCED, Producer, Reader, Site, blocks, everything, pattern, table
 from tests.support.patience import MOMENT
 
 KIB = limits.KIB
+
+
+def _stamp(producer: Producer, offset: int) -> int:
+    """What lies in a producer's pool at an offset, as a stamp."""
+    return int.from_bytes(pattern(producer.seed, offset + limits.STAMP_BYTES)[offset:].tobytes(), "little")
 
 
 class Contract:
@@ -132,7 +138,7 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader() as reader:
             await reader.add(producer)
-            word = int.from_bytes(pattern(producer.seed, 4104)[4096:].tobytes(), "little")
+            word = _stamp(producer, 4096)
             for count in (1, 1024):
                 read = reader.read(producer, blocks(0, count, 256 * KIB), stamp=producer.base + 4096)
                 end = await reader.end(read)
@@ -142,6 +148,30 @@ class Contract:
             unstamped = await reader.end(reader.read(producer, blocks(0, 1, KIB)))
             assert isinstance(unstamped, Landed)
             assert unstamped.stamp == 0
+
+    async def a_read_that_expects_a_stamp_moves_nothing_unless_it_is_there(self) -> None:
+        """Rule 6: short reads and long ones; nowhere are stamps taken for granted that cannot be read."""
+        producer = await self._site.shared()
+        async with self._reader(64 * limits.MIB) as reader:
+            await reader.add(producer)
+            right, readable = _stamp(producer, 4096), reader.of(PeerAdded)[0].stamps
+            for count, (at, expected, proven) in itertools.product(
+                (1, 256),
+                (
+                    (producer.base + 4096, right ^ 1, False),
+                    (producer.base + 4096, right ^ 1 << 64, False),
+                    (producer.base + 4097, right, False),
+                    (producer.base + PRODUCED + limits.GIB, right, False),
+                    (0, right, False),
+                    (producer.base + 4096, right, readable),
+                ),
+            ):
+                end = await reader.end(reader.read(producer, blocks(0, count, 256 * KIB), stamp=at, expected=expected))
+                assert isinstance(end, Landed if proven else ReadFailed), end
+                assert bool(reader.memory.any()) is proven
+                assert isinstance(end, Landed) or end.unproven
+                reader.memory[:] = 0
+            await reader.still_well(producer)
 
     async def a_stamp_that_cannot_be_read_is_none(self) -> None:
         """At an address outside the peer's memory: the read fails, or lands without a stamp."""

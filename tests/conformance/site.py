@@ -137,12 +137,18 @@ class Reader:
         assert (await self.answer(PeerAdded, count)).agent == producer.agent
 
     def read(
-        self, producer: Producer, descriptors: Descriptors, remote_base: int | None = None, *, stamp: int = 0
+        self,
+        producer: Producer,
+        descriptors: Descriptors,
+        remote_base: int | None = None,
+        *,
+        stamp: int = 0,
+        expected: int = 0,
     ) -> int:
         """Starts a read; returns its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
-        self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp))
+        self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp, expected))
         return self._reads
 
     async def first_byte(self, contents: Bytes) -> None:

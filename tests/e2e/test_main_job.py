@@ -81,6 +81,26 @@ def test_a_withdrawn_offer_that_is_overwritten_in_mid_read_never_ends_as_done(sh
         worker.call("detach")
 
 
+def test_a_pull_does_not_write_to_what_its_worker_offers(pair):
+    _, _, prefill, decode = pair
+    for block in range(5):
+        prefill.call("fill", ids=[block], value=block)
+    ticket = prefill.call("offer", name="r", ids=[0, 1, 2, 3])
+    prefill.call("pull", name="own", ticket=ticket, ids=[1, 2, 3, 4])
+    ended = prefill.outcome("own")
+    assert (ended["kind"], ended["code"]) == ("Failed", "blocks_busy")
+    assert "block 1 of group 0 stands in an offer" in ended["text"]
+    decode.call("pull", name="r", ticket=ticket, ids=[10, 11, 12, 13])
+    assert decode.outcome("r")["kind"] == "Done"
+    assert decode.call("values", ids=[10, 11, 12, 13]) == [0, 1, 2, 3]
+    assert prefill.outcome("r")["kind"] == "Released"
+    prefill.call("fill", ids=[0], value=9)
+    again = prefill.call("offer", name="again", ids=[0])
+    prefill.call("pull", name="own", ticket=again, ids=[4])
+    assert prefill.outcome("own")["kind"] == "Done"
+    assert prefill.call("values", ids=[4]) == [9]
+
+
 def test_bad_requests_are_refused_with_what_was_wrong_and_change_nothing(idle_pair):
     _, _, prefill, decode = idle_pair
     ticket = prefill.call("offer", name="r", ids=[1])

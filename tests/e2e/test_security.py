@@ -4,7 +4,10 @@ import signal
 import urllib.request
 
 import pytest
+from msgspec.structs import replace
 
+from kvd.protocol import ticket as tickets
+from kvd.protocol.types import Span
 from tests.discovery.responder import Responder
 from tests.support.fleet import Fleet, send, until
 from tests.support.keyring import Keyring
@@ -111,6 +114,36 @@ def test_a_daemon_that_dns_names_is_met_before_anybody_pulls(fleet: Fleet, tmp_p
         for _ in until("the daemons have met"):
             if has_met(consumer):
                 break
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation": 1, "stamp": 0},
+        {"generation": 1},
+        {"secret": b"made up by thief"},
+        {"secret": b"made up by thief", "stamp": 0},
+        {},
+    ],
+    ids=["a lease that never was", "its stamp, too", "another secret", "another secret and no stamp", "other blocks"],
+)
+def test_a_ticket_that_somebody_made_up_brings_no_byte_though_it_names_a_lease(fleet: Fleet, wrong):
+    producer, consumer = fleet.daemon("p"), fleet.daemon("d")
+    victim = fleet.worker(producer, "victim")
+    victim.call("fill", ids=[1, 2], value=7)
+    right = tickets.decode(victim.call("offer", name="r", ids=[2]))
+    never_offered = (Span(0, 0, (1).to_bytes(4, "little")),)
+    made_up = replace(right, ranks=(replace(right.ranks[0], **wrong),), blocks=(never_offered,)).encode()
+    for daemon in (producer, consumer):
+        thief = fleet.worker(daemon, "thief")
+        thief.call("pull", name="q", ticket=made_up, ids=[3])
+        ended = thief.outcome("q")
+        assert (ended["kind"], ended["code"]) == ("Failed", "bad_ticket")
+        assert thief.call("values", ids=[3]) == [0]
+        assert daemon.log.read_text().count('"ticket refused"') == 1
+    thief.call("pull", name="r", ticket=right.encode(), ids=[3])
+    assert thief.outcome("r")["kind"] == "Done"
+    assert thief.call("values", ids=[3]) == [7]
 
 
 def _read_list_again(producer) -> None:

@@ -147,8 +147,15 @@ def test_where_one_name_ends_and_the_next_begins_is_part_of_the_proof() -> None:
 
 
 def test_a_stamp_is_of_the_secret_the_generation_and_the_proof() -> None:
-    stamps = {ticket.stamp(*each) for each in itertools.product((SECRET, bytes(16)), (1, 2), (bytes(16), SECRET))}
-    assert len(stamps) == 8
+    given = itertools.product((SECRET, bytes(16)), (1, 2), (bytes(16), SECRET), (1,))
+    assert len({ticket.stamp(*each) >> 64 for each in given}) == 8
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(1, (1 << 63) - 1), st.integers(1, (1 << 63) - 1))
+def test_no_secret_makes_a_stamp_that_is_also_one_of_another_pool(secret: bytes, generation: int, epoch: int) -> None:
+    found = ticket.stamp(secret, generation, bytes(16), epoch)
+    assert found & ((1 << 64) - 1) == epoch
+    assert 0 < found >> 64 < 1 << 64
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.pools.record import PoolRecord
 from kvd.actors.runtime import blocks
-from kvd.actors.runtime.blocks import BusyBlocks
+from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
@@ -35,7 +35,7 @@ from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.fabric import SimFabric
-from tests.support.fake_fabric import FakeFabric, FakeRead, Fault, Reach
+from tests.support.fake_fabric import FakeFabric, Reach
 from tests.support.fake_transport import FakeTransport
 
 
@@ -193,19 +193,34 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     read_then = FakeTransport._read
 
     def read(self, request):
-        word = FakeRead(request, Fault(), Reach(same_host=True, stamps=True))
-        early[self._agent, request.read] = read_now(self._fabric, self._agent, word)
+        reach = Reach(same_host=True, stamps=True)
+        early[self._agent, request.read] = read_now(self._fabric, self._agent, request, reach)
         read_then(self, request)
 
     read_now = FakeFabric.stamp
     monkeypatch.setattr(FakeTransport, "_read", read)
-    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.request.read])
+    monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, request, reach: early[reader, request.read])
 
 
 @mutation(Promise.BAD_INPUT, first=230)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
-        monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
+        monkeypatch.setattr(module, "stamp", lambda secret, generation, proof, epoch: generation)
+
+
+@mutation(Promise.BAD_INPUT)
+def nobody_looks_for_the_stamp_before_the_bytes(monkeypatch):
+    read = FakeTransport.read
+    monkeypatch.setattr(FakeTransport, "read", lambda self, request: read(self, replace(request, expected=0)))
+
+
+@mutation(Promise.BAD_INPUT)
+def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
+    def names_lease(self):
+        rank, pool = self.rank, self.source.pool
+        return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
+
+    monkeypatch.setattr(pulls.Transfer, "is_stamped", property(names_lease))
 
 
 @mutation(Promise.FENCED, first=293, needs=Piece.REUSED_NAMES)
@@ -220,6 +235,24 @@ def generations_are_not_compared(monkeypatch):
         return original(self, key, peer, fence if lease is None else replace(fence, generation=lease.generation))
 
     monkeypatch.setattr(Claims, "_check_fence", check_fence)
+
+
+@mutation(Promise.FENCED)
+def pulls_write_to_what_is_offered(monkeypatch):
+    monkeypatch.setattr(BlocksInUse, "offer", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "release", lambda self, spans: None)
+
+
+@mutation(Promise.FENCED)
+def what_pulls_write_to_is_offered(monkeypatch):
+    original = BlocksInUse.offer
+
+    def offer(self, spans):
+        written, self._written = self._written, {arena: set() for arena in self._written}
+        original(self, spans)
+        self._written = written
+
+    monkeypatch.setattr(BlocksInUse, "offer", offer)
 
 
 @mutation(Promise.FENCED, first=103)
@@ -294,8 +327,8 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 @mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
-    monkeypatch.setattr(BusyBlocks, "take", lambda self, spans: None)
-    monkeypatch.setattr(BusyBlocks, "give_back", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "take", lambda self, spans: None)
+    monkeypatch.setattr(BlocksInUse, "give_back", lambda self, spans: None)
 
 
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------

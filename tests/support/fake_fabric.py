@@ -177,11 +177,10 @@ class FakeFabric:
                 return memory[address - base : address - base + length]
         raise InternalError(ErrorCode.INTERNAL, f"{length} bytes at {address:#x} are not mapped")
 
-    def stamp(self, reader: str, read: FakeRead) -> int:
+    def stamp(self, reader: str, request: ReadRequest, reach: Reach) -> int:
         """What lies at the address of a read's stamp now, in the living process; 0 if it cannot be read."""
-        request = read.request
         cut = (reader, request.agent) in self._cut
-        if not request.stamp or not read.reach.stamps or cut or not self.knows(request.agent):
+        if not request.stamp or not reach.stamps or cut or not self.knows(request.agent):
             return 0
         try:
             word = self.view(request.stamp, limits.STAMP_BYTES)

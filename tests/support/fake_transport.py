@@ -185,6 +185,8 @@ class FakeTransport:
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
+        elif request.expected and self._fabric.stamp(self._agent, request, peer.reach) != request.expected:
+            self._emit(request.unproven())
         elif self._slices.add(request):
             self._reads[key] = FakeRead(request, self._fabric.fault_of_read(self._agent), peer.reach)
             peer.reads.add(key)
@@ -236,7 +238,7 @@ class FakeTransport:
             self._emit(ReadFailed(key, read.failure, read.aborted))
         else:
             seconds = self._fabric.loop.time() - read.started
-            self._emit(Landed(key, seconds, self._fabric.stamp(self._agent, read)))
+            self._emit(Landed(key, seconds, self._fabric.stamp(self._agent, read.request, read.reach)))
         self._peers[agent].reads.remove(key)
         self._forget_if_done(agent)
 

@@ -6,6 +6,8 @@ answer both times.
 
 from collections.abc import Callable
 
+import structlog
+
 from kvd import limits
 from kvd.actors.leases.messages import PeerRequest
 from kvd.actors.leases.offers import Offers
@@ -16,6 +18,7 @@ from kvd.actors.runtime.batch import Batch, InBatches
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
+from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.state import claim as machine
@@ -55,6 +58,7 @@ class Claims(Component):
         """Broken claims whose consumers have not been told."""
         self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
         """By peer."""
+        self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
 
     @handles(PeerRequest)
     def requested(self, message: PeerRequest) -> None:
@@ -159,7 +163,10 @@ class Claims(Component):
 
         A right proof is answered all the same, or one worker's wrong tickets would hold up its neighbours' pulls.
         """
-        return error.code is not ErrorCode.BAD_TICKET or self._wrong_proofs.take(peer, self._context.loop.time())
+        if error.code is not ErrorCode.BAD_TICKET:
+            return True
+        self._once.warn("wrong proof", peer, peer=peer, text=error.text)
+        return self._wrong_proofs.take(peer, self._context.loop.time())
 
     # --- it is held -------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Offers(Component):
         """
         key = (pool.worker, offer.offer)
         self._check(key, pool, offer.ttl)
+        pool.blocks.offer(offer.spans)
         self._last_generation += 1
         proof = ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans)
         lease = Lease(
@@ -72,9 +73,10 @@ class Offers(Component):
             pool=pool,
             generation=self._last_generation,
             proof=proof,
+            blocks=offer.spans,
             consumers=offer.consumers,
             expires=self._context.loop.time() + offer.ttl,
-            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof)),
+            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof, pool.epoch)),
         )
         self._leases[key] = lease
         self._count_standing(pool.id, +1)
@@ -112,6 +114,8 @@ class Offers(Component):
             raise Unavailable(ErrorCode.OFFER_GONE, text)
         lease = self.find(claim.pool, claim.offer)
         if claim.generation and (lease is None or lease.generation != claim.generation):
+            if not self._context.settings.incarnation < claim.generation <= self._last_generation:
+                raise self._wrong_proof(f"the ticket names a lease of the offer {claim.offer!r} that never was")
             raise Unavailable(ErrorCode.OFFER_GONE, f"the offer {claim.offer!r} that the ticket names has ended")
         if lease is None:
             self._check_may_come(claim)
@@ -121,9 +125,11 @@ class Offers(Component):
         if lease.state in machine.TABLE.final and not claim.generation:  # it was another offer of that name
             self._check_may_come(claim)
             return None
+        raise self._wrong_proof(f"the ticket and the offer {claim.offer!r} differ in secret or blocks")
+
+    def _wrong_proof(self, text: str) -> BadRequest:
         self._context.metrics.wrong_proofs.inc()
-        text = f"the ticket and the offer {claim.offer!r} differ in secret or blocks; pass the ticket on unchanged"
-        raise BadRequest(ErrorCode.BAD_TICKET, text)
+        return BadRequest(ErrorCode.BAD_TICKET, f"{text}; pass the ticket on unchanged")
 
     def _check_may_come(self, claim: Claim) -> None:
         if self._draining:
@@ -165,6 +171,8 @@ class Offers(Component):
             self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
+            lease.pool.blocks.release(lease.blocks)
+            lease.blocks = ()
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
             self._remember(lease.key)

@@ -7,6 +7,7 @@ from kvd.actors.runtime.messages import Pool
 from kvd.actors.runtime.spans import ClaimSpan
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.protocol.peer import Claim
+from kvd.protocol.types import Spans
 from kvd.state import claim as claim_machine
 from kvd.state import lease as lease_machine
 
@@ -58,6 +59,8 @@ class Lease:
     generation: int
     proof: bytes = field(repr=False)
     """What a claim has to show."""
+    blocks: Spans
+    """Those that it holds, until it ends."""
     consumers: int
     """How many may finish before it ends, 0 for any number."""
     expires: float

@@ -20,6 +20,7 @@ from kvd.actors.pools.memory import PoolMemory
 from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerEnded, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
@@ -125,7 +126,9 @@ class PoolsActor(Actor):
     def _make(self, request: AttachPool) -> None:
         self._check_bounds(request)
         number = self._next_id()
-        pool = Pool(number, request.worker, number, 0, request.spec.pool_bytes, request.spec, request.raw_spec)
+        spec = request.spec
+        blocks = BlocksInUse(spec)
+        pool = Pool(number, request.worker, number, 0, spec.pool_bytes, spec, request.raw_spec, blocks)
         record = PoolRecord(pool, request, tenancy=number, waiting=request)
         self._records[request.worker] = record
         self._memory.make(record)

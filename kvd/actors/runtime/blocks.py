@@ -1,7 +1,8 @@
-"""The block ids of a pool: which ones a worker may name, and which ones pulls write to. No two pulls share a block."""
+"""The block ids of a pool: which ones a worker may name, and which ones are in use. No pull writes to another's."""
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -17,7 +18,7 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
         BadRequest: `TOO_LARGE`, there are too many; `BAD_BLOCKS`, a group or an id is not in this pool, or named twice.
 
     """
-    total = sum(len(span.ids) for span in spans) // 4
+    total = _count(spans)
     if total > limits.MAX_BLOCKS_PER_REQUEST:
         text = f"{total} blocks in one request; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
         raise BadRequest(ErrorCode.TOO_LARGE, text)
@@ -33,18 +34,29 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
         check_ids(spec.groups[span.group], span.ids)
 
 
-class BusyBlocks:
-    """The block ids in use, by arena: groups of one arena share memory, so equal ids in them are the same bytes."""
+class BlocksInUse:
+    """The block ids of a pool that pulls write to, and those that stand in offers: none is both.
+
+    By arena: groups of one arena share memory, so equal ids in them are the same bytes. The scheduler and the leases
+    share this table: if each asked the other, both could say yes at once.
+    """
 
     def __init__(self, spec: CacheSpec) -> None:
         self._arena_of = [group.arena for group in spec.groups]
-        self._busy: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
+        self._written: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
+        self._offered: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
+        self._again: dict[int, Counter[int]] = {arena: Counter() for arena in self._arena_of}
+        """In how many more offers a block stands: those of prompts with one beginning share blocks."""
+        self._named = 0
+        """Block ids in all offers that stand."""
+
+    # --- pulls ------------------------------------------------------------------------------------------------------
 
     def take(self, spans: Sequence[Span]) -> None:
-        """Marks the blocks of `spans` as in use, all or none.
+        """Marks the blocks of `spans` as written to, all or none.
 
         Raises:
-            Unavailable: `BLOCKS_BUSY`, one belongs to a pull that has not ended, or is in quarantine.
+            Unavailable: `BLOCKS_BUSY`, one belongs to a pull that has not ended, is in quarantine, or is offered.
             BadRequest: `BAD_BLOCKS`, one is named twice.
 
         """
@@ -52,10 +64,8 @@ class BusyBlocks:
         for span in spans:
             arena = self._arena_of[span.group]
             ids = set(array("I", span.ids))
-            if not ids.isdisjoint(self._busy[arena]):
-                block = min(ids & self._busy[arena])
-                text = f"block {block} of group {span.group} belongs to a pull that has not ended or is in quarantine"
-                raise Unavailable(ErrorCode.BLOCKS_BUSY, text)
+            _check_free(span, ids, self._written[arena], "belongs to a pull that has not ended or is in quarantine")
+            _check_free(span, ids, self._offered[arena], "stands in an offer, which must be released first")
             before = taken.setdefault(arena, set())
             if 4 * len(ids) != len(span.ids) or not ids.isdisjoint(before):
                 twice = _first_twice([*before, *array("I", span.ids)])
@@ -63,17 +73,75 @@ class BusyBlocks:
                 raise BadRequest(ErrorCode.BAD_BLOCKS, text)
             before |= ids
         for arena, ids in taken.items():
-            self._busy[arena] |= ids
+            self._written[arena] |= ids
 
     def give_back(self, spans: Sequence[Span]) -> None:
         """Frees the blocks of `spans`, which were taken together."""
         for span in spans:
-            self._busy[self._arena_of[span.group]].difference_update(array("I", span.ids))
+            self._written[self._arena_of[span.group]].difference_update(array("I", span.ids))
 
     @property
-    def count(self) -> int:
-        """How many blocks are in use."""
-        return sum(len(busy) for busy in self._busy.values())
+    def busy(self) -> int:
+        """How many blocks are written to."""
+        return sum(len(written) for written in self._written.values())
+
+    # --- offers -----------------------------------------------------------------------------------------------------
+
+    def offer(self, spans: Sequence[Span]) -> None:
+        """Marks the blocks of `spans` as offered, all or none, once more if they stand in offers already.
+
+        Raises:
+            Unavailable: `BLOCKS_BUSY`, one belongs to a pull that has not ended, or is in quarantine; `OVERLOADED`, too
+                many are offered.
+
+        """
+        named = self._named + _count(spans)
+        if named > limits.MAX_OFFERED_BLOCKS:
+            text = f"with this offer {named} block ids of this worker would be offered, the bound is"
+            text += f" {limits.MAX_OFFERED_BLOCKS}; wait until some are released"
+            raise Unavailable(ErrorCode.OVERLOADED, text)
+        for span in spans:
+            written = self._written[self._arena_of[span.group]]
+            if written:
+                ids = set(array("I", span.ids))
+                _check_free(span, ids, written, "belongs to a pull that has not ended or is in quarantine")
+        for arena, ids in self._by_arena(spans):
+            self._again[arena].update(ids & self._offered[arena])
+            self._offered[arena] |= ids
+        self._named = named
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """One offer of the blocks of `spans` has ended."""
+        self._named -= _count(spans)
+        for arena, ids in self._by_arena(spans):
+            again = self._again[arena]
+            still = ids & again.keys()
+            for block in still:
+                left = again.pop(block) - 1
+                if left:
+                    again[block] = left
+            self._offered[arena] -= ids - still
+
+    @property
+    def offered(self) -> int:
+        """How many blocks stand in offers."""
+        return sum(len(offered) for offered in self._offered.values())
+
+    def _by_arena(self, spans: Sequence[Span]) -> Iterable[tuple[int, set[int]]]:
+        found: dict[int, set[int]] = {}
+        for span in spans:
+            found.setdefault(self._arena_of[span.group], set()).update(array("I", span.ids))
+        return found.items()
+
+
+def _count(spans: Sequence[Span]) -> int:
+    return sum(len(span.ids) for span in spans) // 4
+
+
+def _check_free(span: Span, ids: set[int], used: set[int], how: str) -> None:
+    if not ids.isdisjoint(used):
+        text = f"block {min(ids & used)} of group {span.group} {how}"
+        raise Unavailable(ErrorCode.BLOCKS_BUSY, text)
 
 
 def _first_twice(ids: Sequence[int]) -> int:

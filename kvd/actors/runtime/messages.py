@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.layout import CacheSpec
 from kvd.protocol import peer as peer_protocol
 
@@ -29,6 +30,7 @@ class Pool(Struct, frozen=True, gc=False):
     size: int
     spec: CacheSpec
     raw_spec: bytes
+    blocks: BlocksInUse
 
 
 class PeerPool(Struct, frozen=True, gc=False):

@@ -60,10 +60,14 @@ class Transfer(Struct, eq=False):
         return self.view.incarnation
 
     @property
-    def names_lease(self) -> bool:
-        """Whether the ticket names a lease of the very pool that the producer's daemon has told us about."""
-        rank = self.rank
-        return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, self.source.pool.epoch)
+    def is_stamped(self) -> bool:
+        """Whether the lease's stamp can show, before anything is read, that the ticket is right.
+
+        The ticket must name a lease of the very pool that the producer's daemon has told us about.
+        """
+        rank, pool = self.rank, self.source.pool
+        named = rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
+        return named and rank.stamp != 0 and self.view.stamps != 0
 
     def plan(self) -> Descriptors:
         """The descriptors of its read, worked out the first time.
@@ -82,7 +86,7 @@ class Transfer(Struct, eq=False):
         ticket, rank, stamps = self.pull.ticket, self.rank, self.view.stamps
         if not stamps or not rank.stamp:
             return 0
-        self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank))
+        self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank), self.source.pool.epoch)
         return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
 
 

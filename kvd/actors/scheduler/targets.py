@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from kvd import limits
-from kvd.actors.runtime.blocks import BusyBlocks
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.scheduler.pulls import Pull
 from kvd.errors import ErrorCode, Unavailable
@@ -46,7 +45,6 @@ class Targets:
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
-        self._busy: dict[int, BusyBlocks] = {}
         self._open: dict[int, _Open] = {}
         """By the id of the pool that pulls write to."""
         self._closing: set[int] = set()
@@ -54,7 +52,6 @@ class Targets:
     def up(self, pool: Pool) -> None:
         """Accepts pulls into this pool from now on."""
         self._pools[pool.worker] = pool
-        self._busy[pool.id] = BusyBlocks(pool.spec)
 
     def close(self, pool: int) -> None:
         """Accepts no more pulls into this pool."""
@@ -62,7 +59,7 @@ class Targets:
 
     def down(self, pool: Pool) -> None:
         """Forgets a pool that is gone; it was quiet."""
-        del self._pools[pool.worker], self._busy[pool.id]
+        del self._pools[pool.worker]
         self._closing.discard(pool.id)
 
     def is_quiet(self, pool: int) -> bool:
@@ -75,7 +72,7 @@ class Targets:
         Raises:
             BadRequest: `BAD_BLOCKS`, a block is named twice.
             Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`,
-                a block belongs to another pull.
+                a block belongs to another pull, or is offered.
 
         """
         pool = pull.pool
@@ -84,12 +81,12 @@ class Targets:
         after = replace(self._open.get(pool.id, _Open()))
         after.add(pull)
         after.check()
-        self._busy[pool.id].take(pull.blocks)
+        pool.blocks.take(pull.blocks)
         self._open[pool.id] = after
 
     def give_back(self, pull: Pull) -> None:
         """Frees the blocks of a pull, to which nothing writes any more."""
-        self._busy[pull.pool.id].give_back(pull.blocks)
+        pull.pool.blocks.give_back(pull.blocks)
         left = self._open[pull.pool.id]
         left.add(pull, times=-1)
         if not left.pulls:
@@ -97,4 +94,4 @@ class Targets:
 
     def busy_blocks(self) -> dict[str, int]:
         """How many blocks are busy, by worker."""
-        return {pool.worker: self._busy[pool.id].count for pool in self._pools.values()}
+        return {pool.worker: pool.blocks.busy for pool in self._pools.values()}

@@ -5,11 +5,15 @@ effects are carried out.
 """
 
 from collections.abc import Callable
+from typing import Final
+
+import structlog
 
 from kvd.actors.handshake.messages import NeedPeer
 from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import LeaseAnswer
+from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.messages import PeerReply
 from kvd.actors.scheduler.peer_requests import PeerRequests
@@ -25,6 +29,8 @@ from kvd.state.transfer import Effect, Event, State
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
+
+_NOT_BELIEVED: Final = frozenset({ErrorCode.BAD_TICKET, ErrorCode.OFFER_GONE})
 
 
 class Transfers(Component):
@@ -47,6 +53,7 @@ class Transfers(Component):
         self._step_pull = step_pull
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
+        self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
         self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
 
     def __len__(self) -> int:
@@ -73,8 +80,8 @@ class Transfers(Component):
         self._open[transfer.number] = transfer
 
     def begin(self, pull: Pull) -> None:
-        """Reads at once where the ticket names the lease and the peer is on this host; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if each.names_lease and each.view.same_host and not pull.hold}
+        """Reads at once where stamps show that the tickets are right; asks for grants elsewhere."""
+        known = {each.number for each in pull.transfers if each.is_stamped and each.view.same_host and not pull.hold}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
                 return  # the pull has failed: none of its transfers may begin
@@ -123,10 +130,26 @@ class Transfers(Component):
 
     def _refused(self, transfer: Transfer, error: KvdError) -> None:
         self._requests.answered(transfer)
+        if transfer.state is State.CLAIMING and error.code in _NOT_BELIEVED:
+            self._ticket_refused(transfer, error)
         if transfer.state is State.KEEPING and error.code is ErrorCode.LEASE_BROKEN:
             self._step(transfer, Event.STOP)  # its reader has finished; other ranks' leases are held on
         else:
             self._step(transfer, Event.REFUSED, error)
+
+    def _ticket_refused(self, transfer: Transfer, error: KvdError) -> None:
+        """Counts a ticket that the producer does not know (any more): who makes tickets up shows in this."""
+        rank, worker = transfer.rank, transfer.pull.key[0]
+        self._context.metrics.tickets_refused.labels(error.code).inc()
+        self._once.warn(
+            "ticket refused",
+            worker,
+            worker=worker,
+            producer=rank.daemon,
+            pool=rank.pool,
+            code=error.code,
+            text=error.text,
+        )
 
     def _granted(self, transfer: Transfer, grant: Grant) -> None:
         if transfer.granted or transfer.state not in (State.CLAIMING, State.READING, State.DRAINING):
@@ -205,9 +228,14 @@ class Transfers(Component):
 
     @handles(ReadFailed)
     def read_failed(self, event: ReadFailed) -> None:
-        """A read has ended without all its bytes."""
+        """A read has ended without all its bytes, or has not begun."""
+        transfer = self._open[event.read]
+        if event.unproven:
+            transfer.granted = False  # what is granted now is read without looking
+            self._step(transfer, Event.UNPROVEN)
+            return
         self._context.metrics.reads_failed.inc()
-        self._step(self._open[event.read], Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+        self._step(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
@@ -280,5 +308,6 @@ class Transfers(Component):
         word = transfer.expect_stamp()
         if not transfer.claimed:
             self._requests.claim_if_it_lasts(transfer)
-        base = transfer.pull.pool.base
-        self._transport.read(ReadRequest(transfer.number, source.agent, base, source.pool.base, read, word))
+        expected = 0 if transfer.granted else transfer.stamp  # a grant shows that the ticket is right
+        here, there = transfer.pull.pool.base, source.pool.base
+        self._transport.read(ReadRequest(transfer.number, source.agent, here, there, read, word, expected))

@@ -46,11 +46,14 @@ class ImportedPools:
         return found.memory if found else None
 
     def stamp(self, address: int) -> int:
-        """The word at an address of the exporting daemon's process; 0 if it cannot be read."""
+        """The stamp at an address of the exporting daemon's process; 0 if it cannot be read."""
+        return int.from_bytes(self._bytes(address, limits.STAMP_BYTES), "little")
+
+    def _bytes(self, address: int, size: int) -> bytes:
         if self.process is not None:
             with contextlib.suppress(OSError):
-                return self.process.word(address)
-        return 0
+                return self.process.read(address, size)
+        return b""
 
     def add(self, pool: ExportedPool, descriptor: int, map_pool: MapPool) -> None:
         """Maps a pool by `map_pool`; the descriptor stays the caller's.
@@ -69,9 +72,8 @@ class ImportedPools:
 
     def verify(self, exported: Exported) -> None:
         """Forgets the process if its memory may not be read, or is not where the exporter's is."""
-        if self.process is not None and self.stamp(int.from_bytes(exported.word, "little")) != int.from_bytes(
-            exported.value, "little"
-        ):
+        found = self._bytes(int.from_bytes(exported.word, "little"), len(exported.value))
+        if self.process is not None and found != exported.value:
             self.process.close()
             self.process = None
 

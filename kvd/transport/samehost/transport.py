@@ -219,6 +219,9 @@ class SameHostTransport:
         if pools is None or source is None or target is None:
             self._on_event(ReadFailed(request.read, self._missing(request, known=pools is not None)))
             return
+        if request.expected and pools.stamp(request.stamp) != request.expected:
+            self._on_event(request.unproven())
+            return
         read = Read(request, source, target, self._devices.copy_between(source, target), pools.stamp)
         if not source.device and not target.device and _is_small(request.descriptors):  # a GPU may take any time
             self._on_event(copy_now(read))

@@ -279,7 +279,7 @@ def test_stamps_where_no_memory_can_be_make_a_peer_lost(stage):
     stage.peer_says(msgspec.structs.replace(welcome_of(), stamps=b"\xff" * 8))
     [failed] = stage.notified
     assert failed.code == ErrorCode.PEER_LOST
-    assert "0x1000000000007ffff, where no memory can be" in failed.text
+    assert "0x100000000000fffff, where no memory can be" in failed.text
 
 
 def test_too_many_peers_are_refused(stage, monkeypatch):

@@ -1,4 +1,5 @@
 import pytest
+from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.actors.runtime.messages import Drain, Stop
@@ -34,7 +35,8 @@ def stamp_of(stage, offered):
     named = ticket.decode(offered.ticket)
     [rank] = named.ranks
     words = stage.dependencies.stamps.words
-    return int(words[rank.stamp - 1]), ticket.stamp(SECRET, rank.generation, named.proof(rank))
+    found = int.from_bytes(words[rank.stamp - 1].tobytes(), "little")
+    return found, ticket.stamp(SECRET, rank.generation, named.proof(rank), rank.epoch)
 
 
 def test_the_stamp_of_a_lease_lies_in_its_word_until_just_before_its_worker_hears_that_it_has_ended(stage):
@@ -381,6 +383,7 @@ def test_a_ticket_of_an_offer_that_has_ended_gets_nothing_of_a_later_offer_of_it
 
 
 def test_a_claim_whose_ticket_names_the_lease_never_waits(stage):
+    stage.offer("another")
     [refuse] = stage.asked_by_peer(claim(generation=INCARNATION + 1))
     assert (type(refuse), refuse.code) == (Refuse, ErrorCode.OFFER_GONE)
 
@@ -406,6 +409,18 @@ def test_a_guess_hears_that_it_is_wrong_and_after_many_nothing_while_a_right_pro
     assert stage.context.metrics.wrong_proofs._value.get() == 2 * limits.MAX_WRONG_PROOFS
     assert isinstance(stage.asked_by_peer(claim(secret=bytes(16)), sender=b"other#1")[0], Refuse)
     assert isinstance(stage.asked_by_peer(claim(), sender=b"guesser#1")[0], Grant)
+
+
+@pytest.mark.parametrize("generation", [1, INCARNATION, INCARNATION + 2])
+def test_a_ticket_with_a_generation_that_no_lease_has_had_is_made_up_which_is_counted_and_logged_once(
+    stage, generation
+):
+    stage.offer()
+    with capture_logs() as logs:
+        answers = [stage.asked_by_peer(claim(number, generation=generation))[0] for number in (1, 2)]
+    assert [answer.code for answer in answers] == [ErrorCode.BAD_TICKET] * 2
+    assert stage.context.metrics.wrong_proofs._value.get() == 2
+    assert [(line["event"], line["peer"]) for line in logs] == [("wrong proof", "peer")]
 
 
 def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):

@@ -1,6 +1,9 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvd.actors.runtime.blocks import BusyBlocks
+from kvd import limits
+from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec, Full, Group, Shard
 from kvd.layout.presets import FLASH_HND, Attention, Placement
@@ -23,42 +26,94 @@ def shared_spec():
 
 
 def test_a_block_belongs_to_one_pull_at_a_time():
-    busy = BusyBlocks(SEPARATE)
-    busy.take((Span(0, 0, ids(1, 2)),))
+    use = BlocksInUse(SEPARATE)
+    use.take((Span(0, 0, ids(1, 2)),))
     with pytest.raises(Unavailable, match="block 2 of group 0") as caught:
-        busy.take((Span(0, 0, ids(2, 3)),))
+        use.take((Span(0, 0, ids(2, 3)),))
     assert caught.value.code == ErrorCode.BLOCKS_BUSY
-    busy.give_back((Span(0, 0, ids(1, 2)),))
-    busy.take((Span(0, 0, ids(2, 3)),))
-    assert busy.count == 2
+    use.give_back((Span(0, 0, ids(1, 2)),))
+    use.take((Span(0, 0, ids(2, 3)),))
+    assert use.busy == 2
 
 
 def test_a_refusal_takes_nothing():
-    busy = BusyBlocks(SEPARATE)
-    busy.take((Span(1, 0, ids(5)),))
+    use = BlocksInUse(SEPARATE)
+    use.take((Span(1, 0, ids(5)),))
     with pytest.raises(Unavailable):
-        busy.take((Span(0, 0, ids(1, 2)), Span(1, 0, ids(4, 5))))
-    assert busy.count == 1
+        use.take((Span(0, 0, ids(1, 2)), Span(1, 0, ids(4, 5))))
+    assert use.busy == 1
 
 
 def test_a_block_may_not_be_named_twice():
-    busy = BusyBlocks(SEPARATE)
+    use = BlocksInUse(SEPARATE)
     with pytest.raises(BadRequest, match="block 3 is named twice, the second time by group 0"):
-        busy.take((Span(0, 0, ids(1, 3, 3)),))
-    assert busy.count == 0
+        use.take((Span(0, 0, ids(1, 3, 3)),))
+    assert use.busy == 0
 
 
 def test_groups_with_memory_of_their_own_do_not_meet():
-    busy = BusyBlocks(SEPARATE)
-    busy.take((Span(0, 0, ids(1)), Span(1, 0, ids(1))))
-    assert busy.count == 2
+    use = BlocksInUse(SEPARATE)
+    use.take((Span(0, 0, ids(1)), Span(1, 0, ids(1))))
+    assert use.busy == 2
 
 
 def test_groups_that_share_memory_share_blocks():
-    busy = BusyBlocks(shared_spec())
+    use = BlocksInUse(shared_spec())
     with pytest.raises(BadRequest, match="block 1 is named twice, the second time by group 1"):
-        busy.take((Span(0, 0, ids(1)), Span(1, 0, ids(1))))
-    assert busy.count == 0
-    busy.take((Span(0, 0, ids(1)),))
+        use.take((Span(0, 0, ids(1)), Span(1, 0, ids(1))))
+    assert use.busy == 0
+    use.take((Span(0, 0, ids(1)),))
     with pytest.raises(Unavailable):
-        busy.take((Span(1, 0, ids(1)),))
+        use.take((Span(1, 0, ids(1)),))
+
+
+def test_a_block_that_is_offered_is_not_written_to_until_the_last_offer_of_it_has_ended():
+    use = BlocksInUse(SEPARATE)
+    for blocks in ((1, 2), (2, 3), (2,)):
+        use.offer((Span(0, 0, ids(*blocks)),))
+    assert use.offered == 3
+    for ended, left in (((2, 3), (1, 2)), ((1, 2), (2,)), ((2,), ())):
+        with pytest.raises(Unavailable, match="block 2 of group 0 stands in an offer") as caught:
+            use.take((Span(1, 0, ids(2)), Span(0, 0, ids(0, 2))))
+        assert caught.value.code == ErrorCode.BLOCKS_BUSY
+        assert use.busy == 0
+        use.release((Span(0, 0, ids(*ended)),))
+        assert use.offered == len(left)
+    use.take((Span(0, 0, ids(1, 2, 3)),))
+
+
+def test_a_block_that_a_pull_writes_to_is_not_offered_until_the_pull_has_ended():
+    use = BlocksInUse(shared_spec())
+    use.take((Span(0, 0, ids(1)),))
+    with pytest.raises(Unavailable, match="block 1 of group 1 belongs to a pull") as caught:
+        use.offer((Span(0, 0, ids(2)), Span(1, 0, ids(1))))
+    assert caught.value.code == ErrorCode.BLOCKS_BUSY
+    assert use.offered == 0
+    use.give_back((Span(0, 0, ids(1)),))
+    use.offer((Span(0, 0, ids(2)), Span(1, 0, ids(1))))
+    assert use.offered == 2
+
+
+@given(st.lists(st.lists(st.integers(0, 7), max_size=6), max_size=6))
+def test_what_is_offered_is_what_stands_in_an_offer(offers):
+    """In whatever order they end, and however often they name a block."""
+    use, standing = BlocksInUse(SEPARATE), []
+    for blocks in offers:
+        use.offer((Span(0, 0, ids(*blocks)),))
+        standing.append(blocks)
+    while standing:
+        assert use.offered == len({block for blocks in standing for block in blocks})
+        use.release((Span(0, 0, ids(*standing.pop(len(standing) // 2))),))
+    assert use.offered == 0
+    use.take((Span(0, 0, ids(*range(8))),))
+
+
+def test_too_many_block_ids_in_offers_are_refused(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_OFFERED_BLOCKS", 3)
+    use = BlocksInUse(SEPARATE)
+    use.offer((Span(0, 0, ids(1, 2)),))
+    with pytest.raises(Unavailable, match="with this offer 4 block ids") as caught:
+        use.offer((Span(0, 0, ids(1, 2)),))
+    assert caught.value.code == ErrorCode.OVERLOADED
+    use.release((Span(0, 0, ids(1, 2)),))
+    use.offer((Span(0, 0, ids(1, 2, 3)),))

@@ -1,4 +1,5 @@
 import pytest
+from structlog.testing import capture_logs
 
 from kvd.actors.runtime.messages import Drain
 from kvd.errors import ErrorCode
@@ -17,14 +18,14 @@ from kvd.protocol.peer import (
 )
 from kvd.protocol.ticket import Ticket, TicketRank, proof, stamp
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Done, Failed
-from kvd.transport.interface import Landed
+from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Freed
+from kvd.transport.interface import Landed, ReadFailed
 from tests.actors.scheduler.pulling import outcome, start_reading
 from tests.actors.stage import PEER_STAMPS, SECRET, ids, welcome_of
 
 WORD = 3
 CONTENT = proof(SECRET, "there", "o", 4, (Span(0, 0, ids(0, 1)),))
-STAMP = stamp(SECRET, 9, CONTENT)
+STAMP = stamp(SECRET, 9, CONTENT, epoch=1)
 
 
 def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5):
@@ -49,7 +50,69 @@ def read_at_once(stage, **named):
 
 def test_a_lease_that_the_ticket_names_is_not_claimed_first_and_its_stamp_is_read(stage):
     read_at_once(stage)
-    assert stage.stamps_asked_for == [0, PEER_STAMPS + 8 * (WORD - 1)]
+    assert [read.stamp for read in stage.reads] == [0, PEER_STAMPS + 16 * (WORD - 1)]
+
+
+def test_a_read_without_a_grant_moves_nothing_unless_the_stamp_is_there(stage):
+    read_at_once(stage)
+    assert [read.expected for read in stage.reads] == [0, STAMP]
+
+
+def unproven(stage, read):
+    """No stamp is found before the first byte."""
+    stage.transport_says(ReadFailed(read, "no stamp", unproven=True))
+
+
+def test_a_lease_whose_stamp_is_not_found_is_claimed_and_read_once_it_is_granted(stage):
+    read_at_once(stage)
+    unproven(stage, 2)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+    stage.peer_says(Grant(2, 9, 1, 5))
+    assert [read.expected for read in stage.reads] == [0, STAMP, 0]
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
+    assert stage.notified == [Done("p"), Done("q")]
+
+
+def test_a_claim_that_was_granted_while_nobody_knew_that_the_stamp_is_not_there_is_asked_for_again(stage):
+    read_at_once(stage)
+    stage.run(0.1)
+    stage.peer_says(Grant(2, 9, 1, 5))
+    unproven(stage, 2)
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2, 2]
+    stage.peer_says(Grant(2, 9, 1, 5))
+    assert len(stage.reads) == 3
+
+
+@pytest.mark.parametrize("code", [ErrorCode.OFFER_GONE, ErrorCode.BAD_TICKET])
+def test_who_pulls_with_tickets_that_nobody_knows_is_counted_and_named_once(stage, code):
+    read_at_once(stage)
+    stage.transport_says(Landed(2, 0.01, stamp=STAMP))
+    with capture_logs() as logs:
+        for transfer in (3, 4):
+            stage.pull(f"made up {transfer}", ticket=known_ticket())
+            unproven(stage, transfer)
+            stage.peer_says(Refuse(transfer, code, "no such lease"))
+    assert [(item.code, item.quarantined) for item in stage.notified[2:]] == [(code, False)] * 2
+    assert stage.context.metrics.tickets_refused.labels(code)._value.get() == 2
+    assert logs == [
+        {
+            "event": "ticket refused",
+            "log_level": "warning",
+            "worker": "w",
+            "producer": "peer",
+            "pool": "there",
+            "code": code,
+            "text": "no such lease",
+        }
+    ]
+
+
+def test_a_pull_that_is_cancelled_before_the_stamp_was_looked_for_claims_nothing(stage):
+    read_at_once(stage)
+    stage.request(Cancel(9, "q"))
+    unproven(stage, 2)
+    assert len(stage.asks(Claim)) == 1
+    assert stage.notified[1:] == [Cancelled("q", quarantined=True), Freed("q")]
 
 
 def test_a_stamp_that_was_found_after_the_last_byte_is_the_proof(stage):
@@ -114,8 +177,14 @@ def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
 
 @pytest.mark.parametrize(
     "found",
-    [0, stamp(SECRET, 10, CONTENT), stamp(SECRET, 9, bytes(16)), stamp(bytes(16), 9, CONTENT)],
-    ids=["wiped", "another lease", "other blocks", "another secret"],
+    [
+        0,
+        stamp(SECRET, 10, CONTENT, 1),
+        stamp(SECRET, 9, bytes(16), 1),
+        stamp(bytes(16), 9, CONTENT, 1),
+        stamp(SECRET, 9, CONTENT, 2),
+    ],
+    ids=["wiped", "another lease", "other blocks", "another secret", "another pool"],
 )
 def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, found):
     read_at_once(stage)
@@ -127,13 +196,25 @@ def test_whatever_else_was_found_proves_nothing_and_a_message_decides(stage, fou
     assert stage.notified[1:] == [Failed("q", "lease_broken", "gone", quarantined=False)]
 
 
-def test_a_lease_without_a_stamp_is_fenced_by_message(stage):
-    read_at_once(stage, word=0)
-    assert stage.stamps_asked_for == [0, 0]
+def test_a_lease_without_a_stamp_is_claimed_before_it_is_read_and_fenced_by_message(stage):
+    read_once(stage)
+    stage.pull("q", ticket=known_ticket(word=0))
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+    assert len(stage.reads) == 1
+    stage.peer_says(Grant(2, 9, 1, 5))
+    assert [read.stamp for read in stage.reads] == [0, 0]
     stage.landed(2)
-    assert stage.asks(Fence)[-1].unclaimed.incarnation == 5
+    assert stage.asks(Fence)[-1] == Fence(2, 9)
     stage.peer_says(Held(2))
     assert stage.notified == [Done("p"), Done("q")]
+
+
+def test_a_lease_whose_stamp_cannot_be_read_is_claimed_before_it_is_read(stage):
+    stage.stamps_readable = False
+    read_once(stage)
+    stage.pull("q", ticket=known_ticket())
+    assert len(stage.asks(Claim)) == 2
+    assert len(stage.reads) == 1
 
 
 def test_of_reads_that_began_together_those_that_last_are_claimed(stage):

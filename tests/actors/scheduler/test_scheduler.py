@@ -19,7 +19,7 @@ from kvd.protocol.peer import (
     Welcome,
 )
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed, Pull
+from kvd.protocol.worker import Cancel, Cancelled, Done, Error, Failed, Freed, Offered, Pull
 from tests.actors.scheduler.pulling import outcome, start_reading
 from tests.actors.stage import Stage, ids, make_ticket, welcome_of
 from tests.simulator.virtual.cache import make_cache
@@ -136,6 +136,28 @@ def test_a_request_id_is_used_once_at_a_time(stage):
     stage.pull()
     [error] = stage.pull(blocks=(4, 5), call=9)
     assert (error.call, error.code) == (9, ErrorCode.DUPLICATE_REQUEST)
+
+
+def test_blocks_that_stand_in_an_offer_are_not_written_to_until_it_has_ended(stage):
+    stage.offer(blocks=(2, 3))
+    [error] = stage.pull(blocks=(3, 4))
+    assert (error.code, error.text) == (
+        ErrorCode.BLOCKS_BUSY,
+        "block 3 of group 0 stands in an offer, which must be released first",
+    )
+    stage.request(Cancel(9, "o"))
+    assert stage.pull(blocks=(3, 4)) == []
+
+
+def test_blocks_that_a_pull_writes_to_are_not_offered_until_nothing_writes_to_them(stage):
+    start_reading(stage)
+    stage.request(Cancel(9, "p"))
+    [error] = stage.offer(blocks=(1, 2))
+    assert (type(error), error.code) == (Error, ErrorCode.BLOCKS_BUSY)
+    assert "block 2 of group 0 belongs to a pull that has not ended or is in quarantine" in error.text
+    stage.read_failed(1)
+    [offered] = stage.offer(blocks=(1, 2))
+    assert isinstance(offered, Offered)
 
 
 def test_a_block_named_twice_is_refused(stage):

@@ -1,7 +1,12 @@
-"""Checks now and then that no daemon holds a claim that no consumer wants."""
+"""Checks now and then that no daemon holds a claim that no consumer wants, or writes to what it holds for others."""
+
+from array import array
 
 from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.runtime.messages import Pool
 from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.protocol.types import Spans
+from kvd.state import lease as lease_machine
 from kvd.state.claim import State
 from tests.simulator.checks.bounds import over
 from tests.simulator.checks.promises import Promise
@@ -15,6 +20,26 @@ _LOOKS = 3
 """How often in a row a claim may be seen without its transfer, since its release takes a moment to arrive."""
 
 
+def check_offered(world: World, daemon: Daemon) -> None:
+    """No pull that is open may write to blocks that stand in an offer."""
+    leases, scheduler = daemon.context.leases, daemon.context.scheduler
+    assert isinstance(leases, LeasesActor)
+    assert isinstance(scheduler, SchedulerActor)
+    standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
+    for pull in scheduler._pulls.values():
+        written = blocks_of(pull.pool, pull.blocks)
+        for lease in standing:
+            both = written & blocks_of(lease.pool, lease.blocks) if lease.pool.id == pull.pool.id else set()
+            if both:
+                text = f"{daemon.name}: {pull.key} writes to {sorted(both)}, which stand in {lease.key}"
+                world.violate(Promise.FENCED, text)
+
+
+def blocks_of(pool: Pool, spans: Spans) -> set[tuple[int, int]]:
+    """Blocks as (arena, id)."""
+    return {(pool.spec.groups[span.group].arena, block) for span in spans for block in array("I", span.ids)}
+
+
 class Inspector:
     def __init__(self, world: World, daemons: list[Daemon]) -> None:
         self._world = world
@@ -25,6 +50,8 @@ class Inspector:
 
     def _look(self) -> None:
         self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
+        for daemon in self._by_identity.values():
+            check_offered(self._world, daemon)
         # Where clocks step back a consumer may claim of a run that it has not met, and forget that with the one before.
         if self._world.orderly and Piece.BACKWARD_CLOCKS not in self._world.pieces:
             self._find_claims_for_nobody()

@@ -51,6 +51,8 @@ class Pulling:
     sent: float = 0.0
     stale: bool = False
     """Its ticket names a daemon's run that is over: it must fail at once."""
+    void: bool = False
+    """Its ticket gives no right to read anything: its blocks must stay as they are."""
     outcomes: int = 0
     spoilt: bool = False
     """Cancelled, its offer withdrawn, or given too little time: it may fail."""
@@ -184,7 +186,18 @@ class Ledger:
         if pulling is None:
             return
         self.lend(pulling.blocks, lent=False)
+        if pulling.void:
+            self._check_untouched(request, pulling)
         self.give_back(pulling.blocks)
+
+    def _check_untouched(self, request: str, pulling: Pulling) -> None:
+        """Promise 6: who has no right ticket gets nothing, not even in a pull that fails."""
+        file = self.file
+        if file is None or file.ended:
+            return
+        came = (file.data[self.cache.bytes_of(pulling.blocks)] != SCRAP).sum()
+        if came:
+            self.world.violate(Promise.BAD_INPUT, f"{self.name}: {came} bytes came of {request}, whose ticket is void")
 
     def give_back(self, blocks: tuple[Blocks, ...]) -> None:
         """Overwrites the blocks, which are the worker's own again."""

@@ -3,11 +3,11 @@
 | promise | checked |
 |---|---|
 | ENDS_ONCE | at every notification (one outcome, in time); once idle: no pull is open, no block is missing |
-| FENCED | at every `Done`, byte by byte; producers overwrite blocks as soon as they get them back |
+| FENCED | at every `Done`, byte by byte; producers overwrite blocks as soon as they get them back; pulls into offers |
 | QUARANTINE | at every byte that the transport stores, against the mask of what is lent to a pull |
 | NOTIFIED | at every batch: a number names one notification; once idle: none is missing |
 | OWN_POOL | at every store and fetch (mask, bounds), and by requests that name other blocks |
-| BAD_INPUT | garbage on every socket is answered by an error; wrong requests are refused, wrong tickets never done |
+| BAD_INPUT | garbage on every socket is answered by an error; wrong requests are refused; wrong tickets bring no byte |
 | SURVIVES | a pull that no fault hit is done; pools survive daemons; a healed world serves |
 | SOUND | no actor raises, and an idle world holds nothing |
 """

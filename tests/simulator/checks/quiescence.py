@@ -110,6 +110,9 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
     for worker, busy in scheduler._targets.busy_blocks().items():
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
+    for pool in scheduler._targets._pools.values():
+        if pool.blocks.offered or pool.blocks._named or any(pool.blocks._again.values()):
+            world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.worker} are offered, and no offer stands")
     completion = daemon.context.completion
     assert isinstance(completion, CompletionActor)
     for name, log in completion._logs.items():
@@ -130,7 +133,6 @@ _PER_WORKER = {
     "handshake._peer_server._pools",
     "leases._offers._pools",
     "scheduler._targets._pools",
-    "scheduler._targets._busy",
     "completion._logs",
 }
 """Tables with one entry per attached worker."""
@@ -139,6 +141,8 @@ _KEPT = {
     "gateway._admission._inquiries._rates": "one of each user that asked lately",
     "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
+    "leases._claims._once._seen": "the same",
+    "scheduler._transfers._once._seen": "the same",
     "handshake._introductions._specs": "those read last; their number is bounded",
     "handshake._peer_server._told": "the pools that somebody was told of: those that are attached, at most",
     "handshake._peer_server._welcomes": "one frame for all that may read the same pools",

@@ -4,15 +4,20 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import BadRequest
 from kvd.protocol import codec, ticket
 from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
+from kvd.state import lease as lease_machine
+from tests.simulator.checks.inspector import check_offered
 from tests.simulator.checks.ledger import Pulling
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.workers import Worker
 from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.network import UID
 from tests.simulator.virtual.world import World
 
 _TOKENS = 99
@@ -37,6 +42,7 @@ class BadInput:
             self._garbage_request,
             self._wrong_request,
             self._wrong_ticket,
+            self._used_blocks,
         )
         self.world.rng.choice(kinds)()
 
@@ -141,6 +147,37 @@ class BadInput:
         )
         worker.send_wrong(*rng.choice(wrong))
 
+    def _used_blocks(self) -> None:
+        """Offers what a pull writes to, or pulls into what is offered, at a moment when that is certain."""
+        daemon, rng = self._living(), self.world.rng
+        if daemon is None:
+            return
+        leases, scheduler = daemon.context.leases, daemon.context.scheduler
+        assert isinstance(leases, LeasesActor)
+        assert isinstance(scheduler, SchedulerActor)
+        standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
+        pulls = [(pull.pool.worker, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
+        used = [(lease.pool.worker, wire.Offer, lease.blocks) for lease in standing] + pulls
+        used = [each for each in used if any(span.ids for span in each[2])]
+        if not used:
+            return
+        name, kind, spans = rng.choice(used)
+        [worker] = [worker for worker in self.workers if worker.name == name]
+        if not worker.attached or worker.session is None or worker.session.port is not daemon.worker_port:
+            return
+        rank = ticket.TicketRank("d0", "sim://nowhere", 0, "e0.0", "x", 0, _GUESS)
+        text = ticket.Ticket(4, (rank,), ((Span(0, 0, b"\0\0\0\0"),),)).encode()
+
+        def make(call: int) -> Message:
+            if kind is wire.Offer:
+                return wire.Pull(call, f"used{call}", text, spans, 1.0)
+            return wire.Offer(call, f"used{call}", 4, spans, 1.0, _GUESS)
+
+        frame = worker.make_wrong(make, Promise.FENCED, f"a second use of what a {kind.__name__} names")
+        self.world.note(daemon.name, "is asked for blocks in use", frame)
+        daemon.worker_port.inject(worker.session.routing, frame, UID)
+        daemon.process.call_later(0.0, check_offered, self.world, daemon)
+
     def _wrong_ticket(self) -> None:
         offering = [worker for worker in self.workers if worker.attached and worker.offers]
         if offering:
@@ -166,6 +203,7 @@ class BadInput:
                 replace(right, blocks=((replace(ids[0], ids=b"\1"), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], first=3),),)),
                 replace(right, tokens=1 << 62),
+                replace(right, ranks=(replace(rank, secret=_GUESS, stamp=rng.randrange(5)),)),
                 replace(right, ranks=(replace(rank, pool="nobody"),)),
                 replace(right, ranks=(replace(rank, offer="nothing"),)),
                 replace(right, ranks=(replace(rank, incarnation=1 << 60),)),
@@ -182,5 +220,5 @@ class BadInput:
         request = f"wrong{self._made}"
         now = self.world.loop.now
         trouble = worker.trouble + worker.daemon.pauses
-        pulling = Pulling("", "", 0, blocks, now + 0.5, now, (), trouble, stray=True, spoilt=True)
+        pulling = Pulling("", "", 0, blocks, now + 0.5, now, (), trouble, stray=True, void=True, spoilt=True)
         worker.pull_wrongly(request, wrong.encode(), pulling, 0.5)

@@ -119,9 +119,16 @@ class Router:
         """Prefills a sequence at `source` for `target`; None if an engine is not ready."""
         if not source.ready or not target.ready:
             return None
+        return self._begin(source, target, calm, self._earlier(source))
+
+    def begin_again(self, sequence: Sequence) -> None:
+        """Prefills another sequence under the name of one that is offered no more."""
+        if sequence.source.ready and sequence.target.ready and self._is_over(sequence):
+            self._begin(sequence.source, sequence.target, False, sequence)
+
+    def _begin(self, source: Engine, target: Engine, calm: bool, earlier: Sequence | None) -> Sequence:
         rng = self.world.rng
         self.sequences += 1
-        earlier = self._earlier(source)
         sequence = Sequence(
             name=f"s{self.sequences}",
             offer=earlier.offer if earlier else f"s{self.sequences}",
@@ -147,12 +154,13 @@ class Router:
         """A finished sequence whose name is used again."""
         if Piece.REUSED_NAMES not in self.world.pieces or self.world.chance(0.4):
             return None
-        over = [
-            each
-            for each in self._alive[-4:]
-            if each.source is source and not any(each.offer in worker.offers for worker in source.workers)
-        ]
+        over = [each for each in self._alive[-4:] if each.source is source and self._is_over(each)]
         return self.world.rng.choice(over) if over else None
+
+    @staticmethod
+    def _is_over(sequence: Sequence) -> bool:
+        """Whether nobody offers it any more."""
+        return not any(sequence.offer in worker.offers for worker in sequence.source.workers)
 
     def _others(self, source: Engine, target: Engine) -> tuple[Engine, ...]:
         if Piece.SEVERAL_CONSUMERS not in self.world.pieces:
@@ -240,6 +248,7 @@ class Router:
             return
         request = f"{sequence.name}/{worker.name}/{attempt}"
         sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
+        void = self._is_stale(joined)
         pulling = Pulling(
             sequence=sequence.name,
             offer=sequence.offer,
@@ -252,7 +261,8 @@ class Router:
             spoilt=not sequence.calm,
             brief=sequence.brief,
             sent=self.world.loop.now,
-            stale=self._is_stale(joined) and sequence.source.ready and not self._is_stopped(sequence, worker),
+            void=void,
+            stale=void and sequence.source.ready and not self._is_stopped(sequence, worker),
         )
         self._by_request[request] = (sequence, worker)
         try:

@@ -20,6 +20,8 @@ ACTIVE = 3.0
 """Seconds during which requests are made and faults happen."""
 _STRIKE = 0.1
 """Seconds after a pull begins within which a fault hits it."""
+_SOON = 0.01
+"""Seconds after which a name that was withdrawn is offered again: its engine has heard that it may, as a rule."""
 
 
 class Schedule:
@@ -55,6 +57,8 @@ class Schedule:
             if rng.random() < likely:
                 setattr(knobs, knob, rng.random() ** 2 * most)
 
+        if Piece.REUSED_NAMES in self.world.pieces:
+            knobs.reuse = 0.2
         if Piece.BRIEF_OFFERS in self.world.pieces and rng.random() < 0.6:
             knobs.clear()
             knobs.read_slow = 0.5
@@ -257,12 +261,23 @@ class Schedule:
         if worker.attached and worker.offers:
             self.router.withdraw(self.world.rng.choice(sorted(worker.offers)), worker)
 
+    def _withdraw_from(self, sequence: Sequence, source: Worker) -> None:
+        if source.attached and sequence.offer in source.offers:
+            self.router.withdraw(sequence.offer, source)
+
+    def _offer_again(self, sequence: Sequence, source: Worker) -> None:
+        """Withdraws an offer and makes another of its name, while the first is read."""
+        self._withdraw_from(sequence, source)
+        self.world.loop.call_later(_SOON, self.router.begin_again, sequence)
+
     def _strike(self, sequence: Sequence, worker: Worker, request: str) -> None:
         """Does something in the middle of a pull."""
         world = self.world
         source = world.rng.choice(sequence.source.workers)
         if world.chance(world.knobs.forge):
             self._bad_input.forge(source, sequence.offer, self._worker())
+        if world.chance(world.knobs.reuse):
+            world.loop.call_later(world.rng.random() * _SOON, self._offer_again, sequence, source)
         if not world.chance(world.knobs.strike):
             return
 
@@ -276,8 +291,7 @@ class Schedule:
             withdraw()
 
         def withdraw() -> None:
-            if source.attached and sequence.offer in source.offers:
-                self.router.withdraw(sequence.offer, source)
+            self._withdraw_from(sequence, source)
 
         action = world.rng.choice(
             (

@@ -311,9 +311,13 @@ class Worker(Ledger):
     def send_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> None:
         """Sends a request that must be refused; `make` builds it from its call number."""
         assert self.session is not None
+        self.session.send(self.make_wrong(make, promise, what))
+
+    def make_wrong(self, make: Callable[[int], Message], promise: Promise, what: str) -> bytes:
+        """The frame of a request that must be refused."""
         self._strays += 1
         self.calls[self._strays] = (promise, what)
-        self.session.send(codec.encode(make(self._strays)))
+        return codec.encode(make(self._strays))
 
     def pull_wrongly(self, request: str, wrong: str, pulling: Pulling, timeout: float) -> None:
         """Pulls with a wrong ticket, without the core; it must not end as done."""

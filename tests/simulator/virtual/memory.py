@@ -64,8 +64,8 @@ class SimStamps:
     """So few words that they run out at times; implements `kvd.memory.stamps.StampMemory`."""
 
     def __init__(self, map_bytes: Callable[[NDArray[np.uint8]], int]) -> None:
-        self.words: NDArray[np.uint64] = np.zeros(4, np.uint64)
-        self.base = map_bytes(self.words.view(np.uint8))
+        self.words: NDArray[np.uint64] = np.zeros((4, 2), np.uint64)
+        self.base = map_bytes(self.words.view(np.uint8).reshape(-1))
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ class Knobs:
     """A daemon dies while its memory is being read."""
     forge: float = 0.0
     """A worker pulls with a ticket that was changed on its way."""
+    reuse: float = 0.0
+    """In the middle of a pull, its offer is withdrawn, and another made under its name."""
     queue_full: float = 0.0
     """A worker's queue takes no message."""
     add_peer_fails: float = 0.0
