@@ -188,6 +188,13 @@ HTTP_BACKLOG: Final = 128
 HTTP_SECONDS: Final = 10.0
 """Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
 
+HTTP_SHARE: Final = 0.1
+"""Of one core, for the HTTP port while it is asked without a pause: some hundred answers a second. The daemon's loop
+waits for the interpreter meanwhile."""
+
+METRICS_PER_SECOND: Final = 20
+"""Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
+
 # --- router ---------------------------------------------------------------------------------------------------------
 ROUTER_CONNECTIONS: Final = 4096
 """Open connections of clients; one more is closed at once. Each costs some 50 KiB and a descriptor."""
