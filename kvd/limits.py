@@ -97,7 +97,10 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 """Producer ranks in the tickets of one worker's open pulls: as many pulls as it may have, of four ranks each."""
 
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
-"""Tickets of one worker's open pulls, as text: 12 M block ids. They stay in memory until their pull ends."""
+"""Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
+
+SPAN_BYTES: Final = 128
+"""What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
 MAX_ATTACHES_PER_SECOND: Final = 20
 """Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""
@@ -129,6 +132,12 @@ MAX_CONSUMERS: Final = 1024
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
 This bounds the work of answering: nobody guesses 128 bits."""
+
+MAX_UNKNOWN_CLAIMS: Final = 16_384
+MAX_UNKNOWN_CLAIMS_PER_SECOND: Final = 1024
+"""Claims of one peer in its renewals and fences that are not held here: as many at once, then so many a second; of a
+peer with more, renewals and fences are dropped unread. Honest ones have them when many offers end at one moment; each
+takes up to 20 us of the loop, and some frames name 4,096."""
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered, so that a late request learns why they ended. Beyond it the oldest are

@@ -2,6 +2,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.token_bucket import RateLimit
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
@@ -389,6 +390,36 @@ def test_a_guess_hears_that_it_is_wrong_and_after_many_nothing_while_a_right_pro
     assert stage.context.metrics.wrong_proofs._value.get() == 2 * limits.MAX_WRONG_PROOFS
     assert isinstance(stage.asked_by_peer(claim(secret=bytes(16)), sender=b"other#1")[0], Refuse)
     assert isinstance(stage.asked_by_peer(claim(), sender=b"guesser#1")[0], Grant)
+
+
+@pytest.mark.parametrize("kind", ["renew", "settle", "fence"])
+def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_nobody_else(kind, monkeypatch):
+    burst, second = limits.MAX_RENEWALS, limits.MAX_UNKNOWN_CLAIMS_PER_SECOND
+    monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(second, burst))
+    stage = Stage()
+    stage.attach()
+    [offered] = stage.offer(consumers=0)
+    [rank] = ticket.decode(offered.ticket).ranks
+    asked = 0
+
+    def about_nothing():
+        nonlocal asked
+        unknown = range(asked := asked + 1_000_000, asked + limits.MAX_RENEWALS)
+        if kind == "renew":
+            return Renew(tuple(unknown))
+        claims = [claim(number, generation=7) for number in unknown[: limits.MAX_SETTLED]]
+        fences = tuple(Fence(each.claim, 7, each) for each in claims)
+        return Settle(fences) if kind == "settle" else fences[0]
+
+    size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]
+    assert sum(len(stage.asked_by_peer(about_nothing(), b"idle#1")) for _ in range(2 * burst // size)) == burst // size
+    assert stage.asked_by_peer(about_nothing(), b"idle#2") == []
+    assert isinstance(stage.asked_by_peer(claim(1), b"idle#1")[0], Grant)
+    assert isinstance(stage.asked_by_peer(claim(1), b"busy#1")[0], Grant)
+    assert len(stage.asked_by_peer(Renew((1, 2)), b"busy#1")) == 1
+    assert stage.asked_by_peer(Fence(1, rank.generation), b"busy#1") == [Held(1)]
+    stage.run(size / second)
+    assert len(stage.asked_by_peer(about_nothing(), b"idle#1")) == 1
 
 
 def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):
