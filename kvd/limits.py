@@ -174,6 +174,10 @@ MAX_HANDSHAKES: Final = 16
 """Handshakes at a time; others queue. Loading a peer's metadata stops the transport for 0.4 to 3 ms; a thousand peers
 at once would stop every read for seconds."""
 
+MAX_HANDSHAKES_PER_KEY: Final = 4
+"""Those of daemons with one public key. What a hostile one says of itself may take the process that tries it, and
+6 seconds each time."""
+
 MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""
