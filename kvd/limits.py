@@ -36,7 +36,11 @@ MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
 """One request on a session; the largest, an attach, is a spec and a little more."""
 
 MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
-"""Unfinished frames on all sessions of one user: eight of the largest specs at once."""
+"""Unfinished frames on all sessions of one user, and as much on its connections to the request socket: eight of the
+largest specs at once, two of the largest tickets."""
+
+MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
+"""The same of all users but root and the daemon's own: some have thousands of user ids."""
 
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms of the loop."""
