@@ -36,7 +36,11 @@ MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
 """One request on a session; the largest, an attach, is a spec and a little more."""
 
 MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
-"""Unfinished frames on all sessions of one user: eight of the largest specs at once."""
+"""Unfinished frames on all sessions of one user, and as much on its connections to the request socket: eight of the
+largest specs at once, two of the largest tickets."""
+
+MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
+"""The same of all users but root and the daemon's own: some have thousands of user ids."""
 
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms of the loop."""
@@ -97,7 +101,10 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 """Producer ranks in the tickets of one worker's open pulls: as many pulls as it may have, of four ranks each."""
 
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
-"""Tickets of one worker's open pulls, as text: 12 M block ids. They stay in memory until their pull ends."""
+"""Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
+
+SPAN_BYTES: Final = 128
+"""What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
 MAX_OFFERED_BLOCKS: Final = 1 << 24
 """Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
@@ -132,6 +139,12 @@ MAX_CONSUMERS: Final = 1024
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
 This bounds the work of answering: nobody guesses 128 bits."""
+
+MAX_UNKNOWN_CLAIMS: Final = 16_384
+MAX_UNKNOWN_CLAIMS_PER_SECOND: Final = 1024
+"""Claims of one peer in its renewals and fences that are not held here: as many at once, then so many a second; of a
+peer with more, renewals and fences are dropped unread. Honest ones have them when many offers end at one moment; each
+takes up to 20 us of the loop, and some frames name 4,096."""
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered, so that a late request learns why they ended. Beyond it the oldest are
@@ -175,6 +188,10 @@ some milliseconds late when it is busy."""
 CATCH_UP_SECONDS: Final = 1.0
 """What others get to be read in after a standstill: a thousand messages take 50 ms."""
 
+MAX_HANDSHAKES_PER_KEY: Final = 4
+"""Those of daemons with one public key. What a hostile one says of itself may take the process that tries it, and
+6 seconds each time."""
+
 MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""
@@ -197,6 +214,13 @@ HTTP_BACKLOG: Final = 128
 
 HTTP_SECONDS: Final = 10.0
 """Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
+
+HTTP_SHARE: Final = 0.1
+"""Of one core, for the HTTP port while it is asked without a pause: some hundred answers a second. The daemon's loop
+waits for the interpreter meanwhile."""
+
+METRICS_PER_SECOND: Final = 20
+"""Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
 
 # --- router ---------------------------------------------------------------------------------------------------------
 ROUTER_CONNECTIONS: Final = 4096

@@ -1,26 +1,32 @@
 """The HTTP port: /metrics for Prometheus, /livez and /readyz for supervisors.
 
 It has a thread and a loop of its own, so that it still answers when the daemon's loop hangs. A connection is for one
-request and limited in time; if too many are open, the oldest of the address with the most is closed.
+request and limited in time; if too many are open, the oldest of the address with the most is closed. After each
+connection it rests, so that it takes a small part of the interpreter's time, however many there are.
 """
 
 import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections import Counter
 from http import HTTPStatus
 from typing import NamedTuple
 
 import h11
+import structlog
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
 from kvd.daemon.health import Health
 from kvd.errors import BadRequest, ErrorCode
+from kvd.exposition import Exposition
 
 _TEXT = "text/plain; charset=utf-8"
+_ACCEPT_PAUSE_SECONDS = 0.5
+
+_log = structlog.get_logger("kvd.http")
 
 
 class _Answer(NamedTuple):
@@ -38,10 +44,12 @@ class HttpServer:
     """
 
     def __init__(self, address: str, registry: CollectorRegistry, health: Health) -> None:
-        self._registry = registry
+        self._exposition = Exposition(registry)
         self._health = health
         self._open: dict[asyncio.StreamWriter, str] = {}
         """Remote address by connection, oldest first."""
+        self._used = self._rested = 0.0
+        """Seconds of a core that this thread has used, and when it has rested for them."""
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         try:
@@ -68,11 +76,34 @@ class HttpServer:
             runner.run(self._listen())
 
     async def _listen(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._socket)
+        accepting = asyncio.create_task(self._accept())
         await self._stopping.wait()
-        server.close()
+        accepting.cancel()
+        self._socket.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self) -> None:
+        self._socket.setblocking(False)
+        serving: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                accepted, _ = await self._loop.sock_accept(self._socket)
+            except OSError as error:  # no descriptor is left, or the client has gone already
+                _log.warning("HTTP connection not accepted", error=str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            task = asyncio.create_task(self._connected(accepted))
+            serving.add(task)
+            task.add_done_callback(serving.discard)
+            await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
+
+    def _rest(self, now: float, used: float) -> float:
+        """Seconds to the next connection, for this thread to have no more than its share of a core."""
+        self._rested = max(self._rested, now) + (used - self._used) / limits.HTTP_SHARE
+        self._used = used
+        return self._rested - now
+
+    async def _connected(self, accepted: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=accepted)
         if len(self._open) >= limits.MAX_HTTP_CONNECTIONS:
             self._make_room()
         self._open[writer] = str(writer.get_extra_info("peername", ("",))[0])
@@ -116,8 +147,8 @@ class HttpServer:
             return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET is all there is\n")
         path = request.target.partition(b"?")[0]
         if path == b"/metrics":
-            encode, kind = choose_encoder(dict(request.headers).get(b"accept", b"").decode("latin-1"))
-            return _Answer(HTTPStatus.OK, encode(self._registry), kind)
+            body, kind = self._exposition.answer(dict(request.headers).get(b"accept", b"").decode("latin-1"))
+            return _Answer(HTTPStatus.OK, body, kind)
         if path == b"/livez":
             if self._health.alive:
                 return _Answer(HTTPStatus.OK, b"alive\n")

@@ -162,7 +162,10 @@ class Daemon:
         from kvd.transport.nixl.transport import NixlTransport  # noqa: PLC0415
         from kvd.transport.nixl.ucx import nixl_name  # noqa: PLC0415
 
-        self._probe = Probe(nixl_name())
+        try:
+            self._probe = Probe(nixl_name())
+        except ImportError as error:
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
         self._probe.start()
         return NixlTransport(agent, loop, examine=self._probe, devices=self.config.network_devices())
 

@@ -13,7 +13,8 @@ from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, Session
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener
 from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.router import Router
-from kvd.net.local.session import Session, UnfinishedBytes
+from kvd.net.local.session import Session
+from kvd.net.local.unfinished import UnfinishedBytes
 from kvd.net.lock import PathLock
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials
 

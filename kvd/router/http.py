@@ -8,10 +8,10 @@ from types import TracebackType
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.exposition import Exposition
 from kvd.router.completions import Completions
 from kvd.router.health import Health
 from kvd.router.intake import Intake
@@ -36,6 +36,7 @@ class HttpServer:
         prefills, self._decodes = Servers("prefill", prefill), Servers("decode", decode)
         self._upstream = Upstream(timeouts)
         self._metrics = Metrics((*prefills.all, *self._decodes.all))
+        self._exposition = Exposition(self._metrics.registry)
         self._router = Router(prefills, self._decodes, self._upstream, self._metrics)
         self._health = Health((prefills, self._decodes), self._upstream)
         self._intake = Intake()
@@ -85,8 +86,8 @@ class HttpServer:
             case "GET", "/v1/models":
                 return await self._models(request)
             case "GET", "/metrics":
-                encode, kind = choose_encoder(request.headers.get("Accept", ""))
-                return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": kind})
+                body, kind = self._exposition.answer(request.headers.get("Accept", ""))
+                return web.Response(body=body, headers={"Content-Type": kind})
             case "GET", "/healthz":
                 return web.Response(text="alive\n")
             case "GET", "/readyz":

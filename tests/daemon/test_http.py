@@ -79,6 +79,26 @@ def test_what_is_no_request_is_refused_and_changes_nothing(served: Served) -> No
     assert served.get("/livez") == (200, "alive\n")
 
 
+def test_an_odd_header_is_answered_and_no_reason_for_a_traceback(served: Served, capfd: pytest.CaptureFixture) -> None:
+    for accept in (b"application/openmetrics-text;version=abc", b"text/plain;version=zz", b"\xff\xfe;;;=,,"):
+        answer = served.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: " + accept + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> None:
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    served.get("/livez")
+    began, used = time.monotonic(), time.clock_gettime(clock)
+    for _ in range(100):
+        assert served.get("/metrics")[0] == 200
+    # It has not rested yet for the last request.
+    last = 2 * (time.clock_gettime(clock) - used) / 100
+    assert time.clock_gettime(clock) - used - last <= limits.HTTP_SHARE * (time.monotonic() - began)
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_two_thousand_slow_connections_take_neither_threads_nor_descriptors_nor_liveness(served: Served) -> None:
     before, threads = len(os.listdir("/proc/self/fd")), threading.enumerate()

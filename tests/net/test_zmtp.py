@@ -183,10 +183,64 @@ async def test_a_handshake_that_takes_too_long_is_ended(daemon: Daemon, monkeypa
         assert (await daemon.inbox.next(WorkerFrame)).frame == b"still here"
 
 
-async def test_heartbeats_are_answered_until_their_sender_stops_reading(
+async def test_unfinished_frames_of_a_user_have_a_bound_together_and_finished_ones_make_room(daemon: Daemon) -> None:
+    loop, most = asyncio.get_running_loop(), limits.MAX_MESSAGE_BYTES - limits.KIB
+    part = frame(bytes(most - 1), declared=most)
+    with contextlib.ExitStack() as stack:
+        names = [bytes([number]) * 16 for number in range(limits.MAX_UNFINISHED_BYTES_PER_USER // most)]
+        held = [stack.enter_context(await daemon.connect(GREETING + ready(name))) for name in names]
+        for each in held:
+            await loop.sock_sendall(each, part)
+        while daemon.port._router.unfinished[os.getuid()] < len(held) * len(part):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        extra = stack.enter_context(await daemon.connect(GREETING + ready(b"extra")))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await loop.sock_sendall(extra, part)
+        assert (await daemon.inbox.next(WorkerFrame)).session == b"extra"
+        await read(extra, limits.MIB)  # to the end: it is hung up on
+        await loop.sock_sendall(held[0], b".")
+        assert len((await daemon.inbox.next(WorkerFrame)).frame) == most
+        again = stack.enter_context(await daemon.connect(GREETING + ready(b"again") + frame(bytes(limits.MIB))))
+        assert len((await daemon.inbox.next(WorkerFrame)).frame) == limits.MIB
+        again.close()
+    for left in tuple(daemon.port._router.connections):
+        left.close()
+    assert not daemon.port._router.unfinished
+
+
+async def test_all_strangers_together_have_a_bound_on_unfinished_frames_however_many_users_they_are(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "MAX_UNSENT_BYTES", 1000)
+    users = iter([7, 8, 9, os.geteuid()])
+    monkeypatch.setattr(router, "credentials", lambda _: Credentials(1, next(users), 1))
+    monkeypatch.setattr(limits, "MAX_UNFINISHED_BYTES_OF_STRANGERS", 2 * limits.MIB + 1000)
+    loop, part = asyncio.get_running_loop(), frame(bytes(limits.MIB), declared=2 * limits.MIB)
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(await daemon.connect(GREETING + ready(bytes([n]) * 16))) for n in range(4)]
+        for each in (made[0], made[1], made[3]):
+            await loop.sock_sendall(each, part)
+        while daemon.port._router.unfinished.total() < 3 * len(part):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await loop.sock_sendall(made[2], part)
+        assert (await daemon.inbox.next(WorkerFrame)).session == bytes([2]) * 16
+
+
+async def test_heartbeats_whose_answers_are_not_read_take_some_kilobytes_before_the_connection_ends(
+    daemon: Daemon,
+) -> None:
+    loop, ping = asyncio.get_running_loop(), command(b"\x04PING\x00\x00" + bytes(1000))
+    with await daemon.connect() as made:
+        assert await welcomed(made)
+        sent = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while sent < limits.MAX_MESSAGE_BYTES:
+                await loop.sock_sendall(made, 15 * ping)
+                sent += 15 * len(ping)
+        assert sent < limits.MIB
+
+
+async def test_heartbeats_are_answered_until_their_sender_stops_reading(daemon: Daemon) -> None:
     loop = asyncio.get_running_loop()
     with await daemon.connect() as made:
         assert await welcomed(made)

@@ -15,7 +15,7 @@ class Run:
             self._examine, load=lambda *what: self.loaded.append(what), refuse=lambda *what: self.refused.append(what)
         )
 
-    def _examine(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
+    def _examine(self, _agent: str, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
         self.asked.append((known, metadata))
         self.say.append(done)
 

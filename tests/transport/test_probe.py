@@ -20,9 +20,9 @@ class Asking:
             patch.setattr(probe, "TRY_SECONDS", seconds)
             await self.probe._started()
 
-    async def __call__(self, metadata: bytes, known: bytes = b"") -> str:
+    async def __call__(self, metadata: bytes, known: bytes = b"", agent: str = "peer#1") -> str:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.probe(known, metadata, answer.set_result)
+        self.probe(agent, known, metadata, answer.set_result)
         async with asyncio.timeout(MOMENT):
             return await answer
 
@@ -75,6 +75,21 @@ async def test_metadata_that_does_harm_is_found_fault_with_and_the_next_is_tried
 async def test_metadata_that_does_harm_only_where_older_is_known_is_found_fault_with(ask: Asking) -> None:
     assert "SIGABRT" in await ask(b"abort", known=b"before")
     assert await ask(b"good") == ""
+
+
+async def test_a_daemon_waits_for_one_try_of_another_however_many_that_one_asks_for(ask: Asking) -> None:
+    came: list[str] = []
+
+    async def asked(metadata: bytes, agent: str) -> None:
+        await ask(metadata, agent=agent)
+        came.append(agent)
+
+    hostile = [asked(b"refused", f"hostile#{number}") for number in range(4)]
+    await asyncio.gather(*hostile, asked(b"good", "honest#1"), asked(b"good", "other#1"))
+    assert came == ["hostile#0", "honest#1", "other#1", "hostile#1", "hostile#2", "hostile#3"]
+    # Its last one failed: it waits for all others.
+    await asyncio.gather(asked(b"good", "other#2"), asked(b"good", "hostile#4"), asked(b"good", "honest#2"))
+    assert came[6:] == ["other#2", "honest#2", "hostile#4"]
 
 
 async def test_where_no_process_can_be_had_nothing_is_loaded() -> None:

@@ -1,4 +1,13 @@
-from kvd.transport.nixl.ucx import TCP_SETTINGS, choose_settings
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvd.transport.nixl.ucx import TCP_SETTINGS, choose_settings, set_by_operator
+from tests.support.patience import PATIENCE
+from tests.support.ports import free_port, own_address
 
 
 def chosen(devices: list[str] | None, **environment: str) -> dict[str, str]:
@@ -25,3 +34,31 @@ def test_other_hosts_come_by_the_devices_named_and_those_that_the_operator_named
 
 def test_devices_that_nobody_knows_leave_ucx_its_own_choice() -> None:
     assert chosen(None).keys().isdisjoint({"UCX_TLS", "UCX_NET_DEVICES"})
+
+
+def test_an_error_names_what_the_operator_set_and_not_what_kvd_chose_itself() -> None:
+    environment = chosen(None, UCX_TLS="rc", UCX_LOG_LEVEL="info", PATH="/bin")
+    assert set_by_operator(environment) == "UCX_LOG_LEVEL=info UCX_TLS=rc"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("variable", ["UCX_TLS=rc,cuda_ipc,cuda_copy", "UCX_NET_DEVICES=mlx5_9:1"])
+def test_a_variable_under_which_ucx_does_not_start_ends_the_daemon_in_one_line_that_names_it(
+    variable: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("nixl_cu12", reason="nixl is not installed")
+    name, _, value = variable.partition("=")
+    listen = f"tcp://{own_address()}:{free_port()}"
+    serve = [sys.executable, "-m", "kvd.cli.main", "serve", "--socket", str(tmp_path / "s"), "--listen", listen]
+    ended = subprocess.run(
+        [*serve, "--insecure"],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    (said,) = [line for line in ended.stderr.splitlines() if "NIXL INFO" not in line]
+    assert said.startswith("kvd serve: bad_config: UCX")
+    assert variable in said
+    assert ended.returncode == 2

@@ -69,7 +69,7 @@ class HandshakeActor(Actor):
         self._peers = peers
         self._peer_server = peer_server
         self.serve(peer_server)
-        self._slots: PrioritySlots[int] = PrioritySlots(limits.MAX_HANDSHAKES)
+        self._slots: PrioritySlots[int] = PrioritySlots(limits.MAX_HANDSHAKES, limits.MAX_HANDSHAKES_PER_KEY)
         """Links whose peer is being greeted or loaded, and those that wait for that."""
         self._answers_due: Deadlines[int] = Deadlines(
             context.loop, lambda link: self.soon(self._unanswered, link), for_others=True
@@ -136,7 +136,7 @@ class HandshakeActor(Actor):
         """Continues a handshake, now or when a slot is free; peers that a pull waits for come first."""
         if peer.state is State.GREETING and self.loop.time() < peer.greeted_from:
             return  # a later heartbeat greets it
-        if self._slots.enter(peer.link, urgent=peer.wanted, owner=peer.worker):
+        if self._slots.enter(peer.link, urgent=peer.wanted, owner=peer.worker, party=key_of(peer.address)):
             self._go_on(peer)
 
     def _go_on(self, peer: Peer) -> None:

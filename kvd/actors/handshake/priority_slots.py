@@ -1,5 +1,6 @@
 """Bounds how many keys run at once; the rest queue by priority."""
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -7,62 +8,79 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PrioritySlots(Generic[K]):
-    """At most `slots` keys run. Urgent ones are next; their owners take turns, so one with many delays only itself.
+    """At most `slots` keys run, and `share` of one party, if it is named: others find room however slow it is.
 
-    Keys of one owner, and keys that are not urgent, are first come, first served.
+    Urgent keys are next; their owners take turns, so one with many delays only itself. Keys of one owner, and keys that
+    are not urgent, are first come, first served.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, share: int | None = None) -> None:
         self._slots = slots
-        self._in: set[K] = set()
-        self._urgent: dict[str, dict[K, None]] = {}
-        """By owner."""
-        self._patient: dict[K, None] = {}
+        self._share = slots if share is None else share
+        self._in: dict[K, str] = {}
+        """Those that run, each with its party."""
+        self._of_party: Counter[str] = Counter()
+        self._urgent: dict[str, dict[K, str]] = {}
+        """By owner; each with its party."""
+        self._patient: dict[K, str] = {}
 
     @property
     def waiting(self) -> int:
         """How many keys wait."""
         return sum(map(len, self._urgent.values())) + len(self._patient)
 
-    def enter(self, key: K, *, urgent: bool, owner: str = "") -> bool:
+    def enter(self, key: K, *, urgent: bool, owner: str = "", party: str = "") -> bool:
         """Whether `key` runs, already or from now on; else it waits."""
-        if key not in self._in and len(self._in) < self._slots:
+        if key not in self._in and self._has_room(party):
             self.forget(key)
-            self._in.add(key)
+            self._run(key, party)
         if key in self._in:
             return True
         if urgent:
             self._patient.pop(key, None)
-            self._urgent.setdefault(owner, {})[key] = None
+            self._urgent.setdefault(owner, {})[key] = party
         elif not any(key in keys for keys in self._urgent.values()):
-            self._patient[key] = None
+            self._patient[key] = party
         return False
 
     def hurry(self, key: K, owner: str = "") -> None:
         """Makes a waiting key urgent."""
         if key in self._patient:
-            self.enter(key, urgent=True, owner=owner)
+            self.enter(key, urgent=True, owner=owner, party=self._patient[key])
 
     def leave(self, key: K) -> None:
         """Frees the slot of a key; one that waits goes on waiting."""
-        self._in.discard(key)
+        if key in self._in:
+            self._of_party -= Counter([self._in.pop(key)])
 
     def forget(self, key: K) -> None:
         """Frees the slot of a key, or takes it out of the queue."""
         for keys in (*self._urgent.values(), self._patient):
             keys.pop(key, None)
         self._urgent = {owner: keys for owner, keys in self._urgent.items() if keys}
-        self._in.discard(key)
+        self.leave(key)
 
     def next(self) -> K | None:
-        """Starts the next key and returns it; None if none waits or no slot is free."""
-        if not self.waiting or len(self._in) >= self._slots:
+        """Starts the next key and returns it; None if none waits that a slot is free for."""
+        if len(self._in) >= self._slots:
             return None
-        owner = next(iter(self._urgent), None)
-        queue = self._patient if owner is None else self._urgent.pop(owner)
-        key = next(iter(queue))
-        del queue[key]
-        if owner is not None and queue:
-            self._urgent[owner] = queue
-        self._in.add(key)
+        for owner, queue in self._urgent.items():
+            if (key := self._first(queue)) is not None:
+                del self._urgent[owner]
+                self._run(key, queue.pop(key))
+                if queue:
+                    self._urgent[owner] = queue
+                return key
+        if (key := self._first(self._patient)) is not None:
+            self._run(key, self._patient.pop(key))
         return key
+
+    def _first(self, queue: dict[K, str]) -> K | None:
+        return next((key for key, party in queue.items() if self._has_room(party)), None)
+
+    def _run(self, key: K, party: str) -> None:
+        self._in[key] = party
+        self._of_party[party] += 1
+
+    def _has_room(self, party: str) -> bool:
+        return len(self._in) < self._slots and (not party or self._of_party[party] < self._share)

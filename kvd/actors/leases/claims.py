@@ -26,6 +26,7 @@ from kvd.state import lease as lease_machine
 from kvd.state.claim import Effect, Event, State
 
 _WRONG_PROOFS = RateLimit(limits.MAX_WRONG_PROOFS / 60, limits.MAX_WRONG_PROOFS)
+_UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CLAIMS)
 
 
 class Claims(Component):
@@ -56,8 +57,9 @@ class Claims(Component):
         self._due: Deadlines[ClaimKey] = Deadlines(context.loop, InBatches(actor, self._overdue), for_others=True)
         self._untold: Batch[ClaimRecord] = Batch(lambda: actor.soon(self._tell_broken))
         """Broken claims whose consumers have not been told."""
+        # By peer.
         self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
-        """By peer."""
+        self._unknown: TokenBuckets[str] = TokenBuckets(_UNKNOWN)
         self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
 
     @handles(PeerRequest)
@@ -67,16 +69,16 @@ class Claims(Component):
         match message.request:
             case Claim() as claim:
                 self._claim(ClaimKey(sender, claim.claim), peer, claim)
+            case Release() as release:
+                self._release(ClaimKey(sender, release.claim), finished=release.finished)
+            case _ if self._unknown.is_empty(peer, self._context.loop.time()):
+                self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
             case Fence() as fence:
                 self._fence(ClaimKey(sender, fence.claim), peer, fence)
             case Settle() as settle:
-                for fence in settle.fences:
-                    self._check_fence(ClaimKey(sender, fence.claim), peer, fence)
-                self._reply(sender, Settled(tuple(fence.claim for fence in settle.fences)))
+                self._settle(sender, peer, settle.fences)
             case Renew() as renewal:
-                self._renew(sender, renewal.claims)
-            case Release() as release:
-                self._release(ClaimKey(sender, release.claim), finished=release.finished)
+                self._renew(sender, peer, renewal.claims)
 
     # --- a claim comes ----------------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class Claims(Component):
 
     # --- it is held -------------------------------------------------------------------------------------------------
 
-    def _renew(self, sender: bytes, numbers: tuple[int, ...]) -> None:
+    def _renew(self, sender: bytes, peer: str, numbers: tuple[int, ...]) -> None:
         now = self._context.loop.time()
         lost = []
         for number in numbers:
@@ -180,13 +182,22 @@ class Claims(Component):
             elif claim.state is State.HELD:
                 self._due.set(claim.key, now + claim.request.ttl)
         if lost:
+            self._unknown.charge(peer, now, len(lost))
             self._reply(sender, Broken(tuple(lost), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
+
+    def _settle(self, sender: bytes, peer: str, fences: tuple[Fence, ...]) -> None:
+        errors = [self._check_fence(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
+        if unknown := sum(error is not None for error in errors):
+            self._unknown.charge(peer, self._context.loop.time(), unknown)
+        self._reply(sender, Settled(tuple(fence.claim for fence in fences)))
 
     def _fence(self, key: ClaimKey, peer: str, fence: Fence) -> None:
         error = self._check_fence(key, peer, fence)
         if error is None:
             self._reply(key.sender, Held(key.claim))
-        elif self._may_hear(peer, error):
+            return
+        self._unknown.charge(peer, self._context.loop.time(), 1)
+        if self._may_hear(peer, error):
             self._reply(key.sender, Broken((key.claim,), error.code, error.text))
 
     def _check_fence(self, key: ClaimKey, peer: str, fence: Fence) -> KvdError | None:

@@ -32,6 +32,15 @@ class TokenBucket:
         self._left -= 1.0
         return True
 
+    def charge(self, now: float, count: int) -> None:
+        """Takes `count` tokens, as a debt if so many are not left."""
+        self._left = min(float(self._limit.burst), self._left + (now - self._at) * self._limit.per_second) - count
+        self._at = now
+
+    def is_empty(self, now: float) -> bool:
+        """Whether no token is left."""
+        return self._left + (now - self._at) * self._limit.per_second < 1.0
+
     def is_full(self, now: float) -> bool:
         """Whether it is as good as new, so that it need not be kept."""
         return self._left + (now - self._at) * self._limit.per_second >= self._limit.burst
@@ -46,5 +55,16 @@ class TokenBuckets(Generic[K]):
 
     def take(self, key: K, now: float) -> bool:
         """Takes a token of `key`; False if none is left."""
+        return self._of(key, now).take(now)
+
+    def charge(self, key: K, now: float, count: int) -> None:
+        """Takes `count` tokens of `key`, as a debt if so many are not left."""
+        self._of(key, now).charge(now, count)
+
+    def is_empty(self, key: K, now: float) -> bool:
+        """Whether `key` has no token left."""
+        return key in self._rates and self._rates[key].is_empty(now)
+
+    def _of(self, key: K, now: float) -> TokenBucket:
         self._rates = {each: rate for each, rate in self._rates.items() if not rate.is_full(now)}
-        return self._rates.setdefault(key, TokenBucket(self._limit, now)).take(now)
+        return self._rates.setdefault(key, TokenBucket(self._limit, now))

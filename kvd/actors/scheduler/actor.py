@@ -65,7 +65,7 @@ class SchedulerActor(Actor):
             pool,
             ticket,
             request.spans,
-            ticket_bytes=len(request.ticket),
+            ticket_bytes=len(request.ticket) + limits.SPAN_BYTES * sum(map(len, ticket.blocks)),
             consumer=request.consumer or request.request,
             started=now,
             awaited=unknown,

@@ -99,7 +99,7 @@ class Pull(Struct, eq=False):
     blocks: Spans
     """Those of `pool` that are to be filled."""
     ticket_bytes: int
-    """As text."""
+    """In memory, about: what it has as text, and its spans as they are decoded."""
     consumer: str
     """What producers know it as, together with the pulls of the engine's other ranks."""
     started: float

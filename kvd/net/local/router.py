@@ -4,6 +4,7 @@ import os
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -13,12 +14,16 @@ from kvd.net.interface import Intake
 from kvd.net.local import zmtp
 from kvd.net.local.listener import MAX_CONNECTIONS
 from kvd.net.local.reader import FrameReader
+from kvd.net.local.unfinished import UnfinishedBytes
 from kvd.net.options import HANDSHAKE_MS, LINGER_MS
 from kvd.net.stream import RECEIVE_BYTES
 from kvd.net.unix import credentials
 
 MAX_UNSENT_BYTES: Final = limits.MAX_MESSAGE_BYTES
-"""Bytes waiting for a worker that does not read; beyond it `send` refuses, and a heartbeat ends the connection."""
+"""Bytes waiting for a worker that does not read; beyond it `send` refuses."""
+
+MAX_UNSENT_PONGS: Final = 16 * limits.KIB
+"""Answers to heartbeats that wait for one that does not read them; beyond it the connection ends."""
 
 OnMessage = Callable[[bytes, bytes, int], None]
 """Called with a routing id, a message, and the uid of its sender according to the kernel."""
@@ -38,6 +43,8 @@ class Router:
         """Every connection reads into it and copies at once."""
         self.connections: set[_Connection] = set()
         self.by_identity: dict[bytes, _Connection] = {}
+        self.unfinished: Counter[int] = Counter()
+        """Bytes of unfinished frames, by user."""
 
     def accept(self, accepted: socket.socket) -> None:
         """Takes a connection over, or closes it if it or its user would have too many."""
@@ -86,7 +93,9 @@ class _Connection(FrameReader[zmtp.Received]):
         self._router = router
         self._identity: bytes | None = None
         self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES)
+        self._unfinished = UnfinishedBytes(uid, router.unfinished)
         self._unsent = bytearray()
+        self._unsent_pongs = 0
         self._flushing = False
         self._deadline = self.loop.call_later(HANDSHAKE_MS / 1000, self.close)
         self._queue(zmtp.GREETING)
@@ -106,6 +115,8 @@ class _Connection(FrameReader[zmtp.Received]):
         except OSError:  # the other end is gone, which the read side reports
             sent = len(self._unsent)
         del self._unsent[:sent]
+        if not self._unsent:
+            self._unsent_pongs = 0
         return not self._unsent
 
     def close(self) -> None:
@@ -115,6 +126,7 @@ class _Connection(FrameReader[zmtp.Received]):
         self.stop()
         self.loop.remove_writer(self.socket.fileno())
         self.socket.close()
+        self._unfinished.release()
         self._router.connections.discard(self)
         if self._identity is not None:
             del self._router.by_identity[self._identity]
@@ -127,6 +139,7 @@ class _Connection(FrameReader[zmtp.Received]):
         except OSError:
             return False
         self.frames.extend(self._decoder.feed(self._router.buffer[:size]))
+        self._unfinished.set(self._decoder.unfinished)
         return size > 0
 
     def deliver(self, frame: zmtp.Received) -> None:
@@ -135,13 +148,17 @@ class _Connection(FrameReader[zmtp.Received]):
         elif isinstance(frame, bytes):
             assert self._identity is not None  # noqa: S101 - the decoder passes no message before `Ready`
             self._router.on_message(self._identity, frame, self.uid)
-        elif len(self._unsent) < MAX_UNSENT_BYTES:
-            self._queue(zmtp.pong(frame))
+        elif self._unsent_pongs < MAX_UNSENT_PONGS:
+            pong = zmtp.pong(frame)
+            self._unsent_pongs += len(pong)
+            self._queue(pong)
         else:
             self.close()
 
     def lost(self, error: KvdError | None) -> None:
         identity = self._identity
+        if identity is None and self.frames and isinstance(ready := self.frames[0], zmtp.Ready):
+            identity = ready.identity if ready.identity not in self._router.by_identity else None
         self.close()
         if error is not None and identity is not None:
             self._router.on_message(identity, b"", self.uid)

@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from kvd import limits
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.errors import KvdError
 from kvd.net.frames import Frame, close_descriptors
 from kvd.net.interface import Intake, SessionClosed, SessionFrame
 from kvd.net.local.reader import FrameReader
+from kvd.net.local.unfinished import UnfinishedBytes
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
@@ -21,35 +21,6 @@ MAX_WAITING_BYTES: Final = 2 * limits.MAX_MESSAGE_BYTES
 
 HANG_UP_SECONDS: Final = 1.0
 """How long a session that we closed may take to read its last frame."""
-
-
-class UnfinishedBytes:
-    """The bytes of one session's unfinished frame, bounded together with those of its user's other sessions."""
-
-    def __init__(self, uid: int, by_user: Counter[int]) -> None:
-        self._uid = uid
-        self._by_user = by_user
-        self._own = 0
-
-    def set(self, size: int) -> None:
-        """Replaces what was counted for this session.
-
-        Raises:
-            Unavailable: `OVERLOADED`, the user's sessions together are above the bound.
-
-        """
-        self._by_user[self._uid] += size - self._own
-        self._own = size
-        if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
-            text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
-            raise Unavailable(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
-
-    def release(self) -> None:
-        """The session is over."""
-        self._by_user[self._uid] -= self._own
-        self._own = 0
-        if not self._by_user[self._uid]:
-            del self._by_user[self._uid]
 
 
 class Session(FrameReader[Frame]):

@@ -64,6 +64,11 @@ class Decoder:
         self._bytes = bytearray()
         self._greeted = self._ready = False
 
+    @property
+    def unfinished(self) -> int:
+        """Bytes of the incomplete frame."""
+        return len(self._bytes)
+
     def feed(self, data: bytes | memoryview) -> list[Received]:
         """What `data` completes: `Ready` first, then messages and heartbeats.
 

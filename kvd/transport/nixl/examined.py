@@ -5,11 +5,11 @@ from functools import partial
 
 from msgspec import Struct
 
-Examine = Callable[[bytes, bytes, Callable[[str], None]], None]
-"""Takes a peer's previous metadata (may be empty) and its new; reports later why the new is unusable, or ""."""
+Examine = Callable[[str, bytes, bytes, Callable[[str], None]], None]
+"""Takes an agent, its previous metadata (may be empty) and its new; reports later why the new is unusable, or ""."""
 
 
-def accept(_known: bytes, _metadata: bytes, done: Callable[[str], None]) -> None:
+def accept(_agent: str, _known: bytes, _metadata: bytes, done: Callable[[str], None]) -> None:
     """Finds no fault with any metadata."""
     done("")
 
@@ -39,7 +39,7 @@ class ExaminedPeers:
         if known is not None and known.examined and known.metadata == metadata:
             self._examined(agent, peer, "")
         else:
-            self._examine(known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
+            self._examine(agent, known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
 
     def forget(self, agent: str) -> None:
         """Forgets a peer that is removed or lost."""

@@ -17,9 +17,10 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from kvd.limits import MIB
 from kvd.transport.nixl.ucx import make_agent
@@ -42,11 +43,52 @@ SPARE_BYTES: Final = 256 * MIB
 _SIZE: Final = struct.Struct("<I")
 
 
+_SUSPECTS: Final = 1024
+"""Daemons that are remembered for metadata that was unusable."""
+
+
+class _Try(NamedTuple):
+    known: bytes
+    metadata: bytes
+    done: Callable[[str], None]
+
+
+class _Turns:
+    """Tries that wait, by daemon: each daemon has one in turn, and those whose last one failed when no other waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[_Try]] = {}
+        self._suspects: dict[str, None] = {}
+
+    def put(self, daemon: str, item: _Try) -> None:
+        self._waiting.setdefault(daemon, deque()).append(item)
+
+    def next(self) -> tuple[str, _Try] | None:
+        """Takes out the next one."""
+        if not self._waiting:
+            return None
+        daemon = next((each for each in self._waiting if each not in self._suspects), next(iter(self._waiting)))
+        queue = self._waiting.pop(daemon)
+        item = queue.popleft()
+        if queue:
+            self._waiting[daemon] = queue
+        return daemon, item
+
+    def judged(self, daemon: str, *, usable: bool) -> None:
+        """How a try ended."""
+        self._suspects.pop(daemon, None)
+        if not usable:
+            self._suspects[daemon] = None
+            if len(self._suspects) > _SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+
+
 class Probe:
     """Tries metadata, one peer's at a time; `library` is the module that the daemon's NIXL agent comes from."""
 
     def __init__(self, library: str) -> None:
         self._library = library
+        self._turns = _Turns()
         self._turn = asyncio.Lock()
         self._process: Process | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,9 +98,10 @@ class Probe:
         """Starts a process ahead of the first peer."""
         self._run(self._warm_up())
 
-    def __call__(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
-        """Calls `done` with why `metadata` is unusable, or ""; `known` is the peer's previous metadata, or empty."""
-        self._run(self._tell(known, metadata, done))
+    def __call__(self, agent: str, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
+        """Calls `done` with why `metadata` of `agent` is unusable, or ""; `known` is its previous one, or empty."""
+        self._turns.put(agent.partition("#")[0], _Try(known, metadata, done))
+        self._run(self._try_next())
 
     async def close(self) -> None:
         """Ends the process; tries in progress get no answer."""
@@ -77,9 +120,13 @@ class Probe:
             with contextlib.suppress(TimeoutError, EOFError, OSError):  # the first try will report it
                 await self._started()
 
-    async def _tell(self, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
+    async def _try_next(self) -> None:
         async with self._turn:
+            turn = self._turns.next()
+            assert turn is not None  # noqa: S101 - this runs once for each
+            daemon, (known, metadata, done) = turn
             reason = await self._try(known, metadata)
+            self._turns.judged(daemon, usable=not reason)
         done(reason)
 
     async def _try(self, known: bytes, metadata: bytes) -> str:

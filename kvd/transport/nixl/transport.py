@@ -20,12 +20,13 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Region, Registered, TransportDied
 from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.ucx import choose_settings, load_nixl, make_agent
+from kvd.transport.nixl.peers import text_of
+from kvd.transport.nixl.ucx import choose_settings, load_nixl, make_agent, set_by_operator
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.outbox import Outbox
 
@@ -40,10 +41,24 @@ def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
+        BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
 
     """
     choose_settings(os.environ, devices)
-    return make_agent(load_nixl(), name)
+    nixl = load_nixl()
+    try:
+        return make_agent(nixl, name)
+    except failures_of(nixl) as error:
+        told = set_by_operator(os.environ)
+        text = f"UCX does not start ({text_of(error)}) with {told or 'no variable of its own set'}"
+        fix = "change or remove what the manifest or the unit sets of that; UCX_LOG_LEVEL=info says more"
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}; {fix}") from error
+
+
+def failures_of(nixl: Any) -> tuple[type[Exception], ...]:
+    """The errors of NIXL's module `nixl`, which have no base of their own."""
+    bindings = vars(nixl._bindings)
+    return tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
 
 
 class NixlTransport:
@@ -64,8 +79,7 @@ class NixlTransport:
     ) -> None:
         """No metadata is loaded that `examine` finds fault with; `devices` are as in `choose_settings`."""
         handle = open_agent(agent, devices)
-        bindings = vars(load_nixl()._bindings)
-        failures = tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
+        failures = failures_of(load_nixl())
         self._agent = agent
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:

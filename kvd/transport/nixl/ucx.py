@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, Final
 
 BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
@@ -40,6 +40,13 @@ def choose_settings(environment: MutableMapping[str, str], devices: Collection[s
         chosen["UCX_NET_DEVICES"] = ",".join(devices)
     for variable, value in chosen.items():
         environment.setdefault(variable, value)
+
+
+def set_by_operator(environment: Mapping[str, str]) -> str:
+    """The variables of UCX that are not as we choose them, for an error's text; they come from a pod's manifest."""
+    ours = ENVIRONMENT | TCP_SETTINGS
+    names = sorted(name for name in environment if name.startswith("UCX_") and environment[name] != ours.get(name))
+    return " ".join(f"{name}={environment[name]}" for name in names)
 
 
 def nixl_name() -> str:

@@ -192,7 +192,8 @@ def test_what_the_tickets_of_open_pulls_take_is_bounded_for_each_worker_by_itsel
     hoarder, other = lone.worker("hoarder"), lone.worker("other")
     ranks = tuple(TicketRank("d1", f"sim://d{number}", 0, "p", "o", 0, SECRET) for number in range(1, 5))
     ticket = Ticket(16, ranks, (SPANS,)).encode()
-    monkeypatch.setattr(limits, bound, 10 if bound == "MAX_RANKS_PER_WORKER" else 2 * len(ticket) + 1)
+    size = len(ticket) + limits.SPAN_BYTES * len(SPANS)
+    monkeypatch.setattr(limits, bound, 10 if bound == "MAX_RANKS_PER_WORKER" else 2 * size + 1)
 
     def pull(session, name):
         lone.say(session, encode(Pull(1, name, ticket, (), 2.0)))
@@ -205,6 +206,23 @@ def test_what_the_tickets_of_open_pulls_take_is_bounded_for_each_worker_by_itsel
     lone.run(2.0)
     lone.heard(hoarder)
     assert pull(hoarder, "c") == []
+
+
+def test_tickets_of_many_small_spans_count_by_what_they_take_in_memory_and_not_by_their_text():
+    lone = Lone()
+    session = lone.worker("hoarder")
+    rank = TicketRank("d1", "sim://d1", 0, "p", "o", 0, SECRET)
+    many = tuple(Span(0, 0, b"") for _ in range(limits.MAX_GROUPS))
+    ticket = Ticket(16, (rank,), (many,) * 512).encode()
+    assert len(ticket) < limits.MIB
+    fit = limits.MAX_TICKET_BYTES_PER_WORKER // (len(ticket) + limits.SPAN_BYTES * limits.MAX_GROUPS * 512)
+    for number in range(fit):
+        lone.say(session, encode(Pull(1, f"p{number}", ticket, (), 60.0)))
+    assert [answer for answer in lone.heard(session) if isinstance(answer, Error)] == []
+    lone.say(session, encode(Pull(1, "one too many", ticket, (), 60.0)))
+    (refusal,) = [answer for answer in lone.heard(session) if isinstance(answer, Error)]
+    assert "bytes of tickets of this worker's pulls would be open" in refusal.text
+    assert fit < 4
 
 
 def test_sessions_that_say_nothing_are_closed():

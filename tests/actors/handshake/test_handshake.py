@@ -390,3 +390,18 @@ def test_a_handshake_that_fails_lets_the_next_begin(monkeypatch):
     assert crowd.greeted == [1, 2]
     crowd.stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"), 2)
     assert crowd.greeted == [1, 2, 3]
+
+
+def test_a_peer_is_met_at_once_while_many_of_another_key_wait_for_their_metadata_to_be_tried(stage):
+    added = []
+    stage.dependencies.transport.add_peer = lambda agent, _metadata: added.append(agent)
+    key, links = "ab" * 32, stage.dependencies.peer_port.links
+    hostile = tuple(TicketRank("peer", f"tcp://h{n}:1#{key}", 0, "there", "o", 0, SECRET) for n in range(48))
+    stage.pull("h", (), ticket=Ticket(4, hostile, ((Span(0, 0, ids(0)),),)).encode(), timeout=60.0)
+    for link in list(links):
+        stage.peer_says(msgspec.structs.replace(welcome_of(), agent=f"peer#{link}"), link)
+    assert len(added) == limits.MAX_HANDSHAKES_PER_KEY
+    stage.pull("r", (0,), ticket=make_ticket(address=f"tcp://honest:1#{'cd' * 32}"), timeout=60.0)
+    (honest,) = [link for link, address in links.items() if "honest" in address]
+    stage.peer_says(msgspec.structs.replace(welcome_of(), agent="peer#honest"), honest)
+    assert added[-1] == "peer#honest"

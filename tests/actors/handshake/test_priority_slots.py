@@ -72,3 +72,18 @@ def test_owners_of_urgent_keys_take_turns():
         turns.leave(key)
     assert came == ["a1", "b1", "patient", "a2", "a3", "late"]
     assert turns.waiting == 0
+
+
+def test_a_party_has_a_share_and_leaves_the_rest_to_others_however_long_it_takes():
+    turns = PrioritySlots(4, share=2)
+    assert [turns.enter(f"a{n}", urgent=True, owner="w", party="a") for n in range(4)] == [True, True, False, False]
+    assert turns.next() is None
+    assert turns.enter("b", urgent=True, owner="w", party="b")
+    assert turns.enter("unnamed", urgent=False)
+    assert not turns.enter("late", urgent=True, owner="w", party="b")
+    turns.leave("unnamed")
+    assert (turns.next(), turns.next()) == ("late", None)
+    turns.leave("a0")
+    assert (turns.next(), turns.next()) == ("a2", None)
+    turns.forget("a1")
+    assert (turns.next(), turns.waiting) == ("a3", 0)

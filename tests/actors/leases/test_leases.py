@@ -3,6 +3,7 @@ from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.token_bucket import RateLimit
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
@@ -421,6 +422,36 @@ def test_a_ticket_with_a_generation_that_no_lease_has_had_is_made_up_which_is_co
     assert [answer.code for answer in answers] == [ErrorCode.BAD_TICKET] * 2
     assert stage.context.metrics.wrong_proofs._value.get() == 2
     assert [(line["event"], line["peer"]) for line in logs] == [("wrong proof", "peer")]
+
+
+@pytest.mark.parametrize("kind", ["renew", "settle", "fence"])
+def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_nobody_else(kind, monkeypatch):
+    burst, second = limits.MAX_RENEWALS, limits.MAX_UNKNOWN_CLAIMS_PER_SECOND
+    monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(second, burst))
+    stage = Stage()
+    stage.attach()
+    [offered] = stage.offer(consumers=0)
+    [rank] = ticket.decode(offered.ticket).ranks
+    asked = 0
+
+    def about_nothing():
+        nonlocal asked
+        unknown = range(asked := asked + 1_000_000, asked + limits.MAX_RENEWALS)
+        if kind == "renew":
+            return Renew(tuple(unknown))
+        claims = [claim(number, generation=7) for number in unknown[: limits.MAX_SETTLED]]
+        fences = tuple(Fence(each.claim, 7, each) for each in claims)
+        return Settle(fences) if kind == "settle" else fences[0]
+
+    size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]
+    assert sum(len(stage.asked_by_peer(about_nothing(), b"idle#1")) for _ in range(2 * burst // size)) == burst // size
+    assert stage.asked_by_peer(about_nothing(), b"idle#2") == []
+    assert isinstance(stage.asked_by_peer(claim(1), b"idle#1")[0], Grant)
+    assert isinstance(stage.asked_by_peer(claim(1), b"busy#1")[0], Grant)
+    assert len(stage.asked_by_peer(Renew((1, 2)), b"busy#1")) == 1
+    assert stage.asked_by_peer(Fence(1, rank.generation), b"busy#1") == [Held(1)]
+    stage.run(size / second)
+    assert len(stage.asked_by_peer(about_nothing(), b"idle#1")) == 1
 
 
 def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):

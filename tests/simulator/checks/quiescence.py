@@ -147,6 +147,7 @@ _KEPT = {
     "handshake._peer_server._told": "the pools that somebody was told of: those that are attached, at most",
     "handshake._peer_server._welcomes": "one frame for all that may read the same pools",
     "leases._claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
+    "leases._claims._unknown._rates": "one of each peer whose claims were not known lately",
     "handshake._peer_server._hellos._rates": "one of each peer that said hello lately",
     "SimTransport._pools": "regions, of which the descriptors tell",
     "SimPeerPort._askers": "of the network, not of the daemon",

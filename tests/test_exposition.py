@@ -1,0 +1,51 @@
+"""Metrics as text, asked for oddly and often."""
+
+import time
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from kvd import limits
+from kvd.exposition import Exposition
+
+
+class Counted:
+    """A collector that says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def collect(self) -> Iterable[Metric]:
+        self.asked += 1
+        yield GaugeMetricFamily("asked", "How often.", value=self.asked)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("text/plain;version=zz;escaping=values", "text/plain; version=0.0.4"),
+        ("\xff\xfe;;;=,,", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;version=abc", "application/openmetrics-text; version=1.0.0"),
+        ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6", "application/openmetrics-text"),
+    ],
+)
+def test_whatever_a_client_accepts_it_gets_one_of_two_formats(accept: str, kind: str) -> None:
+    body, content_type = Exposition(CollectorRegistry()).answer(accept)
+    assert content_type.startswith(kind)
+    assert body.endswith(b"# EOF\n") is content_type.startswith("application")
+
+
+def test_text_is_new_each_time_until_it_is_asked_for_too_often() -> None:
+    registry, counted = CollectorRegistry(), Counted()
+    registry.register(counted)
+    counted.asked = 0
+    exposition = Exposition(registry)
+    began = time.monotonic()
+    for number in range(1, limits.METRICS_PER_SECOND + 1):
+        assert f"asked {number}.0".encode() in exposition.answer("")[0]
+    for _ in range(50 * limits.METRICS_PER_SECOND):
+        assert b"asked " in exposition.answer("")[0]
+    assert counted.asked <= limits.METRICS_PER_SECOND * (2 + time.monotonic() - began)
