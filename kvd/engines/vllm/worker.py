@@ -106,7 +106,8 @@ class WorkerSide:
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
         until = time.monotonic() + PATIENCE_SECONDS
-        for orders in (metadata.holds, metadata.pulls, metadata.offers):
+        pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
+        for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
             self._queue.extend(_Waiting(order, until, self._kernels.last) for order in orders)
         for pull in metadata.cancels:
             self._cancel(pull)
@@ -183,11 +184,6 @@ class WorkerSide:
                 secret=order.secret,
             )
             self._offers[order.offer] = order.request
-        elif order.refused:
-            self._failed(order, ErrorCode.BAD_TICKET, order.refused)
-            self._received(order)
-            if order.ticket:
-                self._send_one(_without_blocks(order))
         else:
             self._client.pull(
                 order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout, consumer=order.consumer
@@ -203,6 +199,12 @@ class WorkerSide:
             self._failed(order, error.code, error.text)
             self._received(order)
             self._end_hold(order)
+
+    def _refuse(self, order: PullOrder) -> PullOrder:
+        """Reports the load as failed, before anything is sent that could be tried again. What is left lets go."""
+        self._failed(order, ErrorCode.BAD_TICKET, order.refused)
+        self._received(order)
+        return _without_blocks(order)
 
     def _cancel(self, pull: str) -> None:
         for waiting in self._queue:

@@ -161,6 +161,41 @@ def test_a_ticket_of_another_prompt_fails_and_lets_the_producer_go(side: WorkerS
     assert step(side, client, Done("r#1")) == Results()
 
 
+AWAY = Unavailable(ErrorCode.DAEMON_LOST, "away")
+FULL = Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full")
+
+
+@pytest.mark.parametrize("trouble", [AWAY, FULL], ids=["away", "its queue is full"])
+@pytest.mark.parametrize("cancelled", [False, True], ids=["recomputed", "ended by vLLM"])
+def test_a_refused_ticket_is_reported_once_however_long_the_daemon_cannot_be_told(
+    side: WorkerSide, client: Client, trouble: Unavailable, cancelled: bool
+) -> None:
+    """vLLM's engine ends at a second report: it knows the request no more, or runs it."""
+    client.error = trouble
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed) == ({"r"}, {"r"})
+    cancels = StepMetadata(cancels=["r#1"] if cancelled else [])
+    assert [step(side, client, metadata=metadata) for metadata in (cancels, StepMetadata())] == [Results()] * 2
+    assert side.take_counts().failed_pulls == 1
+    client.error = None
+    assert step(side, client) == Results()
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+
+
+def test_a_refused_ticket_is_reported_once_where_the_daemon_stays_away(
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
+    client.connected = False
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed, side.take_counts().failed_pulls) == ({"r"}, {"r"}, 1)
+    client.connected = True
+    assert step(side, client) == Results()
+    assert client.calls == []
+
+
 @pytest.mark.parametrize(
     "event",
     [

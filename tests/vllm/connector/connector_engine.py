@@ -185,8 +185,11 @@ class Engine:
         outputs = [SimpleNamespace(kv_connector_output=_step(worker, metadata)) for worker in self.workers]
         joined = self._aggregator.aggregate(outputs).kv_connector_output
         self.scheduler.update_connector_output(joined)
-        self.sent |= joined.finished_sending or set()
-        self.received |= joined.finished_recving or set()
+        sent, received = joined.finished_sending or set(), joined.finished_recving or set()
+        again = sent & self.sent | received & self.received
+        assert not again, f"{again} are reported a second time, at which vLLM's engine ends"
+        self.sent |= sent
+        self.received |= received
         self.failed |= joined.failed_recving
 
     def run_until(self, ended: Callable[[], bool]) -> None:

@@ -129,6 +129,18 @@ def test_a_ticket_of_another_prompt_fails_the_load(pair: Pair) -> None:
     assert not pair.pulled("r", params)
 
 
+def test_a_ticket_of_another_prompt_fails_the_load_once_while_the_daemon_is_away(pair: Pair) -> None:
+    params = pair.offered("r1")
+    params["kvd_prompt"] += 1
+    pair.daemons.kill("d")
+    assert not pair.pulled("r1", params)
+    for _ in range(3):
+        pair.consumer.step()  # which fails the test if it reports the request again
+    pair.daemons.start("d")
+    assert pair.pulled("r2", pair.offered("r2"))
+    assert pair.same_bytes()
+
+
 def test_two_models_of_one_shape_are_refused_by_name_and_a_common_name_makes_them_one(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
