@@ -46,6 +46,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._lookahead = lookahead
         self._endpoints: dict[int, RankEndpoint] = {}
+        self._unsent: dict[int, bool] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
         self._queued: dict[str, str] = {}
@@ -168,6 +169,15 @@ class SchedulerSide:
         self._endpoints.update(endpoints)
         for params, order in self._fresh:
             params["kvd_ticket"] = self._ticket(order)
+
+    def set_unsent(self, unsent: dict[int, bool]) -> None:
+        """Whether the workers of these ranks have orders that they could not send yet."""
+        self._unsent.update(unsent)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a worker has such orders."""
+        return any(self._unsent.values())
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -357,3 +357,13 @@ def test_a_number_of_consumers_that_is_none_is_not_offered_to(said: object, capl
     assert producer.finished(Request(list(range(9)), {**PREFILL, "kvd_consumers": said}), [[3, 1, 2]]) is None
     assert producer.take_metadata().offers == []
     assert "kvd_consumers" in caplog.text
+
+
+def test_vllm_is_to_make_steps_while_a_worker_has_orders_that_it_could_not_send() -> None:
+    scheduler = side(ranks=2)
+    assert not scheduler.unsent
+    scheduler.set_unsent({0: False, 1: True})
+    scheduler.set_unsent({})
+    assert scheduler.unsent
+    scheduler.set_unsent({1: False})
+    assert not scheduler.unsent
