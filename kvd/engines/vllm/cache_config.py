@@ -21,6 +21,16 @@ from kvd.layout import Chunked, Full, Shard, Sliding, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
 _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
+_ROWS = frozenset(
+    {
+        *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
+        *("CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"),
+    }
+)
+"""Backends that keep each token's content of a head in a row of its own, wherever its block begins: so by their source.
+
+Others pack the tokens of a kernel block together, or may, and then the size of that block is part of what bytes mean.
+"""
 
 
 def rank_of(vllm_config: Any) -> int:
@@ -126,7 +136,7 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
     if len(set(components)) > 1:
         raise _refusal(f"one KV cache tensor holds layers of several kinds: {sorted(set(components))}")
     layer = vllm_config.compilation_config.static_forward_context[tensor.layers[0]]
-    on_cpu = layer.get_attn_backend().get_name() == "CPU_ATTN"
+    backend = layer.get_attn_backend().get_name()
     return Pages(
         component=components[0],
         layers=numbers,
@@ -139,8 +149,8 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         total_heads=_total_heads(vllm_config, spec, tensor.layers[0], numbers[0]),
         kernel_tokens=kernel_tokens,
         cell_bytes=spec.state_content_size_bytes,
-        dtype=_format(vllm_config, spec, on_cpu=on_cpu),
-        split=on_cpu,
+        dtype=_format(vllm_config, spec, backend, kernel_tokens),
+        split=backend == "CPU_ATTN",
     )
 
 
@@ -189,16 +199,20 @@ def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
     return [int(model.get_total_num_kv_heads()), *sorted(others)]
 
 
-def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:
+def _format(vllm_config: Any, spec: Any, backend: str, kernel_tokens: int) -> str:
     """What the bytes of a head mean: both sides of a transfer must agree on it."""
     dtype = str(spec.dtype).removeprefix("torch.")
     name = vllm_config.cache_config.cache_dtype
+    if name == "fp8":
+        name = "fp8_e4m3"  # two names for one format
     parts = [dtype] if name in {"auto", dtype} else [dtype, name]
-    if on_cpu:
-        # The kernels of different instruction sets pack keys in different orders.
+    if backend == "CPU_ATTN":
+        # Kernels of different instruction sets pack keys in different orders; the model's dtype chooses among them.
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
 
-        parts.append(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, name))
+        parts.append(_get_attn_isa(vllm_config.model_config.dtype, kernel_tokens, spec.head_size, name))
+    if backend not in _ROWS or spec.num_head_slots is not None:
+        parts.append(f"packed by {kernel_tokens} tokens")
     return "/".join(parts)
 
 

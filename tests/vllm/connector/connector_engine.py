@@ -97,9 +97,9 @@ def configuration(kind: str, folder: Path) -> Any:
     return config
 
 
-def layer_specs(kind: str, tp_size: int) -> dict[str, Any]:
+def layer_specs(kind: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> dict[str, Any]:
     """What the layers of a worker ask for, as the models of vLLM do."""
-    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
+    shape = {"block_size": block_tokens, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
     dense = FullAttentionSpec(**shape, dtype=torch.bfloat16)
     local = SlidingWindowSpec(**shape, dtype=torch.bfloat16, sliding_window=WINDOW)
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
@@ -141,11 +141,13 @@ class Request:
 class Engine:
     """The scheduler's connector and those of `tp_size` workers. `settings` is `kv_connector_extra_config`."""
 
-    def __init__(self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1) -> None:
+    def __init__(
+        self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         config = copy.deepcopy(config)
         config.parallel_config.tensor_parallel_size = tp_size
         config.kv_transfer_config.kv_connector_extra_config = settings
-        specs = layer_specs(kind, tp_size)
+        specs = layer_specs(kind, tp_size, block_tokens)
         backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)
