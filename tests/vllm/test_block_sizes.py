@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.support.patience import NEVER_LOST
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import BLOCK, make_prompt
 from tests.vllm.testbed.client import complete, make_body
@@ -15,6 +16,7 @@ from tests.vllm.testbed.service import start_all, stop_all
 
 MODEL = "llama"
 TOKENS = 8
+STEADY = tuple(word for key, value in NEVER_LOST.items() for word in (f"--{key.replace('_', '-')}", value))
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -32,6 +34,8 @@ async def pair(
     large = getattr(pair, request.param)
     command = large.command
     large.command = lambda: [*command(), "--block-size", str(2 * BLOCK)]
+    for daemon in pair.daemons.values():
+        daemon.flags = STEADY
     try:
         await start_all(pair.services)
         yield pair

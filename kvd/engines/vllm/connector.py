@@ -48,7 +48,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(windows(kv_cache_config), ranks, vllm_config.num_prefill_lookahead_tokens)
+            self._scheduler = SchedulerSide(
+                windows(kv_cache_config),
+                ranks,
+                vllm_config.num_prefill_lookahead_tokens,
+                adapter_paths=not settings.model,
+            )
         else:
             self._attach()
 

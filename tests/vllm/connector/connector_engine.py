@@ -123,6 +123,10 @@ class Request:
     status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
     num_in_flight_tokens: int = 0
     max_tokens: int = 1
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+    mm_features: tuple[Any, ...] = ()
+    lora_request: Any = None
     num_prompt_tokens: int = field(init=False)
     _all_token_ids: list[int] = field(init=False)
 
