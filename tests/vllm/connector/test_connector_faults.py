@@ -27,10 +27,14 @@ class Pair:
         self.producer = self.engine("p")
         self.consumer = self.engine("d")
 
-    def engine(self, name: str, path: str = "", block_tokens: int = BLOCK_TOKENS, **settings: Any) -> Engine:
+    def engine(
+        self, name: str, path: str = "", block_tokens: int = BLOCK_TOKENS, theta: float = 0, **settings: Any
+    ) -> Engine:
         settings["socket"] = self.daemons.socket(name)
         config = copy.deepcopy(self._config)
         config.model_config.model = path or config.model_config.model
+        if theta:
+            config.model_config.hf_text_config.rope_parameters["rope_theta"] = theta
         return self._stack.enter_context(closing(Engine(config, "llama", settings, block_tokens=block_tokens)))
 
     def offered(self, name: str) -> dict[str, Any]:
@@ -155,6 +159,16 @@ def test_two_models_of_one_shape_are_refused_by_name_and_a_common_name_makes_the
     pair.producer.fill(1)
     assert pair.pulled("r2", pair.offered("r2"))
     assert pair.same_bytes()
+
+
+def test_keys_that_are_rotated_otherwise_are_refused_with_both_ways(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.consumer.close()
+    pair.consumer = pair.engine("d", theta=500000.0)
+    assert not pair.pulled("r", pair.offered("r"))
+    assert "RoPE: source has " in caplog.text
+    assert '"rope_theta": 500000.0' in caplog.text
 
 
 def test_packed_blocks_of_another_size_are_refused_with_both_sizes(
