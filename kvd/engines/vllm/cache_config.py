@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
@@ -15,12 +14,23 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
+from kvd.engines.vllm.identity import identity
 from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Chunked, Full, Shard, Sliding, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
 _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
+_ROWS = frozenset(
+    {
+        *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
+        *("CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"),
+    }
+)
+"""Backends that keep each token's content of a head in a row of its own, wherever its block begins: so by their source.
+
+Others pack the tokens of a kernel block together, or may, and then the size of that block is part of what bytes mean.
+"""
 
 
 def rank_of(vllm_config: Any) -> int:
@@ -77,9 +87,6 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
     groups = cache_config.kv_cache_groups
     layers = vllm_config.compilation_config.static_forward_context
     attention = [_attention_groups(group, layers) for group in groups]
-    backends = {layer.backend.get_name() for group in attention for layer in group}
-    specs = [layer.kv_cache_spec for group in attention for layer in group]
-    slotted = any(spec.num_head_slots not in {None, spec.num_kv_heads} for spec in specs)
     kernels = prepare_kernel_block_sizes(cache_config, attention)
     pages: list[list[Pages]] = [[] for _ in groups]
     for tensor in cache_config.kv_cache_tensors:
@@ -94,7 +101,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
-        identity=_identity(vllm_config, model or vllm_config.model_config.model, backends, slotted=slotted),
+        identity=identity(vllm_config, model or vllm_config.model_config.model, _drafters_name(vllm_config)),
     )
 
 
@@ -126,7 +133,7 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
     if len(set(components)) > 1:
         raise _refusal(f"one KV cache tensor holds layers of several kinds: {sorted(set(components))}")
     layer = vllm_config.compilation_config.static_forward_context[tensor.layers[0]]
-    on_cpu = layer.get_attn_backend().get_name() == "CPU_ATTN"
+    backend = layer.get_attn_backend().get_name()
     return Pages(
         component=components[0],
         layers=numbers,
@@ -139,8 +146,8 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         total_heads=_total_heads(vllm_config, spec, tensor.layers[0], numbers[0]),
         kernel_tokens=kernel_tokens,
         cell_bytes=spec.state_content_size_bytes,
-        dtype=_format(vllm_config, spec, on_cpu=on_cpu),
-        split=on_cpu,
+        dtype=_format(vllm_config, spec, backend, kernel_tokens),
+        split=backend == "CPU_ATTN",
     )
 
 
@@ -189,16 +196,23 @@ def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
     return [int(model.get_total_num_kv_heads()), *sorted(others)]
 
 
-def _format(vllm_config: Any, spec: Any, *, on_cpu: bool) -> str:
+def _format(vllm_config: Any, spec: Any, backend: str, kernel_tokens: int) -> str:
     """What the bytes of a head mean: both sides of a transfer must agree on it."""
     dtype = str(spec.dtype).removeprefix("torch.")
     name = vllm_config.cache_config.cache_dtype
-    parts = [dtype] if name in {"auto", dtype} else [dtype, name]
-    if on_cpu:
-        # The kernels of different instruction sets pack keys in different orders.
+    if name == "fp8":
+        name = "fp8_e4m3"  # two names for one format
+    parts = [dtype, backend] if name in {"auto", dtype} else [dtype, name, backend]
+    if backend == "CPU_ATTN":
+        # Kernels of different instruction sets pack keys in different orders; the model's dtype chooses among them.
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
 
-        parts.append(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, name))
+        parts.append(_get_attn_isa(vllm_config.model_config.dtype, kernel_tokens, spec.head_size, name))
+    if spec.num_head_slots not in {None, spec.num_kv_heads}:
+        # K and V of a rank's heads lie in slots of their own: other ranks' slots lie between those of one head.
+        parts.append(f"{spec.num_head_slots} head slots of TP {vllm_config.parallel_config.tensor_parallel_size}")
+    if backend not in _ROWS or spec.num_head_slots is not None:
+        parts.append(f"packed by {kernel_tokens} tokens")
     return "/".join(parts)
 
 
@@ -230,22 +244,10 @@ def _drafter(vllm_config: Any) -> Any:
     return speculative.draft_model_config
 
 
-def _identity(vllm_config: Any, model: str, backends: set[str], *, slotted: bool) -> tuple[tuple[str, str], ...]:
-    """What both sides must have alike for one to go on with the other's cache, beside its layout."""
+def _drafters_name(vllm_config: Any) -> str:
+    """The drafter as peers are told of it."""
     drafter = _drafter(vllm_config)
-    identity = {
-        "model": model,
-        "revision": vllm_config.model_config.revision or "none",
-        "model dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
-        "attention backends": ", ".join(sorted(backends)),
-        "vLLM": ".".join(vllm.__version__.split(".")[:2]),  # no other number stands for the format of its caches
-    }
-    if slotted:
-        # K and V of a rank's heads lie in slots of their own: other ranks' slots lie between those of one head.
-        identity["tensor parallel size"] = str(vllm_config.parallel_config.tensor_parallel_size)
-    if drafter is not None:
-        identity["drafter"] = f"{drafter.model} ({vllm_config.speculative_config.method})"
-    return tuple(identity.items())
+    return "" if drafter is None else f"{drafter.model} ({vllm_config.speculative_config.method})"
 
 
 def _refusal(text: str) -> BadRequest:

@@ -48,7 +48,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(windows(kv_cache_config), ranks, vllm_config.num_prefill_lookahead_tokens)
+            self._scheduler = SchedulerSide(
+                windows(kv_cache_config),
+                ranks,
+                vllm_config.num_prefill_lookahead_tokens,
+                adapter_paths=not settings.model,
+            )
         else:
             self._attach()
 
@@ -124,8 +129,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did in this step."""
         self._scheduler.received(connector_output.finished_recving or ())
-        if connector_output.kv_connector_worker_meta is not None:
-            self._scheduler.set_endpoints(connector_output.kv_connector_worker_meta.endpoints)
+        meta = connector_output.kv_connector_worker_meta
+        if meta is not None:
+            self._scheduler.set_endpoints(meta.endpoints)
+            self._scheduler.set_unsent(meta.unsent)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to make steps though it has no requests: a worker could not send all orders yet."""
+        unsent: bool = self._scheduler.unsent
+        return unsent
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for a cache of one group."""
@@ -190,9 +202,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def build_connector_worker_meta(self) -> KvdWorkerMeta | None:
-        """Where consumers find this rank, if that changed."""
-        endpoint = self._worker.changed_endpoint()
-        return None if endpoint is None else KvdWorkerMeta({self._rank: endpoint})
+        """Where consumers find this rank and whether orders wait to be sent, if that changed."""
+        endpoint, unsent = self._worker.changed_endpoint(), self._worker.changed_unsent()
+        if endpoint is None and unsent is None:
+            return None
+        return KvdWorkerMeta(
+            {} if endpoint is None else {self._rank: endpoint}, {} if unsent is None else {self._rank: unsent}
+        )
 
     def get_kv_connector_stats(self) -> KvdStats | None:
         """What the worker counted since the last call."""

@@ -29,10 +29,12 @@ class KvdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KvdWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler, after steps in which an endpoint changed."""
+    """Workers to the scheduler, by rank, after steps in which one of these changed."""
 
     endpoints: dict[int, RankEndpoint] = field(default_factory=dict)
+    unsent: dict[int, bool] = field(default_factory=dict)
+    """Whether orders wait to be sent."""
 
     def aggregate(self, other: Any) -> "KvdWorkerMeta":
-        """Both workers' endpoints."""
-        return KvdWorkerMeta({**self.endpoints, **other.endpoints})
+        """What both workers say."""
+        return KvdWorkerMeta({**self.endpoints, **other.endpoints}, {**self.unsent, **other.unsent})

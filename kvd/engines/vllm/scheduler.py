@@ -21,7 +21,7 @@ from kvd.client import Blocks
 from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
-from kvd.engines.vllm.transfer_params import TransferParams
+from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
 from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES
@@ -38,14 +38,19 @@ logger = logging.getLogger(__name__)
 class SchedulerSide:
     """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers.
 
-    `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed.
+    `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed. `adapter_paths` says
+    whether LoRA adapters have the same paths on both sides.
     """
 
-    def __init__(self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0, *, adapter_paths: bool = True
+    ) -> None:
         self._groups = tuple(groups)
         self._ranks = ranks
         self._lookahead = lookahead
+        self._adapter_paths = adapter_paths
         self._endpoints: dict[int, RankEndpoint] = {}
+        self._unsent: dict[int, bool] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
         self._queued: dict[str, str] = {}
@@ -67,8 +72,7 @@ class SchedulerSide:
         """A new request."""
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
-            prompt, tokens = request.prompt_token_ids, request.num_prompt_tokens
-            offered = transfer_params.read(params, prompt, tokens)
+            offered = transfer_params.read(params, self._prompt(request))
             self._params[request.request_id] = offered
             if offered.ticket and not offered.refused:
                 self._queued[request.request_id] = offered.ticket
@@ -139,7 +143,7 @@ class SchedulerSide:
         name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
         order = OfferOrder(request.request_id, name, tokens, held, secret, consumers)
         self._metadata.offers.append(order)
-        params = transfer_params.write(self._ticket(order), tokens, request.prompt_token_ids)
+        params = transfer_params.write(self._ticket(order), tokens, self._prompt(request))
         self._fresh.append((params, order))
         return params
 
@@ -169,7 +173,19 @@ class SchedulerSide:
         for params, order in self._fresh:
             params["kvd_ticket"] = self._ticket(order)
 
+    def set_unsent(self, unsent: dict[int, bool]) -> None:
+        """Whether the workers of these ranks have orders that they could not send yet."""
+        self._unsent.update(unsent)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a worker has such orders."""
+        return any(self._unsent.values())
+
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _prompt(self, request: Any) -> Prompt:
+        return Prompt.of(request, adapter_paths=self._adapter_paths)
 
     def _keeps_too_little(self, request: Any) -> bool:
         """Whether a prefill of the whole prompt drops blocks that its last token, computed again, needs."""
@@ -240,10 +256,11 @@ def _runs(group: int, positions: Sequence[int], ids: Sequence[int]) -> Iterable[
 
 def _leave_out_last_tokens(request: Any, tokens: int) -> None:
     """Makes the prefill end early. It samples a wrong token, which nobody reads, only to end."""
-    if request.prompt_token_ids is None:
+    if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-tokens]
-    else:
-        del request.prompt_token_ids[-tokens:]
+    for of_tokens in (request.prompt_token_ids, request.prompt_is_token_ids):
+        if of_tokens is not None:
+            del of_tokens[-tokens:]
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
     request.max_tokens = 1

@@ -23,7 +23,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker: str = "vllm-{dp_rank}-{rank}"
     """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
     model: str = ""
-    """The model as peers are told of it, whose own must be the same; if empty, its name or path as vLLM was given."""
+    """The model as peers are told of it, whose own must be the same; if empty, its name or path as vLLM was given.
+
+    If it is given, LoRA adapters are known to peers by their names alone, without their paths.
+    """
     offer_ttl: _Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
     pull_timeout: _Timeout = 60.0

@@ -8,7 +8,7 @@ import array
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.limits import MAX_CONSUMERS
@@ -25,6 +25,66 @@ class TransferParams:
     ticket: str = field(repr=False)
     tokens: int
     refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a prompt's cache is made from: all that vLLM's prefix cache tells prompts apart by, but for `cache_salt`.
+
+    A salt keeps users' caches apart that hold the same bytes.
+    """
+
+    length: int
+    """In tokens."""
+    tokens: Sequence[int] | None
+    """None for a prompt of embeddings alone."""
+    embeddings: Any = None
+    """A torch tensor [length, hidden size], if there are any."""
+    media: tuple[tuple[str, int], ...] = ()
+    """What stands for each image, recording and so on, and where it begins, in tokens: all look alike as tokens."""
+    adapter: tuple[str, ...] = ()
+    """LoRA's, by its name and, unless they differ between hosts, its path."""
+
+    @classmethod
+    def of(cls, request: Any, *, adapter_paths: bool = True) -> Self:
+        """The prompt of one of vLLM's requests."""
+        lora = request.lora_request
+        names = () if lora is None else (lora.lora_name, lora.lora_path)[: 1 + adapter_paths]
+        return cls(
+            length=request.num_prompt_tokens,
+            tokens=request.prompt_token_ids,
+            embeddings=request.prompt_embeds,
+            media=tuple((item.identifier, item.mm_position.offset) for item in request.mm_features),
+            adapter=names,
+        )
+
+    def checksum(self, tokens: int) -> int:
+        """CRC-32 of what the cache of the first `tokens` tokens is made from."""
+        crc = 0 if self.tokens is None else zlib.crc32(array.array("q", self.tokens[:tokens]).tobytes())
+        if self.embeddings is not None:
+            crc = zlib.crc32(_raw(self.embeddings[:tokens]), crc)
+        media = tuple(item for item in self.media if item[1] < tokens)
+        if media or self.adapter:
+            crc = zlib.crc32(repr((media, self.adapter)).encode(), crc)
+        return crc
+
+    @property
+    def conditions(self) -> str:
+        """What both sides must have alike for equal prompts to have equal checksums, if that is not so by itself."""
+        text = ""
+        if self.media:
+            text += "; vLLM names media by hashes: both sides need the same path of the model and the same "
+            text += "--mm-hasher-algorithm, and --mm-processor-cache-gb 0 not without a prefix cache"
+        if self.adapter:
+            text += f"; both sides need the LoRA adapter {' at '.join(self.adapter)}"
+        return text
+
+
+def _raw(tensor: Any) -> Any:
+    """The bytes of a tensor."""
+    import torch  # noqa: PLC0415 - heavy, and only prompts of embeddings need it
+
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def is_producer(params: Mapping[str, Any] | None) -> bool:
@@ -53,18 +113,18 @@ def consumers(params: Mapping[str, Any]) -> int:
     return number
 
 
-def write(ticket: str, tokens: int, prompt: Sequence[int] | None) -> dict[str, Any]:
+def write(ticket: str, tokens: int, prompt: Prompt) -> dict[str, Any]:
     """The prefill engine's answer: a `ticket` for the cache of the first `tokens` tokens of `prompt`."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvd_ticket": ticket,
-        "kvd_prompt": _checksum(prompt, tokens),
+        "kvd_prompt": prompt.checksum(tokens),
     }
 
 
-def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens: int) -> TransferParams:
-    """What the decode engine received for a prompt of `prompt_tokens` tokens.
+def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
+    """What the decode engine received for `prompt`.
 
     A ticket that is missing, unreadable or of another prompt is `refused`. The request then fails like one whose blocks
     could not be loaded: to compute them here instead would hide that the router is wrong.
@@ -72,20 +132,15 @@ def read(params: Mapping[str, Any], prompt: Sequence[int] | None, prompt_tokens:
     text = params.get("kvd_ticket")
     if not isinstance(text, str):
         return TransferParams(
-            "", prompt_tokens, "do_remote_prefill without kvd_ticket: does the prefill engine run kvd?"
+            "", prompt.length, "do_remote_prefill without kvd_ticket: does the prefill engine run kvd?"
         )
     try:
         ticket = tickets.decode(text)
     except BadRequest as error:
-        return TransferParams("", prompt_tokens, error.text)
-    theirs, ours = params.get("kvd_prompt"), _checksum(prompt, ticket.tokens)
-    if ticket.tokens > prompt_tokens or theirs != ours:
+        return TransferParams("", prompt.length, error.text)
+    theirs, ours = params.get("kvd_prompt"), prompt.checksum(ticket.tokens)
+    if ticket.tokens > prompt.length or theirs != ours:
         ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
-        refused = f"{ticket_is}, this prompt has {prompt_tokens} and {ours}; does the router mix up requests?"
-        return TransferParams(text, prompt_tokens, refused)
+        refused = f"{ticket_is}, this prompt has {prompt.length} and {ours}; does the router mix up requests?"
+        return TransferParams(text, prompt.length, refused + prompt.conditions)
     return TransferParams(text, ticket.tokens)
-
-
-def _checksum(prompt: Sequence[int] | None, tokens: int) -> int:
-    """CRC-32 of the first `tokens` token ids; 0 for a prompt of embeddings."""
-    return 0 if prompt is None else zlib.crc32(array.array("q", prompt[:tokens]).tobytes())

@@ -6,14 +6,14 @@ once, when the daemon has let go of its blocks.
 
 An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
 
-No order leaves before the kernels of the steps before it have ended (`kvd.engines.vllm.kernels`). While the daemon is
-away, orders to it wait up to `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only
-with its next step.
+No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.vllm.kernels`);
+holds and those that only let go overtake. While the daemon is away or takes no more, orders to it wait up to
+`PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only with its next step. vLLM makes
+no steps for requests that it has ended, unless it is told that something is `unsent`.
 """
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -43,14 +43,26 @@ _HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, 
 
 logger = logging.getLogger(__name__)
 
-Order: TypeAlias = HoldOrder | PullOrder | OfferOrder
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    """Stop this pull or end this hold."""
+
+    pull: str
+
+
+Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | _Cancel
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """An order that is not sent yet: not before `after`, and while the daemon is away not later than `until`."""
+    """An order that is not sent yet: not before `after`, and while the daemon is away not later than `until`.
 
-    order: Order
+    Of cancels, which never come too late, `until` only bounds how long vLLM makes steps for them alone.
+    """
+
+    order: Order | None
+    """None once it is sent, has failed or is not wanted any more."""
     until: float
     after: Event | None = None
 
@@ -91,7 +103,7 @@ class WorkerSide:
         self._block_bytes = [group.block_bytes for group in spec.groups]
         self._offer_ttl = offer_ttl
         self._pull_timeout = pull_timeout
-        self._queue: deque[_Waiting] = deque()
+        self._queue: list[_Waiting] = []
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
         self._holds: dict[str, HoldOrder] = {}
@@ -99,15 +111,17 @@ class WorkerSide:
         self._offers: dict[str, str] = {}
         self._results = Results()
         self._told: RankEndpoint | None = None
+        self._told_unsent = False
         self._counts = TransferCounts()
 
     # --- the engine's step ------------------------------------------------------------------------------------------
 
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        for orders in (metadata.holds, metadata.pulls, metadata.offers):
-            self._queue.extend(_Waiting(order, until, self._kernels.last) for order in orders)
+        pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
+        for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
+            for order in orders:
+                self._wait_to_send(order)
         for pull in metadata.cancels:
             self._cancel(pull)
         if self._queue:
@@ -143,6 +157,15 @@ class WorkerSide:
         self._told = endpoint
         return endpoint
 
+    def changed_unsent(self) -> bool | None:
+        """Whether orders wait to be sent, for which vLLM is to make steps; None if that is as at the last call."""
+        now = time.monotonic()
+        unsent = any(now < waiting.until for waiting in self._queue)
+        if unsent == self._told_unsent:
+            return None
+        self._told_unsent = unsent
+        return unsent
+
     def take_counts(self) -> TransferCounts:
         """What was counted since the last call."""
         counts, self._counts = self._counts, TransferCounts()
@@ -154,23 +177,36 @@ class WorkerSide:
 
     # --- orders out --------------------------------------------------------------------------------------------------
 
+    def _wait_to_send(self, order: Order) -> None:
+        uses_blocks = isinstance(order, OfferOrder | PullOrder) and bool(order.blocks)
+        after = self._kernels.last if uses_blocks else None
+        self._queue.append(_Waiting(order, time.monotonic() + PATIENCE_SECONDS, after))
+
     def _send(self) -> None:
-        while self._queue:
-            first = self._queue[0]
-            if first.after is not None and not first.after.query():
-                return
+        """Sends what may leave, in order, up to the first that the daemon cannot take now."""
+        trouble: Unavailable | None = None
+        for waiting in tuple(self._queue):
+            order = waiting.order
+            if order is None or (waiting.after is not None and not waiting.after.query()):
+                continue
             try:
-                self._send_one(first.order)
+                if trouble is not None:
+                    raise trouble
+                self._send_one(order)
             except Unavailable as error:
-                if time.monotonic() < first.until:
-                    return
-                self._give_up(first.order, error)
+                trouble = error
+                if isinstance(order, _Cancel) or time.monotonic() < waiting.until:
+                    continue
+                self._give_up(order, error)
             except KvdError as error:
-                self._give_up(first.order, error)
-            self._queue.popleft()
+                self._give_up(order, error)
+            waiting.order = None
+        self._queue = [waiting for waiting in self._queue if waiting.order is not None]
 
     def _send_one(self, order: Order) -> None:
-        if isinstance(order, HoldOrder):
+        if isinstance(order, _Cancel):
+            self._client.cancel(order.pull)
+        elif isinstance(order, HoldOrder):
             self._client.pull(order.hold, order.ticket, blocks=(), timeout=MAX_PULL_TIMEOUT, hold=True)
             self._holds[order.hold] = order
         elif isinstance(order, OfferOrder):
@@ -183,11 +219,6 @@ class WorkerSide:
                 secret=order.secret,
             )
             self._offers[order.offer] = order.request
-        elif order.refused:
-            self._failed(order, ErrorCode.BAD_TICKET, order.refused)
-            self._received(order)
-            if order.ticket:
-                self._send_one(_without_blocks(order))
         else:
             self._client.pull(
                 order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout, consumer=order.consumer
@@ -195,7 +226,9 @@ class WorkerSide:
             self._pulls[order.pull] = order, time.monotonic()
 
     def _give_up(self, order: Order, error: KvdError) -> None:
-        if isinstance(order, HoldOrder):
+        if isinstance(order, _Cancel):
+            logger.debug("nothing to cancel, %s has ended: %s", order.pull, error)
+        elif isinstance(order, HoldOrder):
             self._not_held(order, error.code, error.text)
         elif isinstance(order, OfferOrder):
             self._offer_refused(order.request, error.code, error.text)
@@ -204,30 +237,30 @@ class WorkerSide:
             self._received(order)
             self._end_hold(order)
 
+    def _refuse(self, order: PullOrder) -> PullOrder:
+        """Reports the load as failed, before anything is sent that could be tried again. What is left lets go."""
+        self._failed(order, ErrorCode.BAD_TICKET, order.refused)
+        self._received(order)
+        return _without_blocks(order)
+
     def _cancel(self, pull: str) -> None:
         for waiting in self._queue:
             order = waiting.order
             if isinstance(order, PullOrder) and order.pull == pull:
                 # It is still sent, without blocks: the producer's are held until it hears that nobody wants them.
-                waiting.order = _without_blocks(order)
+                waiting.order, waiting.after = _without_blocks(order), None
                 self._received(order)
                 return
         if pull in self._pulls:
-            self._tell_cancel(pull)
+            self._wait_to_send(_Cancel(pull))
 
     def _end_hold(self, order: PullOrder) -> None:
         """Nothing more of this request's offer is wanted."""
         if self._holds.pop(order.consumer, None) is not None:
-            self._tell_cancel(order.consumer)
-        for entry in list(self._queue):
-            if isinstance(entry.order, HoldOrder) and entry.order.hold == order.consumer:
-                self._queue.remove(entry)  # it was about to be sent again
-
-    def _tell_cancel(self, pull: str) -> None:
-        try:
-            self._client.cancel(pull)
-        except KvdError as error:
-            logger.debug("could not cancel pull %s, waiting for its end: %s", pull, error)
+            self._wait_to_send(_Cancel(order.consumer))
+        for waiting in self._queue:
+            if isinstance(waiting.order, HoldOrder) and waiting.order.hold == order.consumer:
+                waiting.order = None  # it was about to be sent again
 
     # --- events in --------------------------------------------------------------------------------------------------
 
@@ -274,7 +307,7 @@ class WorkerSide:
         if order is None:
             return  # it was being cancelled
         if code in _HELD_AGAIN:
-            self._queue.append(_Waiting(order, time.monotonic() + PATIENCE_SECONDS))
+            self._wait_to_send(order)
         else:
             self._not_held(order, code, text)
 

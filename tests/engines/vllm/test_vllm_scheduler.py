@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ class Request:
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None
     request_id: str = "r"
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+    mm_features: tuple[Any, ...] = ()
+    lora_request: Any = None
     status: Status = Status.FINISHED_LENGTH_CAPPED
     num_in_flight_tokens: int = 0
     max_tokens: int = 5
@@ -306,6 +311,36 @@ def test_a_ticket_that_cannot_be_this_prompts_fails_the_request(damage: str) -> 
     assert pull.refused
 
 
+@pytest.mark.parametrize(
+    ("path", "adapter_paths", "same"), [("/a", True, True), ("/b", True, False), ("/b", False, True)]
+)
+def test_an_adapter_has_one_path_on_both_sides_unless_the_sides_have_their_own(
+    path: str, adapter_paths: bool, same: bool
+) -> None:
+    def adapted(prompt: str) -> SimpleNamespace:
+        return SimpleNamespace(lora_name="sql", lora_path=prompt)
+
+    producer = SchedulerSide(((Full(), 4),), 1, adapter_paths=adapter_paths)
+    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:0", 7, "vllm-0")})
+    params = producer.finished(Request(list(range(9)), dict(PREFILL), lora_request=adapted("/a")), [[3, 1, 2]])
+    consumer = SchedulerSide(((Full(), 4),), 1, adapter_paths=adapter_paths)
+    request = Request(list(range(9)), params, lora_request=adapted(path))
+    consumer.arrived(request)
+    consumer.allocated(request, [table(5, 6, 7)], consumer.external(request, 0))
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.refused == "") is same
+
+
+def test_a_prefill_that_leaves_the_last_token_out_leaves_all_of_it_out() -> None:
+    """A prompt in which tokens and embeddings take turns has both, and vLLM ends at lengths that differ."""
+    producer = side((Sliding(6), 4))
+    embeddings, of_tokens = list(range(17)), [True] * 17
+    request = Request(list(range(17)), dict(PREFILL), prompt_embeds=embeddings, prompt_is_token_ids=of_tokens)
+    producer.arrived(request)
+    lengths = request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids, request._all_token_ids
+    assert {request.num_prompt_tokens, *map(len, lengths)} == {16}
+
+
 def test_tickets_of_the_step_name_a_daemon_that_was_started_during_it() -> None:
     producer = side()
     params = prefilled(producer, 9, [3, 1, 2])
@@ -357,3 +392,13 @@ def test_a_number_of_consumers_that_is_none_is_not_offered_to(said: object, capl
     assert producer.finished(Request(list(range(9)), {**PREFILL, "kvd_consumers": said}), [[3, 1, 2]]) is None
     assert producer.take_metadata().offers == []
     assert "kvd_consumers" in caplog.text
+
+
+def test_vllm_is_to_make_steps_while_a_worker_has_orders_that_it_could_not_send() -> None:
+    scheduler = side(ranks=2)
+    assert not scheduler.unsent
+    scheduler.set_unsent({0: False, 1: True})
+    scheduler.set_unsent({})
+    assert scheduler.unsent
+    scheduler.set_unsent({1: False})
+    assert not scheduler.unsent

@@ -161,6 +161,41 @@ def test_a_ticket_of_another_prompt_fails_and_lets_the_producer_go(side: WorkerS
     assert step(side, client, Done("r#1")) == Results()
 
 
+AWAY = Unavailable(ErrorCode.DAEMON_LOST, "away")
+FULL = Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full")
+
+
+@pytest.mark.parametrize("trouble", [AWAY, FULL], ids=["away", "its queue is full"])
+@pytest.mark.parametrize("cancelled", [False, True], ids=["recomputed", "ended by vLLM"])
+def test_a_refused_ticket_is_reported_once_however_long_the_daemon_cannot_be_told(
+    side: WorkerSide, client: Client, trouble: Unavailable, cancelled: bool
+) -> None:
+    """vLLM's engine ends at a second report: it knows the request no more, or runs it."""
+    client.error = trouble
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed) == ({"r"}, {"r"})
+    cancels = StepMetadata(cancels=["r#1"] if cancelled else [])
+    assert [step(side, client, metadata=metadata) for metadata in (cancels, StepMetadata())] == [Results()] * 2
+    assert side.take_counts().failed_pulls == 1
+    client.error = None
+    assert step(side, client) == Results()
+    assert client.calls == [("pull", "r#1", "kvd1.x", (), 8.0)]
+
+
+def test_a_refused_ticket_is_reported_once_where_the_daemon_stays_away(
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
+    client.connected = False
+    order = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")
+    results = step(side, client, metadata=StepMetadata(pulls=[order]))
+    assert (results.received, results.failed, side.take_counts().failed_pulls) == ({"r"}, {"r"}, 1)
+    client.connected = True
+    assert step(side, client) == Results()
+    assert client.calls == []
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -197,6 +232,82 @@ def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_que
     step(side, client, Done("r#1"))
     step(side, client)
     assert [call[:2] for call in client.calls[2:]] == [("pull", "r#0"), ("pull", "r#1"), ("cancel", "r#0")]
+
+
+@pytest.mark.parametrize("trouble", [AWAY, FULL], ids=["away", "its queue is full"])
+def test_a_hold_is_cancelled_however_long_the_daemon_cannot_be_told(
+    side: WorkerSide, client: Client, trouble: Unavailable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(side, client, metadata=StepMetadata(holds=[HOLD]))
+    step(
+        side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, consumer="r#0")])
+    )
+    monkeypatch.setattr(worker_module, "PATIENCE_SECONDS", 0.0)
+    client.error = trouble
+    assert step(side, client, Done("r#1")).received == {"r"}
+    step(side, client)
+    assert len(client.calls) == 2
+    client.error = None
+    step(side, client)
+    assert client.calls[2:] == [("cancel", "r#0")]
+    step(side, client)
+    assert len(client.calls) == 3
+
+
+def test_a_pull_is_cancelled_when_the_daemon_takes_requests_again(side: WorkerSide, client: Client) -> None:
+    step(side, client, metadata=StepMetadata(pulls=[PULL]))
+    client.error = FULL
+    assert step(side, client, metadata=StepMetadata(cancels=["r#1"])) == Results()
+    client.error = None
+    assert step(side, client) == Results()
+    assert client.calls[1:] == [("cancel", "r#1")]
+
+
+def test_a_cancel_of_what_has_ended_meanwhile_is_dropped(side: WorkerSide, client: Client) -> None:
+    step(side, client, metadata=StepMetadata(pulls=[PULL]))
+    client.error = FULL
+    step(side, client, metadata=StepMetadata(cancels=["r#1"]))
+    client.error = BadRequest(ErrorCode.UNKNOWN_REQUEST, "no pull is called so")
+    assert step(side, client, Done("r#1")).received == {"r"}
+    client.error = None
+    step(side, client)
+    assert len(client.calls) == 1
+
+
+def test_a_hold_is_not_overtaken_by_its_requests_pull_where_the_daemons_queue_was_full(
+    side: WorkerSide, client: Client
+) -> None:
+    pull = PullOrder("r", "r#1", "kvd1.x", BLOCKS, waits=True, consumer="r#0")
+    refusals = iter([FULL, None, None])
+    client.pull = lambda *_, **more: client.calls.append(_raised(next(refusals)) or more)  # type: ignore[method-assign]
+    side.begin(StepMetadata(holds=[HOLD], pulls=[pull]))
+    assert client.calls == []
+    side.end()
+    assert [call.get("hold", False) for call in client.calls] == [True, False]
+
+
+def _raised(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_vllm_is_to_make_steps_while_orders_wait_and_no_longer_than_they_are_tried(
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make none for a request that it has ended; of a cancel, which is never given up, no more than that."""
+    step(side, client, metadata=StepMetadata(pulls=[PULL]))
+    assert side.changed_unsent() is None
+    client.error = FULL
+    step(side, client, metadata=StepMetadata(cancels=["r#1"]))
+    assert side.changed_unsent() is True
+    assert side.changed_unsent() is None
+    now = worker_module.time.monotonic()
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now + worker_module.PATIENCE_SECONDS)
+    step(side, client)
+    assert side.changed_unsent() is False
+    client.error = None
+    step(side, client)
+    assert client.calls[1:] == [("cancel", "r#1")]
 
 
 def test_a_hold_of_an_offer_that_is_gone_is_left_to_the_pull(side: WorkerSide, client: Client) -> None:
@@ -289,6 +400,30 @@ def test_nothing_is_offered_or_pulled_while_kernels_of_earlier_steps_may_use_the
     gpu.busy = False
     side.end()
     assert len(client.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        StepMetadata(holds=[HOLD]),
+        StepMetadata(pulls=[PullOrder("s", "s#1", "kvd1.x", (), waits=False, consumer="s#0")]),
+        StepMetadata(pulls=[PullOrder("s", "s#1", "kvd1.x", BLOCKS, waits=True, refused="another prompt")]),
+        StepMetadata(cancels=["r#1"]),
+        StepMetadata(cancels=["early"]),
+    ],
+    ids=["hold", "let go", "refused", "cancel", "cancel of a pull that waits"],
+)
+def test_what_names_no_blocks_waits_for_no_kernels_and_overtakes_what_does(
+    side: WorkerSide, client: Client, gpu: Gpu, metadata: StepMetadata
+) -> None:
+    """VLLM makes no steps in which it could leave later once the engine is idle."""
+    step(side, client, metadata=StepMetadata(pulls=[PULL]))
+    gpu.busy = True
+    side.launched()
+    step(side, client, metadata=StepMetadata(pulls=[PullOrder("q", "early", "kvd1.x", BLOCKS, waits=True)]))
+    assert len(client.calls) == 1
+    side.begin(metadata)
+    assert len(client.calls) == 2
 
 
 def test_kernels_that_take_long_are_no_reason_to_give_an_order_up(

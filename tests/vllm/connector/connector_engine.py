@@ -97,9 +97,9 @@ def configuration(kind: str, folder: Path) -> Any:
     return config
 
 
-def layer_specs(kind: str, tp_size: int) -> dict[str, Any]:
+def layer_specs(kind: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> dict[str, Any]:
     """What the layers of a worker ask for, as the models of vLLM do."""
-    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
+    shape = {"block_size": block_tokens, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
     dense = FullAttentionSpec(**shape, dtype=torch.bfloat16)
     local = SlidingWindowSpec(**shape, dtype=torch.bfloat16, sliding_window=WINDOW)
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
@@ -123,6 +123,10 @@ class Request:
     status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
     num_in_flight_tokens: int = 0
     max_tokens: int = 1
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+    mm_features: tuple[Any, ...] = ()
+    lora_request: Any = None
     num_prompt_tokens: int = field(init=False)
     _all_token_ids: list[int] = field(init=False)
 
@@ -141,11 +145,13 @@ class Request:
 class Engine:
     """The scheduler's connector and those of `tp_size` workers. `settings` is `kv_connector_extra_config`."""
 
-    def __init__(self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1) -> None:
+    def __init__(
+        self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         config = copy.deepcopy(config)
         config.parallel_config.tensor_parallel_size = tp_size
         config.kv_transfer_config.kv_connector_extra_config = settings
-        specs = layer_specs(kind, tp_size)
+        specs = layer_specs(kind, tp_size, block_tokens)
         backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)
@@ -185,8 +191,11 @@ class Engine:
         outputs = [SimpleNamespace(kv_connector_output=_step(worker, metadata)) for worker in self.workers]
         joined = self._aggregator.aggregate(outputs).kv_connector_output
         self.scheduler.update_connector_output(joined)
-        self.sent |= joined.finished_sending or set()
-        self.received |= joined.finished_recving or set()
+        sent, received = joined.finished_sending or set(), joined.finished_recving or set()
+        again = sent & self.sent | received & self.received
+        assert not again, f"{again} are reported a second time, at which vLLM's engine ends"
+        self.sent |= sent
+        self.received |= received
         self.failed |= joined.failed_recving
 
     def run_until(self, ended: Callable[[], bool]) -> None:

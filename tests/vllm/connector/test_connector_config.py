@@ -10,8 +10,10 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _identity, _total_heads
+from kvd.engines.vllm.cache_config import _format, _total_heads
+from kvd.engines.vllm.identity import identity
 from kvd.errors import BadRequest
+from kvd.limits import MAX_IDENTITY_BYTES
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -51,17 +53,105 @@ def test_a_layer_of_one_head_on_each_rank_is_refused_if_the_configuration_names_
         total(model(16, 4, swa_num_key_value_heads=2, num_global_key_value_heads=4), 4, 1)
 
 
-@pytest.mark.parametrize("slotted", [False, True])
-def test_ranks_whose_keys_and_values_lie_in_slots_of_their_own_go_with_as_many_ranks_only(slotted: bool) -> None:
-    """As FlashInfer has them for NVFP4."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(revision=None, dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        speculative_config=None,
-    )
-    identity = dict(_identity(config, "m", {"FLASHINFER"}, slotted=slotted))
-    assert identity.get("tensor parallel size") == ("2" if slotted else None)
-
-
 def test_a_drafters_layer_has_the_heads_of_the_drafter() -> None:
     assert total(model(8, 4), 2, 1, layer=4, draft=model(2, 1)) == 2
+
+
+def described(dtype: Any, backend: str, tokens: int, kind: str = "auto", ranks: int = 1, **fields: Any) -> str:
+    """The format of a layer's cache for a model in bfloat16, in kernel blocks of `tokens` tokens."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(cache_dtype=kind),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=dtype, **fields)
+    return _format(config, spec, backend, tokens)
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLASHMLA"])
+def test_rows_of_tokens_mean_the_same_in_blocks_of_any_size(backend: str) -> None:
+    assert described(torch.bfloat16, backend, 16) == described(torch.bfloat16, backend, 64) == f"bfloat16/{backend}"
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "ROCM_ATTN", "DEEPSEEK_V32_INDEXER"])
+def test_blocks_whose_tokens_are_or_may_be_packed_together_go_to_blocks_of_their_own_size(backend: str) -> None:
+    assert described(torch.bfloat16, backend, 32).endswith("/packed by 32 tokens")
+    assert described(torch.bfloat16, backend, 64).endswith("/packed by 64 tokens")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_keys_and_values_in_slots_of_their_own_go_to_as_many_ranks_and_to_blocks_of_their_own_size(ranks: int) -> None:
+    """As FlashInfer has them for NVFP4."""
+    slots = {"num_head_slots": 4, "state_content_bytes": 40}
+    assert described(torch.uint8, "FLASHINFER", 32, "nvfp4", ranks, **slots) == (
+        f"uint8/nvfp4/FLASHINFER/4 head slots of TP {ranks}/packed by 32 tokens"
+    )
+
+
+@pytest.mark.parametrize(("amx", "kernels"), [(True, "amx"), (False, "vec")])
+def test_a_quantized_cache_is_packed_by_the_kernels_that_the_models_dtype_has(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, kernels: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    assert described(torch.uint8, "CPU_ATTN", 32, "fp8") == f"uint8/fp8_e4m3/CPU_ATTN/{kernels}/packed by 32 tokens"
+
+
+def test_the_two_names_of_one_format_are_the_same() -> None:
+    assert described(torch.uint8, "FLASH_ATTN", 16, "fp8") == described(torch.uint8, "FLASH_ATTN", 16, "fp8_e4m3")
+    assert described(torch.uint8, "FLASH_ATTN", 16, "fp8") != described(torch.uint8, "FLASH_ATTN", 16, "fp8_e5m2")
+
+
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "long_factor": [1.5], "short_factor": [1.0]}
+
+
+def identified(rope: dict[str, Any] | None = None, *, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """The identity of a model with these parameters of RoPE, other fields of its configuration, and vLLM's settings."""
+    configuration = {"hidden_size": 64, "rope_parameters": rope or ROPE, **(fields or {})}
+    config = SimpleNamespace(
+        hf_text_config=SimpleNamespace(to_dict=lambda: configuration),
+        **{"revision": None, "dtype": torch.bfloat16, "max_model_len": 4096, "hf_overrides": {}, **changes},
+    )
+    config.__dict__.setdefault("quantization", None)
+    config.__dict__.setdefault("quantization_config", None)
+    return dict(identity(SimpleNamespace(model_config=config), "m"))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (identified({"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}), "RoPE"),
+        (identified({**ROPE, "rope_theta": 500000.0}), "RoPE"),
+        (identified(fields={"partial_rotary_factor": 0.5}), "RoPE"),
+        (identified(quantization="fp8"), "quantization"),
+        (identified(hf_overrides={"num_experts_per_tok": 4}), "hf_overrides"),
+        (identified(hf_overrides=identified), "hf_overrides"),
+        (identified(revision="v2"), "revision"),
+        (identified(dtype=torch.float16), "model dtype"),
+    ],
+)
+def test_whatever_changes_the_bytes_of_a_cache_beside_the_model_is_in_the_identity(change: Any, field: str) -> None:
+    plain = identified()
+    assert {name for name in change if change[name] != plain[name]} == {field}
+
+
+def test_an_override_that_only_says_what_the_model_says_itself_changes_nothing() -> None:
+    assert identified(hf_overrides={"rope_parameters": ROPE}) == identified()
+
+
+def test_a_quantization_is_told_with_what_it_was_given() -> None:
+    told = identified(quantization="fp8", quantization_config={"ignore": ["lm_head"]})
+    assert "lm_head" in told["quantization"]
+    assert told != identified(quantization="fp8")
+
+
+def test_long_rope_differs_by_whether_the_server_may_come_to_serve_a_long_context() -> None:
+    short, still_short, long = (identified(LONG, max_model_len=length) for length in (2048, 4096, 4097))
+    assert short == still_short != long
+
+
+def test_what_is_too_long_to_be_told_is_told_by_its_beginning_and_a_hash() -> None:
+    one, other = (identified({**LONG, "long_factor": [1.5] * 500 + [last]}) for last in (1.0, 2.0))
+    assert one["RoPE"] != other["RoPE"]
+    assert len(one["RoPE"].encode()) <= MAX_IDENTITY_BYTES

@@ -11,7 +11,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
 import torch
 
-from tests.vllm.connector.connector_engine import Daemons, Engine
+from tests.vllm.connector.connector_engine import BLOCK_TOKENS, Daemons, Engine
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPT = list(range(3, 53)) * 2
@@ -27,11 +27,15 @@ class Pair:
         self.producer = self.engine("p")
         self.consumer = self.engine("d")
 
-    def engine(self, name: str, path: str = "", **settings: Any) -> Engine:
+    def engine(
+        self, name: str, path: str = "", block_tokens: int = BLOCK_TOKENS, theta: float = 0, **settings: Any
+    ) -> Engine:
         settings["socket"] = self.daemons.socket(name)
         config = copy.deepcopy(self._config)
         config.model_config.model = path or config.model_config.model
-        return self._stack.enter_context(closing(Engine(config, "llama", settings)))
+        if theta:
+            config.model_config.hf_text_config.rope_parameters["rope_theta"] = theta
+        return self._stack.enter_context(closing(Engine(config, "llama", settings, block_tokens=block_tokens)))
 
     def offered(self, name: str) -> dict[str, Any]:
         """A finished prefill whose offer the daemon has."""
@@ -129,6 +133,18 @@ def test_a_ticket_of_another_prompt_fails_the_load(pair: Pair) -> None:
     assert not pair.pulled("r", params)
 
 
+def test_a_ticket_of_another_prompt_fails_the_load_once_while_the_daemon_is_away(pair: Pair) -> None:
+    params = pair.offered("r1")
+    params["kvd_prompt"] += 1
+    pair.daemons.kill("d")
+    assert not pair.pulled("r1", params)
+    for _ in range(3):
+        pair.consumer.step()  # which fails the test if it reports the request again
+    pair.daemons.start("d")
+    assert pair.pulled("r2", pair.offered("r2"))
+    assert pair.same_bytes()
+
+
 def test_two_models_of_one_shape_are_refused_by_name_and_a_common_name_makes_them_one(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,6 +159,27 @@ def test_two_models_of_one_shape_are_refused_by_name_and_a_common_name_makes_the
     pair.producer.fill(1)
     assert pair.pulled("r2", pair.offered("r2"))
     assert pair.same_bytes()
+
+
+def test_keys_that_are_rotated_otherwise_are_refused_with_both_ways(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.consumer.close()
+    pair.consumer = pair.engine("d", theta=500000.0)
+    assert not pair.pulled("r", pair.offered("r"))
+    assert "RoPE: source has " in caplog.text
+    assert '"rope_theta": 500000.0' in caplog.text
+
+
+def test_packed_blocks_of_another_size_are_refused_with_both_sizes(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM's CPU kernels lay out a block's keys by its size: bytes of another block's would be taken for others."""
+    pair.consumer.close()
+    pair.consumer = pair.engine("d", block_tokens=2 * BLOCK_TOKENS)
+    assert not pair.pulled("r", pair.offered("r"))
+    assert f"packed by {BLOCK_TOKENS} tokens, destination has " in caplog.text
+    assert f"packed by {2 * BLOCK_TOKENS} tokens" in caplog.text
 
 
 def test_an_aborted_request_gives_its_blocks_back(pair: Pair) -> None:

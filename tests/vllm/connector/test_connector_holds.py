@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
-from tests.vllm.connector.connector_engine import Daemons, Engine
+from tests.vllm.connector.connector_engine import PATIENCE, Daemons, Engine
 from tests.vllm.connector.test_connector_faults import DESTINATION, PROMPT, Pair
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -66,6 +66,21 @@ def test_an_abort_of_a_request_that_queues_frees_the_producers_blocks(pair: Pair
         pair.consumer.step()
 
     assert freed_after(pair.producer, abort) < CLAIM_TTL
+
+
+def test_an_engine_without_requests_makes_steps_until_its_daemon_knows_what_it_lets_go_of(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.engines.vllm.worker.PATIENCE_SECONDS", PATIENCE)
+    request = held(pair)
+    assert not pair.consumer.scheduler.has_pending_push_work()
+    pair.daemons.kill("d")
+    assert pair.consumer.scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+    pair.consumer.step()
+    assert pair.consumer.scheduler.has_pending_push_work()
+    pair.daemons.start("d")
+    pair.consumer.run_until(lambda: not pair.consumer.scheduler.has_pending_push_work())
+    pair.producer.run_until(lambda: "r" in pair.producer.sent)
 
 
 def test_a_decode_engine_that_ends_holds_nothing_any_more(pair: Pair) -> None:
