@@ -110,7 +110,9 @@ class Config(BaseSettings):
         description="Seconds a restarted worker waits for its predecessor's process to end, then for its transfers.",
     )
     pool_linger: float = Field(
-        600.0, gt=0, description="Seconds that the pool of a dead worker is kept. Lower it if memory is short."
+        600.0,
+        gt=0,
+        description="Seconds that a pool is kept after its worker's process has ended. Lower it if memory is short.",
     )
     peer_idle: float = Field(600.0, gt=0, description="Seconds after which an unused peer is forgotten.")
     max_quarantined: int = Field(

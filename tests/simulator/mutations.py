@@ -202,13 +202,13 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, read: early[reader, read.request.read])
 
 
-@mutation(Promise.BAD_INPUT, first=75)
+@mutation(Promise.BAD_INPUT, first=230)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof: generation)
 
 
-@mutation(Promise.FENCED, first=137, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=293, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -301,7 +301,7 @@ def block_ids_are_not_checked(monkeypatch):
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
 
 
-@mutation(Promise.BAD_INPUT, first=29)
+@mutation(Promise.BAD_INPUT, first=293)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
     monkeypatch.setattr(offers.hmac, "compare_digest", lambda one, other: True)
 
@@ -334,12 +334,36 @@ def successors_do_not_wait_for_the_process(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_held_beside", lambda self, request: False)
 
 
+@mutation(Promise.SURVIVES, needs=Piece.IDLE_PROCESSES)
+def a_pool_is_given_up_though_its_process_lives(monkeypatch):
+    original = PoolsActor._linger
+
+    def linger(self, record):
+        held, record.held = record.held, False
+        original(self, record)
+        record.held = held
+
+    monkeypatch.setattr(PoolsActor, "_linger", linger)
+
+
+@mutation(Promise.SURVIVES, first=191, needs=Piece.DYING_SUCCESSORS)
+def a_successor_that_dies_takes_the_pool_along(monkeypatch):
+    monkeypatch.setattr(PoolRecord, "forsaken", property(lambda self: False))
+    original = PoolsActor._stop_waiting
+
+    def stop_waiting(self, record):
+        original(self, record)
+        record.ending = record.state is PoolState.QUIESCING
+
+    monkeypatch.setattr(PoolsActor, "_stop_waiting", stop_waiting)
+
+
 @mutation(Promise.SURVIVES, first=687)
 def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=47)
+@mutation(Promise.SURVIVES, first=338)
 def lost_requests_are_not_sent_again(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
 

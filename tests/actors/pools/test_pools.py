@@ -80,11 +80,32 @@ def test_another_user_does_not_get_the_pool(stage):
 def test_a_pool_that_nobody_comes_back_for_is_given_up(stage):
     stage.attach()
     stage.hang_up()
+    stage.process_ends()
     memory = stage.memory
     stage.run(4.9)
     assert not memory.closed
     stage.run(0.2)
     assert memory.closed
+
+
+def test_the_pool_of_a_process_that_lives_is_kept_until_some_time_after_its_end(stage):
+    """Its session is lost, and it does not poll: it idles. Its bytes are its own, whoever else waits for memory."""
+    stage.attach()
+    stage.hang_up()
+    stage.run(60.0)
+    assert not stage.memory.closed
+    stage.process_ends()
+    stage.run(4.9)
+    assert not stage.memory.closed
+    stage.run(0.3)
+    assert stage.memory.closed
+
+
+def test_a_process_that_nobody_can_watch_counts_as_ended_with_its_session_where_pools_are_given_up(stage):
+    stage.attach(pid=0, watched=False)
+    stage.hang_up()
+    stage.run(5.2)
+    assert stage.memory.closed
 
 
 def test_a_detached_pool_is_gone(stage):
@@ -266,10 +287,12 @@ def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_
 def test_a_worker_that_came_back_while_the_daemon_stood_still_gets_its_pool(stage):
     stage.attach()
     stage.hang_up()
+    stage.process_ends()
     stage.run(5.05)  # its time is over, and what was sent to the daemon meanwhile is read only now
     stage.attach(connection=2, instance=b"j" * 16)
     assert stage.on_sessions[-1].kept
     stage.hang_up(2)
+    stage.process_ends(2)
     stage.run(5.2)
     assert ("deregister", 1) in stage.commands
 
