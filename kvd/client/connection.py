@@ -12,6 +12,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.frames import close_descriptors
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
+from kvd.net.unix import Credentials, credentials
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
 
@@ -35,6 +36,10 @@ class Connection:
         self._dealer: zmq.Socket[bytes] | None = None
         self._daemon: int | None = None
         """The pidfd of the process that last lent the pool; it came with the pool."""
+        self._connected_to: Credentials | None = None
+        """Who listened where the session was opened last."""
+        self._lent_by: Credentials | None = None
+        """Who listened where the pool was lent last."""
         self._unread = False
         """Whether frames may wait that ZMQ's descriptor, which reports a change only once, has reported already."""
 
@@ -56,20 +61,34 @@ class Connection:
     def open(self, attach: Attach, descriptor: int | None) -> None:
         """Connects and requests the pool, with the `descriptor` of the one that was kept, if there is one.
 
+        The descriptor can be written to by whoever gets it: nothing is sent unless a process like the one that lent
+        the pool listens.
+
         Raises:
             OSError: nobody listens, or we may not connect.
+            Unavailable: `NOT_PERMITTED`, somebody else than the pool's lender listens.
 
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-        except OSError:
+            self._connected_to = credentials(sock)
+            self._check_lender(self._connected_to)
+        except (OSError, Unavailable):
             sock.close()
             raise
         self._stream = FrameStream(sock)
         self.phase = Phase.ATTACHING
         self._stream.send(codec.encode(attach), () if descriptor is None else (descriptor,))
+
+    def _check_lender(self, who: Credentials) -> None:
+        """Refuses another user than the lender's, and a process of its PID namespace in place of one of another."""
+        lender = self._lent_by
+        if lender is not None and (who.uid, who.pid > 0) != (lender.uid, lender.pid > 0):
+            text = f"at {self._path} listens {_describe(who)}, but the pool was lent by {_describe(lender)}: it gets "
+            text += "nothing; remove what it has laid there, or if that is right start this worker again"
+            raise Unavailable(ErrorCode.NOT_PERMITTED, text)
 
     def daemon_exited(self) -> bool:
         """Whether the process that last lent the pool has ended."""
@@ -123,7 +142,7 @@ class Connection:
         """
         if self._daemon is not None:
             os.close(self._daemon)
-        self._daemon = process
+        self._daemon, self._lent_by = process, self._connected_to
         self._close_dealer()
         self._dealer = self._context.socket(zmq.DEALER)
         apply(self._dealer, Kind.WORKER_DEALER)
@@ -193,3 +212,7 @@ class Connection:
             self._dealer.close(0)
             self._dealer = None
         self._unread = False
+
+
+def _describe(who: Credentials) -> str:
+    return f"a process of user {who.uid}" + ("" if who.pid else " in another PID namespace")

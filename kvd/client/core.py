@@ -64,6 +64,8 @@ class Core:
         self._gap_since = math.inf
         self._barriers: list[tuple[int, str]] = []
         self._settled: dict[int, wire.Status | KvdError] = {}
+        self._stranger = ""
+        """What was last said of a stranger in the daemon's place."""
 
     @property
     def attached(self) -> wire.Attached:
@@ -150,7 +152,7 @@ class Core:
     def on_attached(self, attached: wire.Attached) -> None:
         """The daemon lent the pool, for the first time or again."""
         before = self._attached
-        self._attached, self._connected, self._gap_since = attached, True, math.inf
+        self._attached, self._connected, self._gap_since, self._stranger = attached, True, math.inf, ""
         if before is None:
             return
         same = (before.incarnation, before.pool) == (attached.incarnation, attached.pool)
@@ -175,6 +177,12 @@ class Core:
         self._pending.clear()
         self._calls_of.clear()
         self._events.append(Disconnected(error.code, error.text))
+
+    def on_stranger(self, error: KvdError) -> None:
+        """Somebody else listens in the daemon's place; says so once."""
+        if self._stranger != error.text:
+            self._stranger = error.text
+            self._events.append(Disconnected(error.code, error.text))
 
     def on_daemon_gone(self) -> None:
         """The daemon's process has ended: ends every request."""

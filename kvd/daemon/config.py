@@ -1,6 +1,7 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
 import socket as sockets
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
@@ -9,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
@@ -110,7 +112,9 @@ class Config(BaseSettings):
         description="Seconds a restarted worker waits for its predecessor's process to end, then for its transfers.",
     )
     pool_linger: float = Field(
-        600.0, gt=0, description="Seconds that the pool of a dead worker is kept. Lower it if memory is short."
+        600.0,
+        gt=0,
+        description="Seconds that a pool is kept after its worker's process has ended. Lower it if memory is short.",
     )
     peer_idle: float = Field(600.0, gt=0, description="Seconds after which an unused peer is forgotten.")
     max_quarantined: int = Field(
@@ -177,7 +181,7 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags arrive as init settings; the file that they or the environment name comes last."""
         path = init_settings().get("config") or env_settings().get("config")
-        file = TomlConfigSettingsSource(settings_cls, Path(path)) if path else None
+        file = _read_file(settings_cls, Path(path)) if path else None
         return (init_settings, env_settings, *([file] if file else []))
 
     def network_devices(self) -> list[str] | None:
@@ -203,16 +207,24 @@ class Config(BaseSettings):
         )
 
 
+def _read_file(settings_cls: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
+    if not path.is_file():
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
+    files.check_writers(path, files.read(path, limits.MAX_CONFIG_BYTES)[1], "let anybody in")
+    try:
+        return TomlConfigSettingsSource(settings_cls, path)
+    except tomllib.TOMLDecodeError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+
+
 def load(flags: dict[str, str]) -> Config:
     """The configuration from `flags`, the environment and the file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, naming every wrong field, its value and what it may be.
+        BadRequest: `BAD_CONFIG`, naming every wrong field, its value and what it may be; or the file cannot be read, or
+            others than this user and root own it or may write to it.
 
     """
-    named = flags.get("config")
-    if named is not None and not Path(named).is_file():
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {named!r}")
     try:
         return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
     except ValidationError as error:

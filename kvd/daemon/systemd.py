@@ -8,6 +8,7 @@ them. Without such a socket nothing is sent or kept, and the daemon serves just 
 import hashlib
 import os
 import socket
+import stat
 from collections import deque
 from collections.abc import MutableMapping
 from typing import Final
@@ -115,25 +116,36 @@ class DescriptorStore:
     def __init__(self, notifier: Notifier, received: dict[str, int]) -> None:
         self._notifier = notifier
         self._received = received
+        """What the last daemon left and no pool of this one has, by name; systemd has it, too."""
         self._names: dict[str, str] = {}
+        """Under which systemd has the pool that a worker has, or is about to take."""
 
     def take(self, worker: str, uid: int, spec: bytes) -> int:
-        """The descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1."""
+        """See `PoolStore`."""
         wanted = _name(worker, uid, spec)
-        for name in [name for name in self._received if name.startswith(_prefix(worker, uid)) and name != wanted]:
-            self._forget(name)  # the worker came back with another layout: the old bytes are useless
-        return self._received.pop(wanted, -1)
+        self._forget_others(worker, uid, wanted)
+        if wanted not in self._received:
+            return -1
+        self._names[worker] = wanted
+        return os.dup(self._received[wanted])
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
-        """Stores a pool's descriptor; a second time changes nothing."""
-        name = _name(worker, uid, spec)
-        self._names[worker] = name
+        """See `PoolStore`."""
+        name = self._names[worker] = _name(worker, uid, spec)
+        self._forget_others(worker, uid, name)
+        if name in self._received:
+            if _is_same_file(self._received[name], descriptor):
+                os.close(self._received.pop(name))
+            else:  # systemd would keep both under one name, and the next daemon could not tell them apart
+                self._forget(name)
         self._notifier.store(name, descriptor)
 
     def drop(self, worker: str) -> None:
-        """The worker's pool has ended."""
+        """See `PoolStore`."""
         name = self._names.pop(worker, None)
-        if name is not None:
+        if name in self._received:
+            self._forget(name)
+        elif name is not None:
             self._notifier.unstore(name)
 
     @property
@@ -146,9 +158,20 @@ class DescriptorStore:
         for name in list(self._received):
             self._forget(name)
 
+    def _forget_others(self, worker: str, uid: int, wanted: str) -> None:
+        """Frees the worker's pools of other layouts: it came back without them, and their bytes are useless."""
+        for name in [name for name in self._received if name.startswith(_prefix(worker, uid)) and name != wanted]:
+            self._forget(name)
+
     def _forget(self, name: str) -> None:
         os.close(self._received.pop(name))
         self._notifier.unstore(name)
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    """Whether two descriptors are of one file for sure: all exports of GPU memory look like the driver's device."""
+    status = os.fstat(one)
+    return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.fstat(other))
 
 
 def _prefix(worker: str, uid: int) -> str:

@@ -83,13 +83,16 @@ class PoolStore(Protocol):
     """Keeps pools while no daemon runs, for workers that are not running either."""
 
     def take(self, worker: str, uid: int, spec: bytes) -> int:
-        """The descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1."""
+        """A descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1.
+
+        The store has it until `keep` names what the worker has now.
+        """
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
-        """Keeps a duplicate of a pool's descriptor; a second time changes nothing."""
+        """Keeps a duplicate of the descriptor of the worker's pool, in place of what it had under the last daemon."""
 
     def drop(self, worker: str) -> None:
-        """Keeps the worker's pool no longer."""
+        """The worker's pool has ended, or what `take` gave is no pool: keeps it no longer."""
 
 
 class NoStore:

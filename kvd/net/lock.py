@@ -1,5 +1,6 @@
 """Allows one daemon per socket path, by a lock that the kernel drops when its holder dies."""
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -11,20 +12,21 @@ class PathLock:
     """Holds `path` + `.lock` for this process, until `release` or death.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, another process holds it, `path` exists and is no socket, or the folder or the lock's
-            file belongs to another user, who could redirect us or serve in our place.
+        BadRequest: `BAD_CONFIG`, another process holds it, `path` exists and is no socket, or `path`, its folder or the
+            lock's file belongs to another user, who could redirect us or serve in our place.
 
     """
 
     def __init__(self, path: str) -> None:
         self._path = f"{path}.lock"
+        folder = os.path.dirname(path) or "."
         try:
-            _refuse_foreign(os.path.dirname(path) or ".")
+            _refuse_foreign(f"the folder {folder}", os.stat(folder).st_uid)
         except OSError as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
         self._descriptor = self._acquire(path)
         try:
-            _refuse_other_files(path)
+            refuse_other_files(path)
         except BadRequest:
             self.release()
             raise
@@ -38,6 +40,9 @@ class PathLock:
 
     def _acquire(self, path: str) -> int:
         while True:
+            with contextlib.suppress(FileNotFoundError):
+                # Before the kernel refuses to open it, or shows that its owner has locked it.
+                _refuse_foreign(self._path, os.lstat(self._path).st_uid)
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
@@ -46,7 +51,7 @@ class PathLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The last holder may have removed the file between our opening and locking it.
                 if _same_file(descriptor, self._path):
-                    _refuse_foreign(descriptor)
+                    _refuse_foreign(self._path, os.fstat(descriptor).st_uid)
                     return descriptor
             except BadRequest:
                 os.close(descriptor)
@@ -59,6 +64,22 @@ class PathLock:
             os.close(descriptor)
 
 
+def refuse_other_files(path: str) -> None:
+    """Checks that nothing is at `path`, or a socket that we may replace.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it is no socket, or another user's.
+
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} exists and is no socket: choose another socket path")
+    _refuse_foreign(path, found.st_uid)
+
+
 def _same_file(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
@@ -66,18 +87,7 @@ def _same_file(descriptor: int, path: str) -> bool:
         return False
 
 
-def _refuse_foreign(path: str | int) -> None:
-    owner = os.stat(path).st_uid
+def _refuse_foreign(what: str, owner: int) -> None:
     if owner not in (os.geteuid(), 0):
-        what = f"the folder {path}" if isinstance(path, str) else "the lock's file"
-        text = f"{what} belongs to user {owner}; put the socket into a folder of user {os.geteuid()} or root's"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
-
-
-def _refuse_other_files(path: str) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} exists and is no socket: choose another socket path")
+        text = f"{what} belongs to user {owner}: remove it, or put the socket into a folder of user {os.geteuid()} or "
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}root's to which {owner} may not write")

@@ -15,7 +15,7 @@ from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.router import Router
 from kvd.net.local.session import Session
 from kvd.net.local.unfinished import UnfinishedBytes
-from kvd.net.lock import PathLock
+from kvd.net.lock import PathLock, refuse_other_files
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials
 
 
@@ -60,10 +60,11 @@ class WorkerSockets:
         """Binds and listens; `on_event` is called on the running loop, as often as `intake` admits it.
 
         Raises:
-            BadRequest: `BAD_CONFIG`, another daemon serves the path, or nothing can be bound there.
+            BadRequest: `BAD_CONFIG`, another daemon serves the path, something is there, or nothing can be bound there.
 
         """
         self._on_event, self._intake = on_event, intake
+        refuse_other_files(self._zmq_path(self._path))
         self._lock = PathLock(self._path)
         self._process = os.pidfd_open(os.getpid())
         self._peers = WatchedProcesses(on_event)

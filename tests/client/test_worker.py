@@ -33,11 +33,26 @@ from kvd.client.core import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
 from kvd.net.options import Kind, apply
+from kvd.net.unix import Credentials
 from kvd.protocol import worker as wire
 from tests.client.conftest import ScriptedDaemon, Spec
 from tests.support.patience import MOMENT
 
 BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
+
+
+STRANGER = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as place:
+    place.bind(sys.argv[1])
+    os.setgid(65534), os.setuid(65534)
+    place.listen()
+    print("listens", flush=True)
+    connected, _ = place.accept()
+    print("got", len(connected.recv(1 << 20)), "bytes", flush=True)
+    connected.recv(1)
+"""
+"""Another user's process at the path of the first argument."""
 
 
 @pytest.fixture
@@ -477,6 +492,46 @@ class TestLosingTheDaemon:
         assert isinstance(lost, Disconnected)
         assert isinstance(failed, Failed)
         assert (failed.code, failed.quarantined) == (ErrorCode.DEADLINE, True)
+
+    @pytest.mark.parametrize("stranger", ["another user", "another PID namespace"])
+    def test_whoever_is_not_like_the_lender_is_sent_nothing_and_said_once(
+        self, daemon: ScriptedDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, stranger: str
+    ) -> None:
+        """It would get the descriptor of the pool, which it could write to."""
+        us = Credentials(os.getpid(), os.getuid(), os.getgid())
+        other = us._replace(uid=us.uid + 1) if stranger == "another user" else us._replace(pid=0)
+        monkeypatch.setattr(connection, "credentials", lambda _socket: other)
+        daemon.hang_up()
+        lost, refused = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert isinstance(refused, Disconnected)
+        assert refused.code == ErrorCode.NOT_PERMITTED
+        assert daemon.path in refused.text
+        assert f"user {other.uid}" in refused.text
+        assert worker.wait(0.6) == []
+        assert len(daemon.attaches) == 1
+        monkeypatch.setattr(connection, "credentials", lambda _socket: us)
+        assert wait_for(worker, 1) == [Reattached(1, same=True)]
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+    def test_another_users_process_at_the_daemons_place_gets_no_byte(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.pool[:4] = b"mine"
+        daemon.stop()
+        assert isinstance(wait_for(worker, 1)[0], Disconnected)
+        command = [sys.executable, "-c", STRANGER, daemon.path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "listens\n"
+            (refused,) = wait_for(worker, 1)
+            assert (refused.code, stranger.stdout.readline()) == (ErrorCode.NOT_PERMITTED, "got 0 bytes\n")
+            stranger.kill()
+        os.unlink(daemon.path)
+        successor = ScriptedDaemon(daemon.path, incarnation=2)
+        assert wait_for(worker, 1) == [Reattached(2, same=False)]
+        assert os.pread(successor.pools["prefill-0"].descriptor, 4, 0) == b"mine"
+        successor.stop()
 
     def test_a_daemon_that_will_not_have_the_worker_any_more_is_said_by_every_request(
         self, daemon: ScriptedDaemon, worker: Worker

@@ -205,6 +205,15 @@ def test_sockets_have_the_pods_name_so_that_pods_can_share_their_folder(manifest
         assert list(variables).index(name[1]) < list(variables).index("KVD_SOCKET")  # else it is not expanded
 
 
+def test_vllm_may_not_lay_a_socket_where_a_daemons_is(manifests: list[dict[str, Any]]) -> None:
+    """Connecting takes no right to write to the folder."""
+    (engine,) = pod(manifests)["containers"]
+    (mount,) = [mount for mount in engine["volumeMounts"] if mount["name"] == "sockets"]
+    assert mount["readOnly"] is True
+    (mount,) = [mount for mount in sidecar(manifests)["volumeMounts"] if mount["name"] == "sockets"]
+    assert not mount.get("readOnly")
+
+
 def test_both_containers_name_one_gpu_by_a_claim_that_is_there() -> None:
     documents = kustomized("gpu-rdma")
     (claim,) = pod(documents)["resourceClaims"]

@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 import os
 import socket
 import stat
@@ -223,16 +224,36 @@ async def test_the_lock_is_never_taken_through_somebody_elses_link_file_or_folde
         pytest.skip("only root can make files of another user")
     os.close(os.open(path + ".lock", os.O_CREAT))
     os.chown(path + ".lock", 12345, -1)
-    with pytest.raises(BadRequest, match="belongs to user 12345"):
+    with pytest.raises(BadRequest, match=r"kvd\.sock\.lock belongs to user 12345: remove it"):
         PathLock(path)
     os.unlink(path + ".lock")
     os.chown(tmp_path, 12345, -1)
-    with pytest.raises(BadRequest, match="belongs to user 12345"):
+    with pytest.raises(BadRequest, match=f"the folder {tmp_path} belongs to user 12345"):
         PathLock(path)
     os.chown(tmp_path, 0, -1)
     PathLock(path).release()
     assert precious.read_text() == "mine"
     precious.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+async def test_a_socket_or_a_locked_lock_that_another_user_laid_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "kvd.sock")
+    for laid in (path, path + ".zmq"):
+        with socket.socket(socket.AF_UNIX) as theirs:
+            theirs.bind(laid)
+            os.chown(laid, 12345, -1)
+            with pytest.raises(BadRequest, match=f"{laid} belongs to user 12345: remove it"):
+                Daemon(tmp_path)
+        os.unlink(laid)
+        assert os.listdir(tmp_path) == []
+    descriptor = os.open(path + ".lock", os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.chown(path + ".lock", 12345, -1)
+    with pytest.raises(BadRequest, match=r"kvd\.sock\.lock belongs to user 12345: remove it"):
+        Daemon(tmp_path)
+    os.close(descriptor)
+    os.unlink(path + ".lock")
 
 
 class Valve:

@@ -367,6 +367,30 @@ def successors_do_not_wait_for_the_process(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_held_beside", lambda self, request: False)
 
 
+@mutation(Promise.SURVIVES, needs=Piece.IDLE_PROCESSES)
+def a_pool_is_given_up_though_its_process_lives(monkeypatch):
+    original = PoolsActor._linger
+
+    def linger(self, record):
+        held, record.held = record.held, False
+        original(self, record)
+        record.held = held
+
+    monkeypatch.setattr(PoolsActor, "_linger", linger)
+
+
+@mutation(Promise.SURVIVES, first=191, needs=Piece.DYING_SUCCESSORS)
+def a_successor_that_dies_takes_the_pool_along(monkeypatch):
+    monkeypatch.setattr(PoolRecord, "forsaken", property(lambda self: False))
+    original = PoolsActor._stop_waiting
+
+    def stop_waiting(self, record):
+        original(self, record)
+        record.ending = record.state is PoolState.QUIESCING
+
+    monkeypatch.setattr(PoolsActor, "_stop_waiting", stop_waiting)
+
+
 @mutation(Promise.SURVIVES, first=687)
 def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)

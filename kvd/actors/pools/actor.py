@@ -70,7 +70,7 @@ class PoolsActor(Actor):
                 self._make(request)
                 return
             record.check_free(request)
-            if record.is_own(request):
+            if record.state is PoolState.KEPT and record.is_own(request):
                 if record.waiting is not None:
                     self._refuse_waiting(record, f"{record.holder}, which had it, has come back")
                 self._close_descriptor(request)
@@ -139,10 +139,10 @@ class PoolsActor(Actor):
         renewed = record.state is PoolState.RENEWING
         if renewed:
             _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
-        if record.waiting is None:
-            self._keep(record)
-        elif isinstance(record.waiting, DetachPool):
+        if record.ending or isinstance(record.waiting, DetachPool):
             self._quiesce(record, PoolState.QUIESCING)
+        elif record.waiting is None:
+            self._keep(record)
         elif record.waiting is record.request and renewed:
             record.state, record.waiting = PoolState.LENT, None
             self._context.gateway.tell(PoolRenewed(record.pool))
@@ -152,8 +152,9 @@ class PoolsActor(Actor):
             self._await_end(record)  # it was registered anew meanwhile
         else:
             self._close_descriptor(record.waiting)
+            if not record.is_own(record.waiting):
+                record.tenancy = self._next_id()
             self._give_to(record, record.waiting)
-            record.tenancy = self._next_id()
             self._lend(record)
 
     def _give_to(self, record: PoolRecord, request: AttachPool) -> None:
@@ -185,7 +186,7 @@ class PoolsActor(Actor):
         record = self._records.get(message.worker)
         if record is None or record.request.connection != message.connection:
             return  # it was lost meanwhile, and its worker has been told
-        record.waiting = message
+        record.waiting, record.ending = message, True
         if record.state is PoolState.LENT:
             self._quiesce(record, PoolState.QUIESCING)
 
@@ -199,8 +200,6 @@ class PoolsActor(Actor):
             return
         if record.waiting is not None and record.waiting.connection == message.connection:
             self._stop_waiting(record)
-            if record.state is PoolState.KEPT:
-                self._keep(record)
         if record.state is PoolState.LENT and record.request.connection == message.connection:
             self._keep(record)
 
@@ -212,15 +211,28 @@ class PoolsActor(Actor):
                 record.held = False
                 if record.state is PoolState.KEPT and record.waiting is not None:
                     self._quiesce(record, PoolState.QUIESCING)
+                else:
+                    self._linger(record)
 
     def _stop_waiting(self, record: PoolRecord) -> None:
         if isinstance(record.waiting, AttachPool) and record.waiting is not record.request:
             self._close_descriptor(record.waiting)
         record.waiting = None
+        self._linger(record)
 
     def _keep(self, record: PoolRecord) -> None:
-        record.state, record.overdue = PoolState.KEPT, False
-        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
+        record.state = PoolState.KEPT
+        self._linger(record)
+
+    def _linger(self, record: PoolRecord) -> None:
+        """Keeps a pool that nobody waits for as long as its process lives, which may map it, and for a while after."""
+        if record.waiting is not None or not (record.state is PoolState.KEPT or record.forsaken):
+            return
+        record.overdue = False
+        if record.held and record.request.watched:
+            self._patience.unset(record.pool.worker)
+        else:
+            self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
 
     # --- it is quiesced ---------------------------------------------------------------------------------------------
 
@@ -271,11 +283,12 @@ class PoolsActor(Actor):
         record = self._records[worker]
         if record.state is PoolState.KEPT and record.waiting is not None:
             self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process, then try again")
-            self._keep(record)
-        elif record.state is PoolState.KEPT and not record.overdue:
+        elif (record.state is PoolState.KEPT or record.forsaken) and not record.overdue:
             record.overdue = True
             self._patience.set(worker, self.loop.time() + _LAST_LOOK)
-        elif record.state is PoolState.KEPT:
+        elif record.state is PoolState.KEPT or record.forsaken:
+            _log.info("nobody came for a pool", pool=worker, uid=record.request.uid, bytes=record.pool.size)
+            record.ending = True
             self._quiesce(record, PoolState.QUIESCING)
         elif "leases" in record.users:
             # Breaking a lease is safe (its fences fail from here on); an open write into the pool is not.

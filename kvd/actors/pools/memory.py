@@ -1,6 +1,7 @@
 """The memory of pools: makes it, registers it with the transport, moves it, and gives it back."""
 
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Region, Registered, RegisterFailed, Transport
 
@@ -45,18 +46,36 @@ class PoolMemory(Component):
     def make(self, record: PoolRecord) -> None:
         """Adopts the memory that the worker or the last daemon kept, else allocates some; then registers it."""
         self._by_id[record.pool.id] = record
-        request, size = record.request, record.pool.size
-        descriptor = request.descriptor
-        if descriptor < 0:
-            descriptor = self._store.take(request.worker, request.uid, request.raw_spec)
-        record.kept = descriptor >= 0
+        request = record.request
+        if request.descriptor >= 0:
+            self._adopt(record, request.descriptor, self._made)
+        elif (stored := self._store.take(request.worker, request.uid, request.raw_spec)) >= 0:
+            self._adopt(record, stored, self._taken)
+        else:
+            self._allocate(record)
 
-        def work() -> Memory:
-            if descriptor >= 0:
-                return self._provider.adopt(descriptor, size)
-            return self._provider.allocate(request.worker, size)
+    def _adopt(
+        self, record: PoolRecord, descriptor: int, done: Callable[[PoolRecord, Memory | KvdError], None]
+    ) -> None:
+        record.kept = True
+        work = partial(self._provider.adopt, descriptor, record.pool.size)
+        self._background(work, lambda result: self._context.pools.soon(done, record, result))
 
+    def _allocate(self, record: PoolRecord) -> None:
+        record.kept = False
+        work = partial(self._provider.allocate, record.pool.worker, record.pool.size)
         self._background(work, lambda result: self._context.pools.soon(self._made, record, result))
+
+    def _taken(self, record: PoolRecord, result: Memory | KvdError) -> None:
+        """What was stored may be no pool (any more): freed before its daemon was killed, or another device's."""
+        if isinstance(result, BadRequest):
+            _log.warning(
+                "a stored pool is of no use, its worker gets a new one", pool=record.pool.worker, why=result.text
+            )
+            self._store.drop(record.pool.worker)
+            self._allocate(record)
+        else:
+            self._made(record, result)
 
     def _made(self, record: PoolRecord, result: Memory | KvdError) -> None:
         if isinstance(result, KvdError):

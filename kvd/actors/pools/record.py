@@ -19,7 +19,7 @@ class PoolState(StrEnum):
     KEPT = "kept"
     """its worker is gone; it waits for a successor"""
     QUIESCING = "quiescing"
-    """a successor, or its end, waits for its last lease and its last read"""
+    """a successor, or its end, waits for its last lease and its last read; if neither does any more it is kept then"""
     RENEWING = "renewing"
     """quiesces, too; then it is deregistered, mapped at another address and registered again"""
     ENDING = "ending"
@@ -43,6 +43,8 @@ class PoolRecord:
     """Whether its bytes are older than the attach of its worker."""
     overdue: bool = False
     """Whether it has been kept for as long as it may be."""
+    ending: bool = False
+    """Whether it ends once it is quiesced, though nobody waits for that (any more)."""
     held: bool = False
     """Whether the process that has the pool, or had it last, may have it mapped: it got it and has not ended."""
     users: set[str] = field(default_factory=set)
@@ -56,19 +58,26 @@ class PoolRecord:
 
     @property
     def ends(self) -> bool:
-        """Whether the memory, once quiesced, is given back: nobody wants it as it is."""
-        if isinstance(self.waiting, AttachPool):
-            return not self.suits(self.waiting)
-        return self.waiting is not None or self.state is not PoolState.RENEWING
+        """Whether the memory, once quiesced, is given back: its time is over, or whoever waits wants other memory."""
+        return self.ending or (isinstance(self.waiting, AttachPool) and not self.suits(self.waiting))
+
+    @property
+    def forsaken(self) -> bool:
+        """Whether it quiesces for a successor that is gone."""
+        return self.state is PoolState.QUIESCING and self.waiting is None and not self.ending
 
     def suits(self, request: AttachPool) -> bool:
         """Whether the memory is what an attach asks for."""
         return request.spec == self.pool.spec
 
     def is_held_beside(self, request: AttachPool) -> bool:
-        """Whether another process than that of `request`, which would get this memory, may still write to it."""
+        """Whether another process than that of `request` may still map the memory, and would lose it or write to it.
+
+        One whose end is not told loses it to a successor that wants other memory.
+        """
         same = request.pid > 0 and request.pid == self.request.pid
-        return self.held and not same and self.suits(request)
+        matters = self.request.watched or self.suits(request)
+        return self.held and not same and not self.is_own(request) and matters
 
     def is_own(self, request: AttachPool) -> bool:
         """Whether the process that had the pool last asks for it again."""
@@ -90,14 +99,14 @@ class PoolRecord:
         if request.uid != self.request.uid:
             text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {request.uid}"
             raise BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
-        if self.state is not PoolState.KEPT:
+        if self.state is not PoolState.KEPT and (not self.forsaken or self.is_held_beside(request)):
             text = f"the pool {self.pool.worker!r} is {self.state}: another worker has it"
             raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
         if self.waiting is not None and not self.is_own(request):
             text = f"the pool {self.pool.worker!r} is {self.state}: another worker waits for it"
             raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; attach under another name")
         unseen = self.is_held_beside(request) and not self.request.watched
-        if unseen and self.mapped.device and not self.is_own(request):
+        if unseen and self.mapped.device:
             text = f"the pool {self.pool.worker!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
             hint = "use Linux 6.5 or later, or one PID namespace; else wait for `pool_linger`, or use another name"
             raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: {hint}")

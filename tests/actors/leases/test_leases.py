@@ -439,8 +439,8 @@ def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_n
         unknown = range(asked := asked + 1_000_000, asked + limits.MAX_RENEWALS)
         if kind == "renew":
             return Renew(tuple(unknown))
-        claims = [claim(number, generation=7) for number in unknown[: limits.MAX_SETTLED]]
-        fences = tuple(Fence(each.claim, 7, each) for each in claims)
+        claims = [claim(number, offer="gone", generation=rank.generation) for number in unknown[: limits.MAX_SETTLED]]
+        fences = tuple(Fence(each.claim, rank.generation, each) for each in claims)
         return Settle(fences) if kind == "settle" else fences[0]
 
     size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]

@@ -2,7 +2,7 @@ import pytest
 
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.messages import DetachPool, RenewPool
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionOpened
 from kvd.protocol.peer import Broken, Grant, Release
 from kvd.protocol.types import Span
@@ -80,11 +80,32 @@ def test_another_user_does_not_get_the_pool(stage):
 def test_a_pool_that_nobody_comes_back_for_is_given_up(stage):
     stage.attach()
     stage.hang_up()
+    stage.process_ends()
     memory = stage.memory
     stage.run(4.9)
     assert not memory.closed
     stage.run(0.2)
     assert memory.closed
+
+
+def test_the_pool_of_a_process_that_lives_is_kept_until_some_time_after_its_end(stage):
+    """Its session is lost, and it does not poll: it idles. Its bytes are its own, whoever else waits for memory."""
+    stage.attach()
+    stage.hang_up()
+    stage.run(60.0)
+    assert not stage.memory.closed
+    stage.process_ends()
+    stage.run(4.9)
+    assert not stage.memory.closed
+    stage.run(0.3)
+    assert stage.memory.closed
+
+
+def test_a_process_that_nobody_can_watch_counts_as_ended_with_its_session_where_pools_are_given_up(stage):
+    stage.attach(pid=0, watched=False)
+    stage.hang_up()
+    stage.run(5.2)
+    assert stage.memory.closed
 
 
 def test_a_detached_pool_is_gone(stage):
@@ -266,9 +287,65 @@ def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_
 def test_a_worker_that_came_back_while_the_daemon_stood_still_gets_its_pool(stage):
     stage.attach()
     stage.hang_up()
+    stage.process_ends()
     stage.run(5.05)  # its time is over, and what was sent to the daemon meanwhile is read only now
     stage.attach(connection=2, instance=b"j" * 16)
     assert stage.on_sessions[-1].kept
     stage.hang_up(2)
+    stage.process_ends(2)
     stage.run(5.2)
     assert ("deregister", 1) in stage.commands
+
+
+class Store:
+    """What the last daemon left: one descriptor."""
+
+    def __init__(self, descriptor):
+        self.descriptor, self.kept, self.dropped = descriptor, [], []
+
+    def take(self, worker, uid, spec):
+        return self.descriptor
+
+    def keep(self, worker, uid, spec, descriptor):
+        self.kept.append((worker, descriptor))
+
+    def drop(self, worker):
+        self.descriptor = -1
+        self.dropped.append(worker)
+
+
+def adopting(stage, store, error):
+    """The stage's daemon with a store; adopting what is in it fails with `error`."""
+
+    def adopt(descriptor, size):
+        stage.commands.append(("adopt", descriptor))
+        raise error
+
+    stage.dependencies.provider.adopt = adopt
+    stage.context.pools._memory._store = store
+
+
+def test_a_stored_descriptor_that_is_no_pool_is_dropped_and_its_worker_gets_new_memory(stage):
+    """Freed before its daemon was killed; or its daemon's `device` is another one now."""
+    store = Store(9)
+    adopting(stage, store, BadRequest(ErrorCode.BAD_POOL, "its pool has ended meanwhile"))
+    attached = stage.attach()
+    assert isinstance(attached, Attached)
+    assert not attached.kept
+    assert ("adopt", 9) in stage.commands
+    assert store.dropped == ["w"]
+    assert store.kept == [("w", stage.memory.descriptor)]
+
+
+def test_a_stored_pool_that_cannot_be_had_now_stays_stored(stage):
+    store = Store(9)
+    adopting(stage, store, Unavailable(ErrorCode.OVERLOADED, "it cannot be faulted in"))
+    assert stage.attach().code == ErrorCode.OVERLOADED
+    assert store.dropped == []
+    del stage.dependencies.provider.adopt
+    assert stage.attach(connection=2).kept
+
+
+def test_a_descriptor_of_its_own_that_is_no_pool_is_refused(stage):
+    adopting(stage, Store(-1), BadRequest(ErrorCode.BAD_POOL, "no memfd"))
+    assert stage.attach(descriptors=(8,)).code == ErrorCode.BAD_POOL

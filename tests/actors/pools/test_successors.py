@@ -4,8 +4,9 @@ import pytest
 
 from kvd.actors.pools.messages import RenewPool
 from kvd.errors import ErrorCode
+from kvd.protocol.peer import Broken, Release
 from kvd.protocol.worker import Attach, Attached, Detach, Refused
-from tests.actors.pools.test_pools import OTHER
+from tests.actors.pools.test_pools import OTHER, start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
 
 SUCCESSOR = {"connection": 2, "instance": b"j" * 16, "pid": 8}
@@ -90,10 +91,24 @@ def test_one_successor_waits_at_a_time_and_may_give_up(stage):
     assert isinstance(stage.on_sessions[-1], Attached)
 
 
-def test_a_successor_that_wants_another_pool_gets_new_memory_at_once(stage):
+def test_a_successor_that_wants_other_memory_waits_too_as_the_process_would_lose_its_bytes(stage):
+    stage.hang_up()
+    first, stage.memory = stage.memory, Memory(OTHER.spec.pool_bytes)
+    stage.attach(**SUCCESSOR, raw=OTHER.raw)
+    assert waits(stage)
+    assert not first.closed
+    stage.process_ends()
+    assert isinstance(stage.on_sessions[-1], Attached)
+    assert first.closed
+
+
+def test_a_successor_that_wants_other_memory_than_a_process_that_nobody_can_watch_gets_it_at_once():
+    stage = Stage(attach_wait=1.0)
+    stage.attach(pid=0, watched=False)
     stage.hang_up()
     stage.memory = Memory(OTHER.spec.pool_bytes)
-    assert isinstance(stage.attach(**SUCCESSOR, raw=OTHER.raw), Attached)
+    attached = stage.attach(connection=2, instance=b"j" * 16, pid=0, watched=False, raw=OTHER.raw)
+    assert isinstance(attached, Attached)
 
 
 def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
@@ -132,7 +147,110 @@ def test_processes_are_watched_no_longer_than_their_pools_last(stage):
     stage.hang_up(2)
     assert stage.forgotten == [1]
     stage.run(5.1)
+    assert stage.forgotten == [1]
+    stage.attach(connection=3, pid=7)
     assert stage.forgotten == [1, 2]
-    stage.connect(3, pid=8)
-    stage.hang_up(3)
-    assert stage.forgotten == [1, 2, 3]
+    stage.connect(4, pid=8)
+    stage.hang_up(4)
+    assert stage.forgotten == [1, 2, 4]
+
+
+@pytest.fixture
+def claimed():
+    """A pool whose process has ended while a peer reads from it, and for which a successor waits."""
+    stage = Stage(attach_wait=1.0, pool_linger=5.0)
+    stage.attach(pid=7)
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.process_ends()
+    stage.attach(**SUCCESSOR, descriptors=(9,))
+    assert waits(stage)
+    return stage
+
+
+THIRD = {"connection": 3, "instance": b"k" * 16, "pid": 9}
+
+
+def test_a_successor_that_dies_while_the_pool_quiesces_leaves_it_to_the_next_with_its_bytes(claimed):
+    claimed.hang_up(2)
+    assert claimed.discarded == [9]
+    claimed.attach(**THIRD)
+    assert waits(claimed)
+    claimed.asked_by_peer(Release(1, finished=False))
+    assert isinstance(claimed.on_sessions[-1], Attached)
+    assert claimed.on_sessions[-1].kept
+    assert not claimed.memory.closed
+
+
+def test_a_pool_whose_successor_died_before_it_was_quiesced_is_kept_then(claimed):
+    claimed.hang_up(2)
+    claimed.asked_by_peer(Release(1, finished=False))
+    assert claimed.context.pools._records["w"].state == "kept"
+    assert claimed.attach(**THIRD).kept
+
+
+def test_a_lease_is_not_broken_for_a_successor_that_is_gone(claimed):
+    claimed.hang_up(2)
+    before = len(claimed.answers)
+    claimed.run(4.9)
+    assert len(claimed.answers) == before
+
+
+def test_a_pool_whose_successor_died_is_given_up_in_time_though_a_lease_of_it_is_held(claimed):
+    claimed.hang_up(2)
+    claimed.run(5.0 + 1.0 + 0.3)
+    assert isinstance(claimed.answers[-1][1], Broken)
+    assert claimed.memory.closed
+
+
+def test_a_successor_that_is_refused_for_a_quarantined_read_leaves_the_pool_with_its_bytes(stage):
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.process_ends()
+    stage.attach(**SUCCESSOR)
+    stage.run(2.5)
+    assert "quarantine" in stage.on_sessions[-1].text
+    stage.landed(1)
+    assert stage.attach(**THIRD).kept
+
+
+def test_a_detached_pool_ends_though_its_worker_dies_before_it_is_quiesced(stage):
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.session(Detach())
+    stage.hang_up()
+    assert stage.attach(**SUCCESSOR).code == ErrorCode.POOL_BUSY
+    stage.landed(1)
+    assert stage.memory.closed
+
+
+def test_a_process_with_two_clients_gets_its_pool_back_when_it_is_quiesced_if_the_second_dies_before(stage):
+    """The second one had it quiesced, so the first must not go on with the leases that it had."""
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, pid=7)
+    stage.hang_up(2)
+    tenancy = stage.on_sessions[0].pool
+    stage.attach(connection=3, pid=7)
+    assert waits(stage)
+    stage.asked_by_peer(Release(1, finished=False))
+    attached = stage.on_sessions[-1]
+    assert isinstance(attached, Attached)
+    assert (attached.kept, attached.pool) == (True, tenancy)
+
+
+def test_a_pool_that_quiesced_for_a_client_that_is_gone_still_waits_for_the_process_of_both(stage):
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, pid=7)
+    stage.hang_up(2)
+    assert stage.attach(**THIRD).code == ErrorCode.POOL_BUSY
+    stage.asked_by_peer(Release(1, finished=False))
+    stage.attach(connection=4, instance=b"l" * 16, pid=10)
+    assert len(stage.on_sessions) == 2
+    stage.process_ends()
+    assert isinstance(stage.on_sessions[-1], Attached)

@@ -90,6 +90,8 @@ class Schedule:
             if rng.random() < likely:
                 for _ in range(rng.randint(1, most)):
                     self.world.loop.call_later(0.05 + rng.random() * ACTIVE, action)
+        if Piece.IDLE_PROCESSES in self.world.pieces:
+            self.world.loop.call_later(0.2 + rng.random() * 0.3, self._idle)
 
     def plan_hostility(self, hostile: Hostile) -> None:
         """Has hostile peers send something now and then."""
@@ -221,10 +223,28 @@ class Schedule:
             worker.linger(self.world.rng.random())
             self.world.loop.call_later(0.005, worker.start_again)
 
+    def _idle(self) -> None:
+        worker = self._worker()
+        if worker.attached:
+            self._hang_up(worker)
+            worker.pause()  # until the world is healed
+
     def _kill(self, worker: Worker) -> None:
         if worker.alive:
             worker.crash()
             self.world.loop.call_later(0.005 + self.world.rng.random() * 0.5, worker.start_again)
+
+    def _kill_twice(self, worker: Worker) -> None:
+        if not worker.alive:
+            return
+        worker.crash()
+        worker.start_again()
+
+        def kill_again() -> None:
+            if worker.alive and not worker.attached:
+                self._kill(worker)
+
+        self.world.loop.call_later(0.01 + self.world.rng.random() * 0.1, kill_again)
 
     def _pause_worker(self) -> None:
         worker = self._worker()
@@ -293,6 +313,9 @@ class Schedule:
         def withdraw() -> None:
             self._withdraw_from(sequence, source)
 
+        if Piece.DYING_SUCCESSORS in world.pieces and world.rng.random() < 0.5:
+            world.loop.call_later(world.rng.random() ** 2 * _STRIKE, self._kill_twice, source)
+            return
         action = world.rng.choice(
             (
                 cancel,

@@ -16,7 +16,7 @@ from kvd.protocol.types import Message
 from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.cache import Cache, content
-from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.fleet import POOL_LINGER, Daemon
 from tests.simulator.virtual.line import SimConnection, SimPool
 from tests.simulator.virtual.loop import Handle, Process
 from tests.simulator.virtual.memory import File
@@ -45,6 +45,10 @@ class Worker(Ledger):
         self._poll_due = 0.0
         self._last_file: File | None = None
         """The pool that this worker, or its predecessor, had last."""
+        self._kept_by = 0
+        """The daemon's run that lent it; 0 if it was given back."""
+        self._died = 0.0
+        """When the last process that had it ended."""
         self._unheard = 0
         """The daemon's run that has not answered an attach: it may keep a pool that the worker never saw."""
 
@@ -95,6 +99,7 @@ class Worker(Ledger):
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.trouble += 1
+        self._died = self.world.loop.now
         self.process.kill()
         if self.session is not None:
             self.session.hang_up(lose=False)
@@ -125,6 +130,7 @@ class Worker(Ledger):
 
     def _bury(self, process: Process) -> None:
         self.lingering.remove(process)
+        self._died = self.world.loop.now
         self.world.disturb(self.name)
         self.world.kernel.close_all(process.name)
 
@@ -152,17 +158,25 @@ class Worker(Ledger):
         attached = self.core.attached
         if attached.kept and self._last_file is not None and self._last_file is not self.file:
             self.world.violate(Promise.SURVIVES, f"{self.name}: the pool that was kept for it is another one")
-        self._last_file, self._unheard = self.file, 0
+        if not attached.kept and self._is_owed():
+            self.world.violate(Promise.SURVIVES, f"{self.name}: its daemon has not kept its pool")
+        self._last_file, self._kept_by, self._unheard = self.file, self.daemon.runs, 0
         if self._incarnation != attached.incarnation:
             self._incarnation = attached.incarnation
             self.give_up_strays()
+
+    def _is_owed(self) -> bool:
+        """Whether the daemon must have kept the pool for this process, which follows one that died lately."""
+        lately = self.world.loop.now - self._died < POOL_LINGER
+        failing = self.world.knobs.registration_fails > 0.0
+        return self._kept_by == self.daemon.runs and lately and not failing
 
     def detach(self) -> None:
         """Gives the pool back, then starts over as another process."""
         self.world.note(self.name, "detaches")
         self.world.disturb(self.name)
         self.trouble += 1
-        self.detaching = True
+        self.detaching, self._kept_by = True, 0
         self.driver.detach()
 
     def _over(self) -> None:
