@@ -59,7 +59,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _attach(self) -> None:
         settings = self._settings
-        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model)
+        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model, settings.drafter)
         spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
         self._pool = pool_tensor(client)
@@ -162,15 +162,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._allocation is None or not self._allocation.answered:
             text = f"vLLM allocated no buffer of {self._cache.nbytes} bytes inside the memory context"
             raise InternalError(ErrorCode.INTERNAL, text)
-        check_views(self._cache, self._pool, kv_caches, self._layer_names())
-
-    def _layer_names(self) -> list[list[list[str]]]:
-        groups: list[list[list[str]]] = [[] for _ in self._kv_cache_config.kv_cache_groups]
-        for tensor in self._kv_cache_config.kv_cache_tensors:
-            for names, group in zip(groups, self._kv_cache_config.kv_cache_groups, strict=True):
-                if tensor.layers[0] in group.layer_names:
-                    names.append(tensor.layers)
-        return groups
+        check_views(self._cache, self._pool, kv_caches)
 
     def get_handshake_metadata(self) -> KvdHandshake:
         """Where consumers find this rank."""
