@@ -54,6 +54,10 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field) > 1:
             raise _refusal(f"{field} = {getattr(parallel, field)}: context parallelism splits sequences, use 1")
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        # vLLM refuses its own connectors for this, by name. From 0.33 on it loads no blocks without their experts.
+        text = "--enable-return-routed-experts: which experts a prompt went to is known to the engine that computed it"
+        raise _refusal(f"{text} and does not move; serve without that flag or without kvd")
     groups = cache_config.kv_cache_groups
     if len(cache_config.transfer_group_ids) != len(groups):
         raise _refusal("vLLM keeps groups of this cache out of transfers; kvd moves all groups or none")

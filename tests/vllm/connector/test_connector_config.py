@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _component, _format, _names, _total_heads
+from kvd.engines.vllm.cache_config import _component, _format, _names, _total_heads, check_supported
 from kvd.engines.vllm.identity import identity
 from kvd.errors import BadRequest
 from kvd.limits import MAX_IDENTITY_BYTES
@@ -204,3 +204,30 @@ def test_what_is_too_long_to_be_told_is_told_by_its_beginning_and_a_hash() -> No
     one, other = (identified({**LONG, "long_factor": [1.5] * 500 + [last]}) for last in (1.0, 2.0))
     assert one["RoPE"] != other["RoPE"]
     assert len(one["RoPE"].encode()) <= MAX_IDENTITY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2"),
+        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4"),
+        ({"experts": True}, "--enable-return-routed-experts"),
+        ({"groups": [0]}, "keeps groups of this cache out"),
+    ],
+)
+def test_what_is_not_moved_keeps_the_engine_from_starting(change: dict[str, Any], said: str) -> None:
+    flags = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "experts": False, "groups": [0, 1]}
+    flags |= change
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**flags),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=flags["experts"]),
+    )
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * 2
+    cache = SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=flags["groups"])
+    if not said:
+        check_supported(config, cache)
+        return
+    with pytest.raises(BadRequest, match=said):
+        check_supported(config, cache)
