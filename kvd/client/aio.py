@@ -39,7 +39,7 @@ class AsyncWorker(Session):
         worker = cls(driver)
         attached = None
         try:
-            attached = await worker._until(worker._take_attached, timeout)
+            attached = await worker._until(worker._take_attached, worker._deadline(timeout))
         finally:
             if attached is None:
                 worker.close()
@@ -58,29 +58,34 @@ class AsyncWorker(Session):
         timeout: float = 10.0,  # noqa: ASYNC109
     ) -> str:
         """Like `Worker.offer`."""
+        until = self._deadline(timeout)
         self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
-        ticket = await self._until(lambda: self._take_offer(offer), timeout)
+        ticket = await self._until(lambda: self._take_offer(offer), until)
         if ticket is None:
             raise self._offer_overdue(offer, timeout)
         return ticket
 
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:  # noqa: ASYNC109
         """Like `Worker.status`."""
-        call = self._request_status()
-        report = await self._until(lambda: self._take_status(call), timeout)
+        until, call = self._deadline(timeout), self._request_status()
+        try:
+            report = await self._until(lambda: self._take_status(call), until)
+        finally:
+            self._driver.core.abandon_status(call)
         if report is None:
             raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
         return report
 
     async def wait(self, timeout: float) -> list[Event]:  # noqa: ASYNC109
         """Like `Worker.wait`."""
-        return await self._until(lambda: self._driver.core.take_events() or None, timeout) or []
+        return await self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout)) or []
 
     async def detach(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109
         """Like `Worker.detach`."""
+        until = self._deadline(timeout)
         self._driver.detach()
         try:
-            if await self._until(self._take_detached, timeout) is None:
+            if await self._until(self._take_detached, until) is None:
                 raise Unavailable(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
         finally:
             self.close()
@@ -110,8 +115,7 @@ class AsyncWorker(Session):
         self._step(time.monotonic())
         return self._driver.core.take_events()
 
-    async def _until(self, take: Callable[[], T | None], timeout: float) -> T | None:  # noqa: ASYNC109
-        until = time.monotonic() + timeout
+    async def _until(self, take: Callable[[], T | None], until: float) -> T | None:
         while True:
             now = time.monotonic()
             self._step(now)

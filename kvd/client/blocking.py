@@ -31,7 +31,7 @@ class Worker(Session):
         worker = cls(driver)
         attached = None
         try:
-            attached = worker._until(worker._take_attached, timeout)
+            attached = worker._until(worker._take_attached, worker._deadline(timeout))
         finally:
             if attached is None:
                 worker.close()
@@ -60,8 +60,9 @@ class Worker(Session):
                 returns either `OfferRefused` or `Released`.
 
         """
+        until = self._deadline(timeout)
         self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
-        ticket = self._until(lambda: self._take_offer(offer), timeout)
+        ticket = self._until(lambda: self._take_offer(offer), until)
         if ticket is None:
             raise self._offer_overdue(offer, timeout)
         return ticket
@@ -73,15 +74,18 @@ class Worker(Session):
             Unavailable: `DAEMON_LOST`, the daemon cannot be reached; `DEADLINE`, no answer within `timeout` seconds.
 
         """
-        call = self._request_status()
-        report = self._until(lambda: self._take_status(call), timeout)
+        until, call = self._deadline(timeout), self._request_status()
+        try:
+            report = self._until(lambda: self._take_status(call), until)
+        finally:
+            self._driver.core.abandon_status(call)
         if report is None:
             raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
         return report
 
     def wait(self, timeout: float) -> list[Event]:
         """Like `poll`, but waits up to `timeout` seconds for the first event."""
-        return self._until(lambda: self._driver.core.take_events() or None, timeout) or []
+        return self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout)) or []
 
     def detach(self, timeout: float = 10.0) -> None:
         """Gives the pool back and closes. Returns once nothing reads from the pool or writes to it.
@@ -91,9 +95,10 @@ class Worker(Session):
                 session is closed all the same.
 
         """
+        until = self._deadline(timeout)
         self._driver.detach()
         try:
-            if self._until(self._take_detached, timeout) is None:
+            if self._until(self._take_detached, until) is None:
                 raise Unavailable(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
         finally:
             self.close()
@@ -115,8 +120,7 @@ class Worker(Session):
     ) -> None:
         self.close()
 
-    def _until(self, take: Callable[[], T | None], timeout: float) -> T | None:
-        until = time.monotonic() + timeout
+    def _until(self, take: Callable[[], T | None], until: float) -> T | None:
         while True:
             now = time.monotonic()
             self._driver.step(now)

@@ -81,8 +81,9 @@ class Core:
     ) -> bytes:
         """The frame of an offer."""
         self._check_new(offer)
-        call = self._new_call(_Call.OFFER, offer)
+        call = next(self._calls)
         frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers))
+        self._await(call, _Call.OFFER, offer)
         self._offers.add(offer)
         return frame
 
@@ -101,8 +102,9 @@ class Core:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
-        call = self._new_call(_Call.PULL, request)
+        call = next(self._calls)
         frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
+        self._await(call, _Call.PULL, request)
         self._pulls.add(request, kept, now + timeout)
         return frame
 
@@ -141,11 +143,20 @@ class Core:
             raise answer
         return None if answer is None else answer.report
 
-    def not_sent(self, request: str) -> None:
-        """The frame of this offer or pull found no room: forgets the request."""
-        self._offers.refused(request, "", "")
-        self._pulls.refused(request, "", "")
-        self._forget(request)
+    def abandon_status(self, call: int) -> None:
+        """Nobody waits for this status any more."""
+        self._pending.pop(call, None)
+        self._settled.pop(call, None)
+
+    def not_sent(self) -> None:
+        """The frame made last found no room: forgets its call, and the offer or pull that it would have begun."""
+        call, (kind, request) = self._pending.popitem()
+        if request:
+            self._calls_of[request].remove(call)
+        if kind in {_Call.OFFER, _Call.PULL}:
+            self._offers.refused(request, "", "")
+            self._pulls.refused(request, "", "")
+            self._forget(request)
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -270,8 +281,7 @@ class Core:
                 ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
             )
 
-    def _new_call(self, kind: _Call, request: str) -> int:
-        call = next(self._calls)
+    def _await(self, call: int, kind: _Call, request: str) -> int:
         self._pending[call] = (kind, request)
         if request:
             self._calls_of.setdefault(request, []).append(call)
@@ -284,10 +294,10 @@ class Core:
                 self._pending.pop(call, None)
 
     def _cancel(self, request: str, kind: _Call) -> bytes:
-        return codec.encode(wire.Cancel(self._new_call(kind, request), request))
+        return codec.encode(wire.Cancel(self._await(next(self._calls), kind, request), request))
 
     def _status(self, kind: _Call, request: str) -> tuple[int, bytes]:
-        call = self._new_call(kind, request)
+        call = self._await(next(self._calls), kind, request)
         return call, codec.encode(wire.StatusRequest(call))
 
     def _notified(self, batch: wire.Notifications, now: float) -> None:

@@ -114,8 +114,8 @@ class Driver:
         code = ErrorCode.DAEMON_LOST if self._last_error is None else self._last_error.code
         return Unavailable(code, f"no pool from {self._path} within {timeout} s{reason}")
 
-    def request(self, frame: bytes, name: str = "") -> None:
-        """Sends a request; `name` is set if it begins a pull or offer.
+    def request(self, frame: bytes) -> None:
+        """Sends the request that the core made last.
 
         Raises:
             Unavailable: `OVERLOADED`, the queue to the daemon is full.
@@ -123,8 +123,7 @@ class Driver:
         """
         if not self._outbox and self._connection.send(frame):
             return
-        if name:
-            self.core.not_sent(name)
+        self.core.not_sent()
         raise Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")
 
     def check(self) -> None:

@@ -1,5 +1,6 @@
 """What the blocking and the asyncio client share."""
 
+import math
 import secrets
 import time
 from collections.abc import Iterable
@@ -109,7 +110,7 @@ class Session:
         it may read the blocks.
 
         Raises:
-            BadRequest: `BAD_BLOCKS`, an id is not an unsigned 32-bit integer.
+            BadRequest: `BAD_BLOCKS`, an id is not an unsigned 32-bit integer; `BAD_TICKET`, another value does not fit.
 
         """
         return self._driver.core.ticket(offer, tokens, blocks, secret)
@@ -138,9 +139,7 @@ class Session:
         """
         self._driver.check()
         drawn = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-        self._driver.request(
-            self._driver.core.offer(offer, tokens, blocks, ttl, secret=drawn, consumers=consumers), offer
-        )
+        self._driver.request(self._driver.core.offer(offer, tokens, blocks, ttl, secret=drawn, consumers=consumers))
 
     def pull(
         self,
@@ -174,7 +173,7 @@ class Session:
         frame = self._driver.core.pull(
             request, ticket, blocks, timeout, now, traceparent=traceparent, consumer=consumer, hold=hold
         )
-        self._driver.request(frame, request)
+        self._driver.request(frame)
 
     def cancel(self, request: str) -> None:
         """Stops a pull or withdraws an offer. `poll` still returns its outcome; a pull may already be done.
@@ -196,6 +195,17 @@ class Session:
         return self._driver.core.take_events()
 
     # --- for the two clients ----------------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: float) -> float:
+        """When `timeout` seconds from now are over.
+
+        Raises:
+            BadRequest: `BAD_MESSAGE`, it is not a number, which no time ever reaches.
+
+        """
+        if math.isnan(timeout):
+            raise BadRequest(ErrorCode.BAD_MESSAGE, "the timeout is not a number (NaN); give it in seconds")
+        return time.monotonic() + timeout
 
     def _take_attached(self) -> bool | None:
         self._driver.check()

@@ -15,8 +15,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """A message as one frame."""
-    return _encoder.encode(message)
+    """A message as one frame.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, a text in it is not Unicode, as a lone surrogate, or a number has more than 64 bits.
+
+    """
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise BadRequest(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
 
 
 class Decoder(Generic[T]):

@@ -58,8 +58,17 @@ class Ticket(Message, frozen=True):
         return proof(rank.secret, rank.pool, rank.offer, self.tokens, self.spans(rank))
 
     def encode(self) -> str:
-        """The ticket as text."""
-        return _PREFIX + base64.urlsafe_b64encode(_encoder.encode(self)).decode().rstrip("=")
+        """The ticket as text.
+
+        Raises:
+            BadRequest: `BAD_TICKET`, a name in it is not Unicode, or a number has more than 64 bits.
+
+        """
+        try:
+            packed = _encoder.encode(self)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise BadRequest(ErrorCode.BAD_TICKET, f"no ticket: {error}") from error
+        return _PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 
 _encoder = msgspec.msgpack.Encoder()

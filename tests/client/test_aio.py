@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -90,6 +91,29 @@ async def test_waiting_ends_with_its_time(worker: AsyncWorker) -> None:
     assert await worker.wait(0.01) == []
     with pytest.raises(Unavailable, match="no status within"):
         await worker.status(timeout=0.01)
+
+
+async def test_a_time_that_is_no_number_is_refused(daemon: ScriptedDaemon, worker: AsyncWorker) -> None:
+    for attempt in (
+        lambda: worker.wait(math.nan),
+        lambda: worker.status(timeout=math.nan),
+        lambda: worker.offer("offer-1", tokens=1, blocks=[Blocks(0, 0, [1])], ttl=60.0, timeout=math.nan),
+        lambda: worker.detach(timeout=math.nan),
+        lambda: AsyncWorker.attach(daemon.path, name="decode-1", spec=Spec(), timeout=math.nan),
+    ):
+        with pytest.raises(BadRequest, match="not a number"):
+            await attempt()
+    assert daemon.inbox.empty()
+
+
+async def test_of_a_status_that_is_given_up_nothing_is_kept(worker: AsyncWorker) -> None:
+    waiting = asyncio.create_task(worker.status())
+    await asyncio.sleep(0)
+    assert worker._driver.core._pending
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not worker._driver.core._pending
 
 
 async def test_a_refusal_is_raised_as_the_error_it_is(daemon: ScriptedDaemon) -> None:

@@ -105,6 +105,25 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert (len(core._pending), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("kind", ["offer", "pull", "cancel", "status"])
+def test_nothing_is_kept_of_what_found_no_room(kind: str) -> None:
+    core = pulling("open")
+    before = (dict(core._pending), {name: list(calls) for name, calls in core._calls_of.items()})
+    for _ in range(3):
+        match kind:
+            case "offer":
+                core.offer("new", 10, BLOCKS, 60.0, secret=bytes(16))
+            case "pull":
+                core.pull("new", "t", BLOCKS, 30.0, now=0.0)
+            case "cancel":
+                core.cancel("open")
+            case "status":
+                core.status()
+        core.not_sent()
+    assert (core._pending, core._calls_of) == before
+    assert (len(core._pulls), len(core._offers)) == (1, 0)
+
+
 def test_acknowledgements_wait_for_more_for_a_time() -> None:
     core = pulling("a", "b")
     core.on_frame(batch(1, wire.Done("a")), now=5.0)

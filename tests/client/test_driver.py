@@ -48,7 +48,7 @@ def attached_driver(host):
 def test_a_pull_that_is_given_up_is_asked_for_in_the_same_step():
     host = Host()
     driver = attached_driver(host)
-    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1), "r")
+    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1))
     driver.step(1.2 + GRACE_SECONDS)
     host.world.loop.run_until(1.0)
     assert [type(request) for request in host.requests] == [Pull, Cancel]

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import statistics
@@ -258,7 +259,11 @@ class TestPulls:
             ({"blocks": [Blocks(0, 0, [-1])]}, ErrorCode.BAD_BLOCKS),
             ({"blocks": [Blocks(0, 0, [1 << 32])]}, ErrorCode.BAD_BLOCKS),
             ({"blocks": [Blocks(0, 0, b"123")]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [Blocks(0, 1 << 64, [1])]}, ErrorCode.BAD_MESSAGE),
             ({"ticket": "x" * (limits.MAX_MESSAGE_BYTES + 1)}, ErrorCode.TOO_LARGE),
+            ({"ticket": "kvd1.\ud800"}, ErrorCode.BAD_MESSAGE),
+            ({"request": "\ud800"}, ErrorCode.BAD_MESSAGE),
+            ({"consumer": "\udfff"}, ErrorCode.BAD_MESSAGE),
         ],
     )
     def test_what_the_daemon_could_not_read_is_not_sent(
@@ -268,7 +273,50 @@ class TestPulls:
         with pytest.raises(BadRequest) as caught:
             worker.pull(**arguments)
         assert caught.value.code is code
+        core = worker._driver.core
+        assert (core._pending, core._calls_of) == ({}, {}), "something is kept of a request that was never made"
         pull(worker, daemon)  # the name was not used up, and the first thing that the daemon hears is this
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"offer": "\ud800"},
+            {"tokens": -1},
+            {"tokens": 1 << 64},
+            {"secret": b"short"},
+            {"blocks": [Blocks(0, 0, [-1])]},
+        ],
+    )
+    def test_of_an_offer_that_the_daemon_could_not_read_nothing_is_kept(
+        self, daemon: ScriptedDaemon, worker: Worker, change: dict[str, object]
+    ) -> None:
+        arguments = {"offer": "offer-1", "tokens": 1, "blocks": BLOCKS, "ttl": 60.0} | change
+        with pytest.raises(BadRequest):
+            worker.offer_nowait(**arguments)
+        core = worker._driver.core
+        assert (core._pending, core._calls_of, len(core._offers)) == ({}, {}, 0)
+        worker.offer_nowait("offer-1", tokens=1, blocks=BLOCKS, ttl=60.0)
+        assert daemon.expect(wire.Offer).offer == "offer-1"
+
+    def test_a_ticket_of_a_name_that_is_not_unicode_is_refused(self, worker: Worker) -> None:
+        with pytest.raises(BadRequest, match="surrogates") as caught:
+            worker.ticket("\ud800", 1, BLOCKS, bytes(16))
+        assert caught.value.code is ErrorCode.BAD_TICKET
+
+    def test_a_time_that_is_no_number_is_refused_before_anything_is_sent(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        for attempt in (
+            lambda: worker.wait(math.nan),
+            lambda: worker.status(timeout=math.nan),
+            lambda: worker.offer("offer-1", tokens=1, blocks=BLOCKS, ttl=60.0, timeout=math.nan),
+            lambda: worker.detach(timeout=math.nan),
+            lambda: Worker.attach(daemon.path, name="decode-1", spec=Spec(), timeout=math.nan),
+        ):
+            with pytest.raises(BadRequest, match="not a number"):
+                attempt()
+        assert daemon.inbox.empty()
+        pull(worker, daemon)
 
     def test_cancelling_asks_the_daemon_and_the_outcome_follows(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         pull(worker, daemon)
@@ -384,11 +432,22 @@ class TestStatus:
     def test_it_is_the_daemons_document(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         call = worker._request_status()
         daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b'{"pulls": 0}'))
-        assert worker._until(lambda: worker._take_status(call), MOMENT) == {"pulls": 0}
+        assert worker._until(lambda: worker._take_status(call), worker._deadline(MOMENT)) == {"pulls": 0}
 
     def test_no_answer_is_a_deadline(self, worker: Worker) -> None:
         with pytest.raises(Unavailable, match=r"no status within 0\.01 s"):
             worker.status(timeout=0.01)
+
+    def test_an_answer_that_comes_too_late_is_not_kept(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        with pytest.raises(Unavailable):
+            worker.status(timeout=0.01)
+        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b"{}"))
+        daemon.notify(1, wire.Done("req-1"))
+        pull(worker, daemon)
+        daemon.notify(2, wire.Done("req-1"))
+        assert wait_for(worker, 1) == [Done("req-1")]
+        core = worker._driver.core
+        assert (core._pending, core._settled) == ({}, {})
 
 
 class TestLosingTheDaemon:

@@ -1,6 +1,8 @@
 """Reads the layout of a vLLM worker's cache from the worker's configuration."""
 
+import itertools
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from kvd.layout import Chunked, Full, Shard, Sliding, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
 _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
+_DRAFTERS = ("draft_model.", "mtp.")
+"""How names of layers begin that vLLM numbers from 0 for a drafter: a model of its own, and Qwen's and others' MTP."""
 _ROWS = frozenset(
     {
         *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
@@ -50,6 +54,10 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field) > 1:
             raise _refusal(f"{field} = {getattr(parallel, field)}: context parallelism splits sequences, use 1")
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        # vLLM refuses its own connectors for this, by name. From 0.33 on it loads no blocks without their experts.
+        text = "--enable-return-routed-experts: which experts a prompt went to is known to the engine that computed it"
+        raise _refusal(f"{text} and does not move; serve without that flag or without kvd")
     groups = cache_config.kv_cache_groups
     if len(cache_config.transfer_group_ids) != len(groups):
         raise _refusal("vLLM keeps groups of this cache out of transfers; kvd moves all groups or none")
@@ -77,8 +85,10 @@ def window_of(spec: Any) -> Window:
     raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
-def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> WorkerCache:
-    """The worker's cache, which must have passed `check_supported`; `model` is told to peers in place of its path.
+def worker_cache(vllm_config: Any, cache_config: Any, model: str = "", drafter: str = "") -> WorkerCache:
+    """The worker's cache, which must have passed `check_supported`.
+
+    `model` and `drafter` are told to peers in place of the paths of these.
 
     Raises:
         BadRequest: `BAD_SPEC`, kvd does not move one of the layers.
@@ -92,7 +102,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
     for tensor in cache_config.kv_cache_tensors:
         index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
         spec = _layer_spec(groups[index], tensor.layers[0])
-        pages[index].append(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
+        pages[index].extend(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
     return WorkerCache(
         nbytes=cache_config.kv_cache_tensors[0].size if cache_config.kv_cache_tensors else 0,
         num_blocks=cache_config.num_blocks,
@@ -101,7 +111,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "") -> Worker
             for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
-        identity=identity(vllm_config, model or vllm_config.model_config.model, _drafters_name(vllm_config)),
+        identity=identity(vllm_config, *_names(vllm_config, model, drafter)),
     )
 
 
@@ -117,7 +127,8 @@ def _layer_spec(group: Any, name: str) -> Any:
     return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_tokens: int) -> Pages:
+def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_tokens: int) -> Iterator[Pages]:
+    """A KV cache tensor, in parts whose layers are of one kind: a drafter's may follow the model's."""
     if spec.tokens_per_state != 1:
         raise _refusal(f"{tensor.layers[0]}: {spec.tokens_per_state} tokens a state; kvd moves caches with one")
     kernel_blocks = spec.block_size // kernel_tokens
@@ -129,34 +140,46 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         kernel_tokens,
         fixed_strides=(tensor.layer_stride, tensor.block_stride // kernel_blocks, None, None, None),
     )
-    components, numbers = zip(*(_component(name) for name in tensor.layers), strict=True)
-    if len(set(components)) > 1:
-        raise _refusal(f"one KV cache tensor holds layers of several kinds: {sorted(set(components))}")
-    layer = vllm_config.compilation_config.static_forward_context[tensor.layers[0]]
-    backend = layer.get_attn_backend().get_name()
-    return Pages(
-        component=components[0],
-        layers=numbers,
-        offset=tensor.offset,
-        layer_stride=tensor.layer_stride,
-        block_stride=tensor.block_stride,
-        head_stride=head_stride,
-        token_stride=token_stride,
-        heads=spec.num_heads,
-        total_heads=_total_heads(vllm_config, spec, tensor.layers[0], numbers[0]),
-        kernel_tokens=kernel_tokens,
-        cell_bytes=spec.state_content_size_bytes,
-        dtype=_format(vllm_config, spec, backend, kernel_tokens),
-        split=backend == "CPU_ATTN",
-    )
+    layers = vllm_config.compilation_config.static_forward_context
+    numbered = []
+    for place, name in enumerate(tensor.layers):
+        component, number = _component(vllm_config, spec, name)
+        backend = layers[name].get_attn_backend().get_name()
+        kind = component, _total_heads(vllm_config, spec, name, number), backend
+        numbered.append((kind, place, number, name))
+    for (component, total_heads, backend), part in itertools.groupby(numbered, key=lambda layer: layer[0]):
+        _, places, numbers, names = zip(*part, strict=True)
+        yield Pages(
+            component=component,
+            layers=numbers,
+            names=names,
+            offset=tensor.offset + places[0] * tensor.layer_stride,
+            layer_stride=tensor.layer_stride,
+            block_stride=tensor.block_stride,
+            head_stride=head_stride,
+            token_stride=token_stride,
+            heads=spec.num_heads,
+            total_heads=total_heads,
+            kernel_tokens=kernel_tokens,
+            cell_bytes=spec.state_content_size_bytes,
+            dtype=_format(vllm_config, spec, backend, kernel_tokens),
+            split=backend == "CPU_ATTN",
+        )
 
 
-def _component(name: str) -> tuple[str, int]:
-    """The kind and the number of a layer: ("model.layers.*.self_attn.attn", 7)."""
+def _component(vllm_config: Any, spec: Any, name: str) -> tuple[str, int]:
+    """The kind and the number of a layer: ("model.layers.*.self_attn.attn", 7).
+
+    Layers of a drafter are numbered after the model's; some methods give them such numbers themselves.
+    """
     numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
     if len(numbers) != 1:
         raise _refusal(f"the layer name {name!r} has {len(numbers)} numbers; kvd needs the one of its layer")
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name), int(numbers[0])
+    number, layers = int(numbers[0]), int(vllm_config.model_config.get_total_num_hidden_layers())
+    if number < layers and _drafter(vllm_config) is not None:
+        drafts = getattr(spec, "is_draft", False) or name.startswith(_DRAFTERS)  # vLLM 0.32 has the name alone
+        number += layers * drafts
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name), number
 
 
 def _total_heads(vllm_config: Any, spec: Any, name: str, layer: int) -> int:
@@ -244,10 +267,15 @@ def _drafter(vllm_config: Any) -> Any:
     return speculative.draft_model_config
 
 
-def _drafters_name(vllm_config: Any) -> str:
-    """The drafter as peers are told of it."""
-    drafter = _drafter(vllm_config)
-    return "" if drafter is None else f"{drafter.model} ({vllm_config.speculative_config.method})"
+def _names(vllm_config: Any, model: str, drafter: str) -> tuple[str, str]:
+    """The model and the drafter as peers are told of them: by their settings, else their paths."""
+    path, drafts = vllm_config.model_config.model, _drafter(vllm_config)
+    name = model or path
+    if drafts is None:
+        return name, ""
+    if not drafter:
+        drafter = name if drafts.model == path else drafts.model  # modules for MTP are part of the model
+    return name, f"{drafter} ({vllm_config.speculative_config.method})"
 
 
 def _refusal(text: str) -> BadRequest:

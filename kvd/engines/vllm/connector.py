@@ -1,5 +1,6 @@
 """The hooks that vLLM calls. The work is in `scheduler`, `worker`, `cache_config` and `memory`."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -27,6 +28,8 @@ from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import ErrorCode, InternalError
+
+_MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 register()  # also where vLLM loads no plugins (`VLLM_PLUGINS`) and was given `kv_connector_module_path`
 
@@ -59,7 +62,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _attach(self) -> None:
         settings = self._settings
-        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model)
+        self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model, settings.drafter)
         spec = cache_spec(self._cache)
         client = Worker.attach(settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout)
         self._pool = pool_tensor(client)
@@ -77,10 +80,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout with the longest contiguous runs: heads, which ranks split, outside of tokens."""
+        """The layout with the longest contiguous runs: heads, which ranks split, outside of tokens.
+
+        MultiConnector starts only if its parts agree, and shows none of them the others: there it is the layout that
+        all of vLLM's own connectors ask for, in which runs end with a layer's block.
+        """
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
-        return "LBHNC" if current_platform.is_cpu() else "BLHNC"
+        alone = _MULTI not in sys.modules  # vLLM imports it only where it is used
+        return "BLHNC" if alone and not current_platform.is_cpu() else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
@@ -162,15 +170,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._allocation is None or not self._allocation.answered:
             text = f"vLLM allocated no buffer of {self._cache.nbytes} bytes inside the memory context"
             raise InternalError(ErrorCode.INTERNAL, text)
-        check_views(self._cache, self._pool, kv_caches, self._layer_names())
-
-    def _layer_names(self) -> list[list[list[str]]]:
-        groups: list[list[list[str]]] = [[] for _ in self._kv_cache_config.kv_cache_groups]
-        for tensor in self._kv_cache_config.kv_cache_tensors:
-            for names, group in zip(groups, self._kv_cache_config.kv_cache_groups, strict=True):
-                if tensor.layers[0] in group.layer_names:
-                    names.append(tensor.layers)
-        return groups
+        check_views(self._cache, self._pool, kv_caches)
 
     def get_handshake_metadata(self) -> KvdHandshake:
         """Where consumers find this rank."""

@@ -81,19 +81,19 @@ def warn_of_restarts(device: str, cache_config: Any) -> None:
         )
 
 
-def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, torch.Tensor], names: Any) -> None:
-    """Compares vLLM's views of its layers' caches with what the daemon was told.
+def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, torch.Tensor]) -> None:
+    """Compares vLLM's views of its layers' caches, by their names, with what the daemon was told.
 
-    `names[group][i]` are the layers' names of the i-th pages of the group. Caches of other names share one of these.
+    Caches of other names share one of these.
 
     Raises:
         InternalError: A view differs: transfers would move other bytes than vLLM reads.
 
     """
-    for group, group_names in zip(cache.groups, names, strict=True):
-        for pages, layers in zip(group.pages, group_names, strict=True):
-            for number, name in enumerate(layers):
-                offset = pages.offset + number * pages.layer_stride
+    for group in cache.groups:
+        for pages in group.pages:
+            for place, (_, name) in enumerate(zip(pages.layers, pages.names, strict=True)):
+                offset = pages.offset + place * pages.layer_stride
                 expected = _expected(pages, group.block_tokens, cache.num_blocks)
                 found = _found(caches[name], pool)
                 if found != (offset, *expected):

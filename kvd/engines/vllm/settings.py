@@ -27,6 +27,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     If it is given, LoRA adapters are known to peers by their names alone, without their paths.
     """
+    drafter: str = ""
+    """The drafter as peers are told of it, whose own must be the same; if empty, its name or path, or `model` if it is
+    part of the model."""
     offer_ttl: _Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
     pull_timeout: _Timeout = 60.0

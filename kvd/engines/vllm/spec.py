@@ -13,7 +13,7 @@ from kvd.layout import Axis, CacheSpec, Group, Shard, View, Window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """One KV cache tensor of vLLM. Strides and sizes are in bytes.
+    """A KV cache tensor of vLLM, or the part of it whose layers are of one kind. Strides and sizes are in bytes.
 
     `heads` is what this rank holds of `total_heads`; 1 of 1 means that all ranks hold the same (MLA). A block may be
     several kernel blocks of `kernel_tokens` tokens. `cell_bytes` is one head of one token, K and V together. If
@@ -33,6 +33,8 @@ class Pages:
     cell_bytes: int
     dtype: str
     split: bool = False
+    names: tuple[str, ...] = ()
+    """What vLLM calls the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
         )
         for group in cache.groups
     )
-    dtype = cache.groups[0].pages[0].dtype
+    dtype = next(pages.dtype for group in cache.groups for pages in group.pages)  # a stage may hold none of the first
     return CacheSpec(dtype=dtype, pool_bytes=cache.nbytes, groups=groups, shard=cache.shard, identity=cache.identity)
 
 

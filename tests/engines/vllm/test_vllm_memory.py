@@ -15,6 +15,7 @@ from kvd.layout import Full, Shard
 PAGES = Pages(
     component="attn",
     layers=(0, 1),
+    names=("layers.0.attn", "layers.1.attn"),
     offset=0,
     layer_stride=256,
     block_stride=64,
@@ -124,7 +125,7 @@ def views(pool: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_views_that_lie_as_declared_are_accepted() -> None:
     pool = torch.zeros(512, dtype=torch.int8)
-    check_views(FACTS, pool, views(pool), [[["layers.0.attn", "layers.1.attn"]]])
+    check_views(FACTS, pool, views(pool))
 
 
 def test_views_that_lie_elsewhere_or_in_another_order_are_an_error() -> None:
@@ -132,8 +133,8 @@ def test_views_that_lie_elsewhere_or_in_another_order_are_an_error() -> None:
     swapped = views(pool)
     swapped["layers.0.attn"], swapped["layers.1.attn"] = swapped["layers.1.attn"], swapped["layers.0.attn"]
     with pytest.raises(InternalError, match=r"layers\.0\.attn"):
-        check_views(FACTS, pool, swapped, [[["layers.0.attn", "layers.1.attn"]]])
+        check_views(FACTS, pool, swapped)
     turned = views(pool)
     turned["layers.1.attn"] = turned["layers.1.attn"].transpose(1, 2)
     with pytest.raises(InternalError, match=r"layers\.1\.attn"):
-        check_views(FACTS, pool, turned, [[["layers.0.attn", "layers.1.attn"]]])
+        check_views(FACTS, pool, turned)

@@ -64,6 +64,12 @@ def test_groups_of_a_hybrid_model_share_the_pages_of_one_arena() -> None:
     assert {g.arena for g in spec.groups} == {0}
 
 
+def test_a_pipeline_stage_without_layers_of_the_first_group_says_what_it_holds() -> None:
+    spec = cache_spec(cache(group(), group(attention((0, 1)), window=Sliding(96)), layers=2, nbytes=2 * BLOCKS * 16384))
+    assert [len(g.views) for g in spec.groups] == [0, 1]
+    assert spec.dtype == "bfloat16/vec"
+
+
 def test_a_latent_is_the_same_on_every_rank() -> None:
     latent = Pages(
         component="model.layers.*.self_attn.attn",

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,11 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
@@ -39,6 +40,9 @@ LATENT = 576
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "drafted": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "mtp": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "own drafter": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "halves": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "gemma": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "deepseek": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -55,8 +59,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-DRAFT_LAYERS = {"drafted": 1}
-"""Layers of a drafter (EAGLE), which vLLM numbers after the model's."""
+DRAFTS = {
+    "drafted": (HEADS, [f"model.layers.{LAYERS}.self_attn.attn"]),
+    "mtp": (HEADS, ["mtp.layers.0.self_attn.attn"]),
+    "own drafter": (2, [f"draft_model.model.layers.{layer}.self_attn.attn" for layer in range(2)]),
+}
+"""Drafters: their KV heads, and their layers, which vLLM numbers after the model's (EAGLE) or from 0."""
 
 
 def configuration(kind: str, folder: Path) -> Any:
@@ -83,11 +91,12 @@ def configuration(kind: str, folder: Path) -> Any:
         num_gpu_blocks_override=BLOCKS,
         kv_transfer_config=transfer,
     ).create_engine_config()
-    if kind in DRAFT_LAYERS:
+    if kind in DRAFTS:
+        heads, names = DRAFTS[kind]
         draft = SimpleNamespace(
-            get_total_num_hidden_layers=lambda: DRAFT_LAYERS[kind],
-            get_total_num_kv_heads=config.model_config.get_total_num_kv_heads,
-            hf_text_config=config.model_config.hf_text_config,
+            get_total_num_hidden_layers=lambda: len(names),
+            get_total_num_kv_heads=lambda: heads,
+            hf_text_config=SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads}),
             model="drafter",
         )
         config.speculative_config = SimpleNamespace(
@@ -98,19 +107,27 @@ def configuration(kind: str, folder: Path) -> Any:
 
 
 def layer_specs(kind: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> dict[str, Any]:
-    """What the layers of a worker ask for, as the models of vLLM do."""
+    """What the layers of an engine ask for, as the models of vLLM do."""
     shape = {"block_size": block_tokens, "num_kv_heads": max(1, HEADS // tp_size), "head_size": HEAD}
     dense = FullAttentionSpec(**shape, dtype=torch.bfloat16)
     local = SlidingWindowSpec(**shape, dtype=torch.bfloat16, sliding_window=WINDOW)
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, max_tp_shards=1)
     of_layer: dict[str, Callable[[int], Any]] = {
-        "llama": lambda _: dense,
-        "drafted": lambda _: dense,
         "gemma": lambda layer: dense if layer % 3 == 2 else local,
+        "halves": lambda layer: dense if layer < LAYERS // 2 else local,
         "deepseek": lambda _: latent,
     }
-    layers = LAYERS + DRAFT_LAYERS.get(kind, 0)
-    return {f"model.layers.{layer}.self_attn.attn": of_layer[kind](layer) for layer in range(layers)}
+    spec_of = of_layer.get(kind, lambda _: dense)
+    specs = {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(LAYERS)}
+    heads, names = DRAFTS.get(kind, (HEADS, []))
+    return specs | {name: replace(dense, num_kv_heads=max(1, heads // tp_size)) for name in names}
+
+
+def _stage_of(specs: dict[str, Any], stage: int, stages: int) -> dict[str, Any]:
+    """The layers of one pipeline stage; the last one has the drafter's."""
+    first, stop = get_pp_indices(LAYERS, stage, stages)
+    names = list(specs)
+    return {name: specs[name] for name in names[first : stop if stage < stages - 1 else None]}
 
 
 @dataclass
@@ -143,41 +160,55 @@ class Request:
 
 
 class Engine:
-    """The scheduler's connector and those of `tp_size` workers. `settings` is `kv_connector_extra_config`."""
+    """The scheduler's connector and those of its workers: `tp_size` in each of `stages` pipeline stages.
+
+    `settings` is `kv_connector_extra_config`.
+    """
 
     def __init__(
-        self, config: Any, kind: str, settings: dict[str, Any], tp_size: int = 1, block_tokens: int = BLOCK_TOKENS
+        self,
+        config: Any,
+        kind: str,
+        settings: dict[str, Any],
+        tp_size: int = 1,
+        block_tokens: int = BLOCK_TOKENS,
+        stages: int = 1,
     ) -> None:
         config = copy.deepcopy(config)
         config.parallel_config.tensor_parallel_size = tp_size
+        config.parallel_config.pipeline_parallel_size = stages
         config.kv_transfer_config.kv_connector_extra_config = settings
         specs = layer_specs(kind, tp_size, block_tokens)
+        ranks = [_stage_of(specs, stage, stages) for stage in range(stages) for _ in range(tp_size)]
         backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
-        layer = SimpleNamespace(get_attn_backend=lambda: backend)
-        config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)
-        self.cache_config = get_kv_cache_configs(config, [specs], [1 << 30])[0]
-        self.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
-        self.scheduler = KvdConnector(config, KVConnectorRole.SCHEDULER, self.cache_config)
+        self._layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        configs = get_kv_cache_configs(config, ranks, [1 << 30] * len(ranks))
+        for of_rank in configs:
+            of_rank.kv_cache_layout = config.cache_config.kv_cache_layout
+        self.cache_config = configs[0]
+        self.scheduler = KvdConnector(config, KVConnectorRole.SCHEDULER, generate_scheduler_kv_cache_config(configs))
         self.workers: list[KvdConnector] = []
         self.caches: list[dict[str, torch.Tensor]] = []
-        for rank in range(tp_size):
-            self._add_worker(config, rank)
-        places = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        for rank, of_rank in enumerate(configs):
+            self._add_worker(config, rank, ranks[rank], of_rank)
+        places = {divmod(rank, tp_size): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(places)
-        self._aggregator = KVOutputAggregator(tp_size)
+        self._aggregator = KVOutputAggregator(len(ranks))
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
 
-    def _add_worker(self, config: Any, rank: int) -> None:
+    def _add_worker(self, config: Any, rank: int, layers: dict[str, Any], cache_config: Any) -> None:
         config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        worker = KvdConnector(config, KVConnectorRole.WORKER, self.cache_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = dict.fromkeys(layers, self._layer)
+        worker = KvdConnector(config, KVConnectorRole.WORKER, cache_config)
         self.workers.append(worker)
-        layout = KVCacheLayout[self.cache_config.kv_cache_layout]
+        layout = KVCacheLayout[cache_config.kv_cache_layout]
         with worker.get_mem_pool_context():
-            caches = allocate_kv_cache(self.cache_config, torch.device("cpu"), layout)
+            caches = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
         worker.register_kv_caches(caches)
         self.caches.append(caches)
 

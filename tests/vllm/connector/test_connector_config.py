@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _format, _total_heads
+from kvd.engines.vllm.cache_config import _component, _format, _names, _total_heads, check_supported
 from kvd.engines.vllm.identity import identity
 from kvd.errors import BadRequest
 from kvd.limits import MAX_IDENTITY_BYTES
@@ -55,6 +55,55 @@ def test_a_layer_of_one_head_on_each_rank_is_refused_if_the_configuration_names_
 
 def test_a_drafters_layer_has_the_heads_of_the_drafter() -> None:
     assert total(model(8, 4), 2, 1, layer=4, draft=model(2, 1)) == 2
+
+
+def drafting(draft: Any, path: str = "/models/m") -> SimpleNamespace:
+    """The configuration of a model of eight heads and four layers with a drafter."""
+    target = model(8, 4)
+    target.model = path
+    speculative = draft and SimpleNamespace(draft_model_config=draft, target_model_config=target, method="mtp")
+    return SimpleNamespace(model_config=target, speculative_config=speculative)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_draft", "place"),
+    [
+        ("model.layers.3.self_attn.attn", False, ("model.layers.*.self_attn.attn", 3)),
+        ("model.layers.4.self_attn.attn", False, ("model.layers.*.self_attn.attn", 4)),
+        ("model.layers.4.self_attn.attn", True, ("model.layers.*.self_attn.attn", 4)),
+        ("mtp.layers.0.self_attn.attn", False, ("mtp.layers.*.self_attn.attn", 4)),
+        ("mtp.layers.5.self_attn.attn", False, ("mtp.layers.*.self_attn.attn", 5)),
+        ("draft_model.model.layers.1.self_attn.attn", False, ("draft_model.model.layers.*.self_attn.attn", 5)),
+        ("speculator.layers.1.self_attn.attn", True, ("speculator.layers.*.self_attn.attn", 5)),  # vLLM 0.33 says so
+        ("speculator.layers.1.self_attn.attn", False, ("speculator.layers.*.self_attn.attn", 1)),
+    ],
+)
+def test_layers_of_a_drafter_are_numbered_after_the_models(name: str, is_draft: bool, place: tuple[str, int]) -> None:
+    assert _component(drafting(model(2, 2)), SimpleNamespace(is_draft=is_draft), name) == place
+
+
+def test_a_model_without_a_drafter_keeps_its_numbers_whatever_its_layers_are_called() -> None:
+    assert _component(drafting(None), SimpleNamespace(), "mtp.layers.0.attn") == ("mtp.layers.*.attn", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "told"),
+    [
+        ("/models/m", ("", ""), ("/models/m", "/models/m (mtp)")),
+        ("/models/m", ("ours", ""), ("ours", "ours (mtp)")),
+        ("/drafters/d", ("ours", ""), ("ours", "/drafters/d (mtp)")),
+        ("/drafters/d", ("ours", "theirs"), ("ours", "theirs (mtp)")),
+        ("/drafters/d", ("", "theirs"), ("/models/m", "theirs (mtp)")),
+    ],
+)
+def test_peers_are_told_of_a_drafter_by_its_setting_or_its_path_or_as_a_part_of_the_model(
+    path: str, settings: tuple[str, str], told: tuple[str, str]
+) -> None:
+    assert _names(drafting(SimpleNamespace(model=path)), *settings) == told
+
+
+def test_without_a_drafter_the_model_alone_is_told() -> None:
+    assert _names(drafting(None), "", "theirs") == ("/models/m", "")
 
 
 def described(dtype: Any, backend: str, tokens: int, kind: str = "auto", ranks: int = 1, **fields: Any) -> str:
@@ -155,3 +204,30 @@ def test_what_is_too_long_to_be_told_is_told_by_its_beginning_and_a_hash() -> No
     one, other = (identified({**LONG, "long_factor": [1.5] * 500 + [last]}) for last in (1.0, 2.0))
     assert one["RoPE"] != other["RoPE"]
     assert len(one["RoPE"].encode()) <= MAX_IDENTITY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2"),
+        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4"),
+        ({"experts": True}, "--enable-return-routed-experts"),
+        ({"groups": [0]}, "keeps groups of this cache out"),
+    ],
+)
+def test_what_is_not_moved_keeps_the_engine_from_starting(change: dict[str, Any], said: str) -> None:
+    flags = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "experts": False, "groups": [0, 1]}
+    flags |= change
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**flags),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=flags["experts"]),
+    )
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * 2
+    cache = SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=flags["groups"])
+    if not said:
+        check_supported(config, cache)
+        return
+    with pytest.raises(BadRequest, match=said):
+        check_supported(config, cache)

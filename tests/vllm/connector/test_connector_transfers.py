@@ -1,5 +1,6 @@
 """Blocks between engines of connectors: the bytes that vLLM's kernels would read."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -11,7 +12,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 
 from kvd.layout import Full, Sliding
-from tests.vllm.connector.connector_engine import HEADS, LAYERS, Daemons, Engine
+from tests.vllm.connector.connector_engine import HEADS, LAYERS, Daemons, Engine, layer_specs
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPT = list(range(3, 53)) * 2  # 100 tokens: three blocks of 32 and a part of a fourth, or seven of 16
@@ -22,10 +23,11 @@ def start(daemons: Daemons, configurations: Any) -> Iterator[Callable[..., Engin
     """Starts an engine with a daemon for each rank."""
     with ExitStack() as stack:
 
-        def engine(name: str, kind: str, tp_size: int = 1, **settings: Any) -> Engine:
-            daemons.start(*(f"{name}{rank}" for rank in range(tp_size)))
+        def engine(name: str, kind: str, tp_size: int = 1, stages: int = 1, **settings: Any) -> Engine:
+            daemons.start(*(f"{name}{rank}" for rank in range(tp_size * stages)))
             settings["socket"] = daemons.socket(name + "{rank}")
-            return stack.enter_context(closing(Engine(configurations(kind), kind, settings, tp_size)))
+            made = Engine(configurations(kind), kind, settings, tp_size, stages=stages)
+            return stack.enter_context(closing(made))
 
         yield engine
 
@@ -55,18 +57,77 @@ def test_every_rank_gets_its_heads_from_every_rank_that_has_them(
     producer.run_until(lambda: "r" in producer.sent)
 
 
-def test_the_layers_of_a_drafter_move_with_the_models(start: Callable[..., Engine]) -> None:
-    producer, consumer = start("p", "drafted"), start("d", "drafted")
+def layers(engine: Engine) -> set[str]:
+    """Of all ranks."""
+    return {name for caches in engine.caches for name in caches}
+
+
+def all_heads(engine: Engine, name: str, block: int) -> torch.Tensor:
+    """One block of a layer, over the ranks that have the layer."""
+    return torch.cat([caches[name][block] for caches in engine.caches if name in caches])
+
+
+@pytest.mark.parametrize(("kind", "drafts"), [("drafted", 1), ("mtp", 1), ("own drafter", 2)])
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1)])
+def test_the_layers_of_a_drafter_move_with_the_models(
+    start: Callable[..., Engine], kind: str, drafts: int, producers: int, consumers: int
+) -> None:
+    """Numbered after the model's, or from 0 as MTP modules of some models and a drafter of its own are."""
+    producer, consumer = start("p", kind, producers), start("d", kind, consumers)
     producer.fill(1)
     consumer.fill(2)
     params = producer.prefilled("r", PROMPT, [[3, 7, 1, 5]])
     consumer.decode("r", PROMPT, params, [[2, 4, 6, 8]])
     consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
     assert not consumer.failed
-    assert len(consumer.caches[0]) == LAYERS + 1
-    for name in consumer.caches[0]:
+    assert len(layers(consumer)) == LAYERS + drafts
+    for name in layers(consumer):
         for source, destination in zip((3, 7, 1, 5), (2, 4, 6, 8), strict=True):
-            assert torch.equal(heads(producer, name, source), heads(consumer, name, destination))
+            assert torch.equal(all_heads(producer, name, source), all_heads(consumer, name, destination))
+
+
+@pytest.mark.parametrize(
+    ("kind", "producers", "consumers"),
+    [
+        ("llama", (1, 2), (1, 1)),
+        ("gemma", (1, 2), (1, 3)),
+        ("halves", (1, 2), (1, 1)),
+        ("halves", (1, 1), (1, 2)),
+        ("mtp", (1, 2), (1, 1)),
+        ("mtp", (1, 1), (1, 3)),
+        ("own drafter", (2, 2), (1, 1)),
+        ("drafted", (1, 3), (2, 1)),
+    ],
+)
+def test_pipeline_stages_read_their_layers_from_the_stages_that_have_them(
+    start: Callable[..., Engine], kind: str, producers: tuple[int, int], consumers: tuple[int, int]
+) -> None:
+    """Each side as ranks a stage and stages. Of "halves", a stage has layers of one of the two groups only."""
+    producer, consumer = start("p", kind, *producers), start("d", kind, *consumers)
+    producer.fill(1)
+    consumer.fill(2)
+    tables = hybrid_tables(producer)
+    mirrored = [[15 - block if block else 0 for block in table] for table in tables]
+    params = producer.prefilled("r", HYBRID_PROMPT, tables)
+    consumer.decode("r", HYBRID_PROMPT, params, mirrored)
+    consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
+    assert not consumer.failed
+    assert layers(producer) == layers(consumer) == set(layer_specs(kind, 1))
+    for worker in producer.workers:
+        for group, table in zip(worker._kv_cache_config.kv_cache_groups, tables, strict=True):
+            for name, block in itertools.product(group.layer_names, filter(None, table)):
+                assert torch.equal(all_heads(producer, name, block), all_heads(consumer, name, 15 - block))
+    producer.run_until(lambda: "r" in producer.sent)
+
+
+HYBRID_PROMPT = PROMPT + PROMPT[:28]
+"""128 tokens: computing the last one needs, in a window, tokens 48 to 127."""
+
+
+def hybrid_tables(engine: Engine) -> list[list[int]]:
+    """The blocks of a prompt of 128 tokens in each group; those of 15 less this number are nobody's."""
+    windows = [group.window for group in engine.workers[0]._cache.groups]
+    return [[1, 2, 3, 4] if isinstance(window, Full) else [0, 5 + i, 7 + i, 9 + i] for i, window in enumerate(windows)]
 
 
 def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[..., Engine]) -> None:
@@ -75,14 +136,11 @@ def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[...
     assert sorted(map(str, windows)) == sorted(map(str, [Full(), Sliding(80), Sliding(80)]))
     producer.fill(1)
     consumer.fill(2)
-    tables = [
-        [1, 2, 3, 4] if isinstance(window, Full) else [0, 5 + i, 7 + i, 9 + i] for i, window in enumerate(windows)
-    ]
-    prompt = PROMPT + PROMPT[:28]  # 128 tokens: computing the last one needs tokens 48 to 127
-    params = producer.prefilled("r", prompt, tables)
+    tables = hybrid_tables(producer)
+    params = producer.prefilled("r", HYBRID_PROMPT, tables)
     before = [{name: cache.clone() for name, cache in caches.items()} for caches in consumer.caches]
     mirrored = [[15 - block if block else 0 for block in table] for table in tables]
-    consumer.decode("r", prompt, params, mirrored)
+    consumer.decode("r", HYBRID_PROMPT, params, mirrored)
     consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
     assert not consumer.failed
     for group, table in zip(producer.cache_config.kv_cache_groups, tables, strict=True):
