@@ -332,6 +332,22 @@ STAMP_BYTES: Final = 16
 MAX_IMPORTS_PER_PROCESS: Final = 16
 """Connections of one process to the export socket; an honest one has one, or two while it imports anew."""
 
+MAX_IMPORTS_PER_USER: Final = 1024
+"""Those of one user: the only share where processes cannot be told apart (other PID namespaces, before Linux 6.9)."""
+
+MAX_IMPORTS_ASKING: Final = 256
+"""Those that have not shown a token. One more takes the place of the oldest of the user who has most of them."""
+
+MAX_IMPORTS_UNREAD: Final = 64
+MAX_IMPORTS_UNREAD_PER_PROCESS: Final = 4
+"""Those of one user, and of one process, that have not read all their pools. Two descriptors of each may be on their
+way, which the kernel counts as the exporting daemon's user's, and refuses it more than its limit of open files."""
+
+MAX_ACCEPTS_AT_ONCE: Final = 2048
+MAX_ACCEPTS_PER_SECOND: Final = 1000
+"""Connections to the export socket and to a Unix socket for peers: a tenth of the loop's time. More wait in the
+kernel, the first to come first."""
+
 MAX_TOKENS: Final = 2048
 """Sets of pools that importers may ask for, the latest ones: each pool that comes or goes makes another set."""
 

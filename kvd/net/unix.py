@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Final, NamedTuple
 
 MAX_PATH_BYTES: Final = 107
@@ -36,6 +37,43 @@ class Credentials(NamedTuple):
 def credentials(connected: socket.socket) -> Credentials:
     """Who was at the other end when the connection was made; if we connected, who listened."""
     return Credentials(*_UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+class Party(NamedTuple):
+    """A user's process at the other end; `process` is 0 where it cannot be told from the user's others."""
+
+    uid: int
+    process: int
+
+
+def party_at(connected: socket.socket) -> Party:
+    """Whose connection this is, so that one process can be given a share.
+
+    All processes in other PID namespaces have the number 0. A pidfd's inode is the process's own since Linux 6.9.
+
+    Raises:
+        OSError: the process has ended.
+
+    """
+    pid, uid, _ = credentials(connected)
+    pidfd = peer_pidfd(connected, pid)
+    if pidfd < 0:
+        return Party(uid, pid)
+    try:
+        return Party(uid, os.fstat(pidfd).st_ino if _pidfds_differ() else pid)
+    finally:
+        os.close(pidfd)
+
+
+@cache
+def _pidfds_differ() -> bool:
+    """Whether pidfds have a file system of their own; before, one inode is that of all anonymous files."""
+    anonymous, pidfd = os.eventfd(0), os.pidfd_open(os.getpid())
+    try:
+        return os.fstat(anonymous).st_dev != os.fstat(pidfd).st_dev
+    finally:
+        os.close(anonymous)
+        os.close(pidfd)
 
 
 def user_of(witness: bytes) -> int:

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from kvd import limits
-from kvd.errors import KvdError
+from kvd.errors import KvdError, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping
 from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
+from kvd.net.frames import Frame, close_descriptors
 from kvd.net.stream import FrameStream
-from kvd.protocol.codec import encode
+from kvd.net.unix import Party
+from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
 from kvd.transport.interface import Region
 from kvd.transport.samehost.exporter import Exporter
@@ -128,6 +130,118 @@ async def test_a_process_has_few_connections_and_one_that_asks_nothing_or_twice_
     exporter.close()
 
 
+def connections_of(monkeypatch: pytest.MonkeyPatch, *parties: Party) -> None:
+    """Has the exporter take its next connections for those of these parties."""
+    left = iter(parties)
+    monkeypatch.setattr("kvd.transport.samehost.exporter.party_at", lambda _connected: next(left))
+
+
+async def test_processes_that_cannot_be_told_apart_have_the_share_of_their_user(
+    exporter: Exporter, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = limits.MAX_IMPORTS_PER_PROCESS + 4
+    connections_of(monkeypatch, *[Party(64000, 0)] * (many + 2), Party(64001, 0))
+    imports = [await imported(path, exporter.token()) for _ in range(many)]
+    monkeypatch.setattr(limits, "MAX_IMPORTS_PER_USER", many + 1)
+    with connection(path), connection(path) as one_too_many:
+        assert await hung_up(one_too_many)
+        imports.append(await imported(path, exporter.token()))
+    for pools in imports:
+        pools.hang_up()
+    exporter.close()
+
+
+@pytest.mark.parametrize("user", [1000, 65534])
+async def test_those_without_a_token_keep_nobody_from_importing_however_many_they_are(
+    exporter: Exporter, path: str, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
+    monkeypatch.setattr(limits, "MAX_IMPORTS_ASKING", 8)
+    strangers = [Party(65534, number) for number in range(12)]
+    connections_of(monkeypatch, *strangers, Party(user, 100))
+    silent = [connection(path) for _ in strangers]
+    pools = await imported(path, exporter.token())
+    for oldest in silent[:4]:
+        assert await hung_up(oldest)
+    pools.hang_up()
+    for each in silent:
+        each.close()
+    exporter.close()
+
+
+async def test_what_is_not_read_holds_two_descriptors_on_their_way_and_no_more(
+    path: str, pools: list[MemfdPool]
+) -> None:
+    exporter = Exporter(path, 0o600)
+    for number in range(MANY):
+        exporter.add(number, region(pools[0], pools[0].base + number))
+    with connection(path) as slow:
+        stream = FrameStream(slow)
+        stream.send(encode(Import(exporter.token())))
+        served = await imported(path, exporter.token())  # it has had all of them meanwhile
+        first = stream.receive()
+        on_their_way = []
+        while got := stream.receive():
+            on_their_way += got
+        assert first is not None
+        assert len(first + on_their_way) <= 2
+        frames = first + on_their_way
+        while len(frames) <= MANY:
+            frames += await asyncio.to_thread(next_frames, stream)
+        assert len({frame.content for frame in frames}) == MANY + 1
+        for frame in frames:
+            close_descriptors(frame.descriptors)
+    served.hang_up()
+    exporter.close()
+
+
+def next_frames(stream: FrameStream) -> list[Frame]:
+    assert select.select([stream.fileno()], [], [], PATIENCE)[0]
+    return stream.receive() or []
+
+
+async def test_a_pool_that_has_ended_before_its_turn_came_is_left_out(path: str, pools: list[MemfdPool]) -> None:
+    exporter = Exporter(path, 0o600)
+    for number in range(MANY):
+        exporter.add(number, region(pools[0], pools[0].base + number))
+    with connection(path) as slow:
+        stream = FrameStream(slow)
+        stream.send(encode(Import(exporter.token())))
+        frames = await asyncio.to_thread(next_frames, stream)
+        for number in range(MANY // 2, MANY):
+            exporter.remove(number)
+        exporter.add(MANY, region(pools[1]))  # under a descriptor that one of them had
+        while not isinstance(exports.decode(frames[-1].content), Exported):
+            frames += await asyncio.to_thread(next_frames, stream)
+        assert len(frames) < MANY
+        inodes = {os.fstat(frame.descriptors[0]).st_ino for frame in frames[:-1]}
+        assert inodes == {os.fstat(pools[0].descriptor).st_ino}
+        for frame in frames:
+            close_descriptors(frame.descriptors)
+    exporter.close()
+
+
+async def test_a_process_that_does_not_read_is_refused_more_until_it_has_read(
+    path: str, pools: list[MemfdPool]
+) -> None:
+    exporter = Exporter(path, 0o600)
+    for number in range(MANY):
+        exporter.add(number, region(pools[0], pools[0].base + number))
+    slow = [FrameStream(connection(path)) for _ in range(limits.MAX_IMPORTS_UNREAD_PER_PROCESS)]
+    for stream in slow:
+        stream.send(encode(Import(exporter.token())))
+    while len(exporter._unread_of_user) == 0 or exporter._unread_of_user.total() < len(slow):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="4 connections of this process have not read"):
+        await imported(path, exporter.token())
+    slow[0].close()
+    while exporter._unread_of_user.total() == len(slow):  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(0)
+    (await imported(path, exporter.token())).hang_up()
+    for stream in slow[1:]:
+        stream.close()
+    exporter.close()
+
+
 def memfd(*, size: int = HUGE_PAGE, seals: int = SEALS) -> int:
     descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
@@ -214,7 +328,7 @@ async def test_an_importer_that_does_not_read_keeps_nobody_waiting(path: str, po
         exporter.add(MANY, region(pools[1]))
         served = await imported(path, exporter.token((MANY,)))
         assert served.find(pools[1].base) is not None
-        (waiting,) = [one for one in exporter._importers if one._stream.waiting]
+        (waiting,) = [one for one in exporter._importers if one._left]
         served.hang_up()
     while waiting in exporter._importers:  # noqa: ASYNC110 - nobody announces it
         await asyncio.sleep(0)

@@ -10,20 +10,21 @@ import contextlib
 import ctypes
 import os
 import socket
-from collections import Counter
+from collections import Counter, deque
 from typing import Final
 
 from msgspec import Struct
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.net.frames import Frame, close_descriptors
 from kvd.net.interface import OPEN
 from kvd.net.local.listener import Listener
+from kvd.net.local.pace import Pace
 from kvd.net.local.reader import FrameReader
 from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
-from kvd.net.unix import Credentials, created_with, credentials
+from kvd.net.unix import Party, created_with, party_at
 from kvd.protocol.codec import encode, import_requests
 from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.interface import Region
@@ -57,12 +58,18 @@ class Exporter:
         """The current one of each pool."""
         self._last = 0
         self._tokens: dict[bytes, frozenset[int]] = {}
-        self._importers: dict[_Importer, Credentials] = {}
-        self._shares: Counter[Credentials] = Counter()
+        self._importers: set[_Importer] = set()
+        self._asking: dict[int, dict[_Importer, None]] = {}
+        """Those that have not shown a token, by user, the oldest first."""
+        # How many of them there are, and those that have not read what they asked for.
+        self._shares: Counter[Party] = Counter()
+        self._of_user: Counter[int] = Counter()
+        self._unread: Counter[Party] = Counter()
+        self._unread_of_user: Counter[int] = Counter()
         self._path = path
         try:
             with created_with(mode):
-                self._listener = Listener(path, self._accepted, OPEN)
+                self._listener = Listener(path, self._accepted, Pace())
         except OSError as error:
             self._lock.release()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
@@ -112,40 +119,98 @@ class Exporter:
         self._lock.release()
 
     def _accepted(self, accepted: socket.socket) -> None:
-        who = credentials(accepted)
-        if len(self._importers) >= limits.MAX_PEERS or self._shares[who] >= limits.MAX_IMPORTS_PER_PROCESS:
+        try:
+            who = party_at(accepted)
+        except OSError:  # the process has ended
             accepted.close()
             return
+        if not self._has_room(who):
+            accepted.close()
+            return
+        if sum(map(len, self._asking.values())) >= limits.MAX_IMPORTS_ASKING:
+            of_busiest = max(self._asking.values(), key=len)
+            next(iter(of_busiest)).close()
+        importer = _Importer(accepted, who, self)
+        self._importers.add(importer)
+        self._asking.setdefault(who.uid, {})[importer] = None
         self._shares[who] += 1
-        self._importers[_Importer(accepted, self)] = who
+        self._of_user[who.uid] += 1
 
-    def left(self, importer: _Importer) -> None:
-        """A connection is closed."""
-        who = self._importers.pop(importer)
-        self._shares -= Counter([who])
+    def _has_room(self, who: Party) -> bool:
+        own = self._shares[who] if who.process else 0
+        within = own < limits.MAX_IMPORTS_PER_PROCESS and self._of_user[who.uid] < limits.MAX_IMPORTS_PER_USER
+        return within and len(self._importers) < limits.MAX_PEERS
 
-    def frames_for(self, token: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
-        """What the holder of `token` is sent: frames, each with its descriptors.
+    def lend(self, importer: _Importer, token: bytes) -> list[int]:
+        """The registrations that the holder of `token` is sent, who has asked now; it has `taken` them later.
 
         Raises:
             BadRequest: `NOT_PERMITTED`, there is no such token (any more).
+            Unavailable: `OVERLOADED`, others of its user or its process do not read what they are sent.
 
         """
         covered = self._tokens.get(token)
         if covered is None:
             raise BadRequest(ErrorCode.NOT_PERMITTED, "the token covers no pool here; say hello again for a new one")
-        exports = [self._exports[registration] for registration in sorted(covered & self._exports.keys())]
-        frames = [(encode(export.message), (export.descriptor,)) for export in exports]
-        return [*frames, (encode(Exported(ctypes.addressof(self._word).to_bytes(8, "little"), self._word.raw)), ())]
+        who = importer.who
+        for what, count, bound in (
+            (f"user {who.uid}", self._unread_of_user[who.uid], limits.MAX_IMPORTS_UNREAD),
+            ("this process", self._unread[who] if who.process else 0, limits.MAX_IMPORTS_UNREAD_PER_PROCESS),
+        ):
+            if count >= bound:
+                text = f"{count} connections of {what} have not read the pools that they asked for; try again later"
+                raise Unavailable(ErrorCode.OVERLOADED, text)
+        self._asks_no_more(importer)
+        self._unread[who] += 1
+        self._unread_of_user[who.uid] += 1
+        return sorted(covered & self._exports.keys())
+
+    def taken(self, importer: _Importer) -> None:
+        """It has read what it asked for, or is gone."""
+        self._unread -= Counter([importer.who])
+        self._unread_of_user -= Counter([importer.who.uid])
+
+    def left(self, importer: _Importer) -> None:
+        """A connection is closed."""
+        self._importers.remove(importer)
+        self._asks_no_more(importer)
+        self._shares -= Counter([importer.who])
+        self._of_user -= Counter([importer.who.uid])
+
+    def _asks_no_more(self, importer: _Importer) -> None:
+        asking = self._asking.get(importer.who.uid, {})
+        asking.pop(importer, None)
+        if not asking:
+            self._asking.pop(importer.who.uid, None)
+
+    def frame_of(self, registration: int) -> tuple[bytes, int] | None:
+        """The frame and the descriptor of a pool; None if it is exported no longer."""
+        export = self._exports.get(registration)
+        return None if export is None else (encode(export.message), export.descriptor)
+
+    @property
+    def end(self) -> bytes:
+        """The frame that follows the last pool."""
+        return encode(Exported(ctypes.addressof(self._word).to_bytes(8, "little"), self._word.raw))
 
 
 class _Importer(FrameReader[Frame]):
-    """A connection of another daemon: it asks once, and stays."""
+    """A connection of another daemon: it asks once, takes one pool after the other, and stays.
 
-    def __init__(self, accepted: socket.socket, exporter: Exporter) -> None:
+    The next pool is sent when the last one has been read, and whoever does not read is not hung up on: what it has not
+    read would stay on its way, and its place be free for more.
+    """
+
+    def __init__(self, accepted: socket.socket, who: Party, exporter: Exporter) -> None:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is: two frames like ours
+        self.who = who
         self._stream = FrameStream(accepted, _FRAME_BYTES)
         self._exporter = exporter
         self._served = False
+        self._left: deque[int] = deque()
+        """Registrations that it is yet to be sent."""
+        self._unread = False
+        """Whether it has not read them all."""
         super().__init__(accepted.fileno(), OPEN)
         self._patience = self.loop.call_later(limits.IMPORT_SECONDS, self._unless_served)
 
@@ -164,23 +229,39 @@ class _Importer(FrameReader[Frame]):
         self._served = True
         try:
             request: Import = import_requests.decode(frame.content)
-            frames = self._exporter.frames_for(request.token)
+            self._left.extend(self._exporter.lend(self, request.token))
         except KvdError as error:
-            with contextlib.suppress(OSError):
-                self._stream.send(encode(ImportRefused(error.code, error.text)))
-            self.close()
+            self._refuse(error)
             return
-        with contextlib.suppress(OSError):  # the read side reports a broken connection
-            for content, descriptors in frames:
-                self._stream.send(content, descriptors)
-        if self._stream.waiting:
-            self.loop.add_writer(self._stream.fileno(), self._flush)
+        self._unread = True
+        self.loop.add_writer(self._stream.fileno(), self._send_next)
 
-    def _flush(self) -> None:
-        with contextlib.suppress(OSError):
+    def _send_next(self) -> None:
+        """Sends the next pool: the last one has been read, or its rest can be sent."""
+        try:
             self._stream.flush()
-        if not self._stream.waiting:
-            self.loop.remove_writer(self._stream.fileno())
+            if self._stream.waiting:
+                return
+            if self._left:
+                if (frame := self._exporter.frame_of(self._left.popleft())) is not None:
+                    self._stream.send(frame[0], (frame[1],))
+            elif self._unread:
+                self._taken()
+                self._stream.send(self._exporter.end)
+            else:
+                self.loop.remove_writer(self._stream.fileno())
+        except OSError:
+            self.close()
+
+    def _taken(self) -> None:
+        if self._unread:
+            self._unread = False
+            self._exporter.taken(self)
+
+    def _refuse(self, error: KvdError) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.send(encode(ImportRefused(error.code, error.text)))
+        self.close()
 
     def lost(self, error: KvdError | None) -> None:  # noqa: ARG002
         """The peer has gone, or does not speak this protocol."""
@@ -193,6 +274,7 @@ class _Importer(FrameReader[Frame]):
             self.stop()
             self.loop.remove_writer(self._stream.fileno())
             self._stream.close()
+            self._taken()
             self._exporter.left(self)
 
     def _unless_served(self) -> None:
