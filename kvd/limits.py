@@ -22,6 +22,9 @@ MAX_NAME_BYTES: Final = 128
 MAX_REQUEST_ID_BYTES: Final = 256
 """Request ids come from engines (vLLM: `cmpl-<uuid>-<n>`, prefixed by routers); longer ones are mistakes."""
 
+MAX_CONFIG_BYTES: Final = MIB
+"""A configuration file, and a worker policy: thousands of rules."""
+
 MAX_ERROR_TEXT: Final = 2000
 """Characters of an error's text in a message; the rest is cut."""
 

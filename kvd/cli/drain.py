@@ -11,7 +11,6 @@ from typing import Any
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.inquiry import Inquiry
-from kvd.net.unix import Credentials
 from kvd.protocol.status import StatusReport, decode
 
 _LOOK_SECONDS = 0.5
@@ -34,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Drains: 0 if the daemon is gone, 1 if it still runs after `--wait`."""
     started = time.monotonic()
     with Inquiry(socket_of(args)) as inquiry:
-        process = _open(inquiry.identity, args)
+        process = inquiry.process()
         try:
-            _terminate(process, inquiry.identity)
+            _terminate(process, inquiry)
             gone = _wait(process, inquiry, args)
         finally:
             os.close(process)
@@ -48,21 +47,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if gone else 1
 
 
-def _open(identity: Credentials, args: argparse.Namespace) -> int:
-    if identity.pid == 0:
-        text = f"the daemon behind {socket_of(args)} runs in another PID namespace; run this in its container"
-        raise BadRequest(ErrorCode.NOT_PERMITTED, text)
+def _terminate(process: int, inquiry: Inquiry) -> None:
     try:
-        return os.pidfd_open(identity.pid)
-    except ProcessLookupError as error:
-        raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon (pid {identity.pid}) is gone already") from error
-
-
-def _terminate(process: int, identity: Credentials) -> None:
-    try:
-        signal.pidfd_send_signal(process, signal.SIGTERM)
+        with inquiry.unless_ended():
+            signal.pidfd_send_signal(process, signal.SIGTERM)
     except PermissionError as error:
-        text = f"pid {identity.pid} belongs to user {identity.uid}; run this as that user or as root"
+        text = f"pid {inquiry.identity.pid} belongs to user {inquiry.identity.uid}; run this as that user or as root"
         raise BadRequest(ErrorCode.NOT_PERMITTED, text) from error
 
 

@@ -1,6 +1,7 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
 import socket as sockets
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
@@ -9,11 +10,12 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, host_of, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, PEERS, host_of, is_everywhere, is_local, is_unix
 
 _OPEN = (
     "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
@@ -142,7 +144,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _listen_beside_the_socket(self) -> Self:
-        self.listen = self.listen or f"ipc://{self.socket.absolute()}.peers"
+        self.listen = self.listen or f"ipc://{self.socket.absolute()}{PEERS}"
         return self
 
     @model_validator(mode="after")
@@ -179,7 +181,7 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags arrive as init settings; the file that they or the environment name comes last."""
         path = init_settings().get("config") or env_settings().get("config")
-        file = TomlConfigSettingsSource(settings_cls, Path(path)) if path else None
+        file = _read_file(settings_cls, Path(path)) if path else None
         return (init_settings, env_settings, *([file] if file else []))
 
     def network_devices(self) -> list[str] | None:
@@ -205,16 +207,24 @@ class Config(BaseSettings):
         )
 
 
+def _read_file(settings_cls: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
+    if not path.is_file():
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
+    files.check_writers(path, files.read(path, limits.MAX_CONFIG_BYTES)[1], "let anybody in")
+    try:
+        return TomlConfigSettingsSource(settings_cls, path)
+    except tomllib.TOMLDecodeError as error:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+
+
 def load(flags: dict[str, str]) -> Config:
     """The configuration from `flags`, the environment and the file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, naming every wrong field, its value and what it may be.
+        BadRequest: `BAD_CONFIG`, naming every wrong field, its value and what it may be; or the file cannot be read, or
+            others than this user and root own it or may write to it.
 
     """
-    named = flags.get("config")
-    if named is not None and not Path(named).is_file():
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {named!r}")
     try:
         return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
     except ValidationError as error:

@@ -1,13 +1,15 @@
 """Queries a daemon for an operator's command: a connection to the session socket, without a pool."""
 
+import contextlib
 import os
 import select
 import socket
 import time
+from collections.abc import Iterator
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.stream import FrameStream
-from kvd.net.unix import credentials
+from kvd.net.unix import credentials, peer_pidfd
 from kvd.protocol.codec import encode, session_replies
 from kvd.protocol.worker import Refused, SessionReply, Status, StatusRequest
 
@@ -33,9 +35,41 @@ class Inquiry:
             connected.close()
             raise Unavailable(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
         self.identity = credentials(connected)
+        self._connected = connected
         self._path = path
         self._stream = FrameStream(connected)
         self._calls = 0
+
+    def process(self) -> int:
+        """A pidfd of the daemon's process, which the caller closes.
+
+        Raises:
+            BadRequest: `NOT_PERMITTED`, it runs in another PID namespace.
+            Unavailable: `DAEMON_LOST`, it has ended.
+
+        """
+        pidfd = -1
+        if self.identity.pid:
+            with self.unless_ended():
+                pidfd = peer_pidfd(self._connected, self.identity.pid, listens=True)
+        if pidfd < 0:
+            text = f"the daemon behind {self._path} runs in another PID namespace; run this in its container"
+            raise BadRequest(ErrorCode.NOT_PERMITTED, text)
+        return pidfd
+
+    @contextlib.contextmanager
+    def unless_ended(self) -> Iterator[None]:
+        """Has ProcessLookupError mean what it means of the process that listened.
+
+        Raises:
+            Unavailable: `DAEMON_LOST`, it was raised inside.
+
+        """
+        try:
+            yield
+        except ProcessLookupError as error:
+            text = f"the process that listened at {self._path} (pid {self.identity.pid}) has ended; if another one "
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"{text}has the socket now, end that by its number") from error
 
     def status(self, timeout: float) -> bytes:
         """The daemon's status as JSON.

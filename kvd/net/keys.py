@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from kvd import limits
+from kvd import files, limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import EVERY_POOL
 
@@ -76,10 +76,12 @@ def load(path: Path) -> KeyPair:
     """Reads a key file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, it is missing, readable by others, or not a key file of `kvd keys generate`.
+        BadRequest: `BAD_CONFIG`, it is missing, another user's, readable by others, or not a key file of
+            `kvd keys generate`.
 
     """
-    text, status = _read(path, MAX_KEY_FILE_BYTES)
+    text, status = files.read(path, MAX_KEY_FILE_BYTES)
+    files.check_owner(path, status, "read the secret key, or give this daemon another one")
     mode = stat.S_IMODE(status.st_mode)
     # Secrets of Kubernetes and systemd belong to root and are readable by the daemon's group.
     lent = status.st_uid == 0 and os.geteuid() != 0
@@ -99,16 +101,14 @@ def load_allowed(path: Path) -> dict[bytes, Allowed]:
     """Reads an allow-list into daemons by public key.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, others may write the file, or a line (named) is malformed or repeats a key or name.
+        BadRequest: `BAD_CONFIG`, others own the file or may write to it, or a line (named) is malformed or repeats a
+            key or name.
 
     """
     allowed: dict[bytes, Allowed] = {}
     names: set[str] = set()
-    text, status = _read(path, MAX_ALLOWED_BYTES)
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o022:
-        text = f"{path} has mode {mode:04o}: others could add their keys; run `chmod go-w {path}`"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+    text, status = files.read(path, MAX_ALLOWED_BYTES)
+    files.check_writers(path, status, "add their keys")
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -127,18 +127,3 @@ def load_allowed(path: Path) -> dict[bytes, Allowed]:
 def covers(pattern: str, name: str) -> bool:
     """Whether an allow-list's name or pattern covers `name`."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
-
-
-def _read(path: Path, bound: int) -> tuple[str, os.stat_result]:
-    """The text and status of one open file."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            content = file.read(bound + 1)
-            if len(content) > bound:
-                raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes; is it the right file?")
-            return content.decode(), status
-    except OSError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} is not UTF-8 text") from error

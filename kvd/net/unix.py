@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -17,6 +18,9 @@ WITNESS: Final = "Peer-Address"
 
 _SO_PEERPIDFD: Final = 77
 """A pidfd of whoever connected, in whichever PID namespace; since Linux 6.5."""
+
+_CLOCK_SECONDS: Final = 2.0
+"""By how much the clock may have been set meanwhile."""
 
 _UCRED: Final = struct.Struct("=iII")
 
@@ -49,8 +53,10 @@ def created_with(mode: int) -> Iterator[None]:
         os.umask(before)
 
 
-def peer_pidfd(connected: socket.socket, pid: int) -> int:
+def peer_pidfd(connected: socket.socket, pid: int, *, listens: bool = False) -> int:
     """A pidfd of the process at the other end, whose number is `pid`; -1 if none can be had.
+
+    It connected to us, or `listens` where we connected.
 
     Raises:
         ProcessLookupError: it has ended.
@@ -60,11 +66,11 @@ def peer_pidfd(connected: socket.socket, pid: int) -> int:
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno in (errno.ESRCH, errno.EINVAL):  # it has been reaped
-            raise ProcessLookupError(error.errno, "the process that connected has ended") from error
-    return _open_pidfd(connected, pid)
+            raise ProcessLookupError(error.errno, "the process at the other end has ended") from error
+    return _open_pidfd(connected, pid, listens=listens)
 
 
-def _open_pidfd(connected: socket.socket, pid: int) -> int:
+def _open_pidfd(connected: socket.socket, pid: int, *, listens: bool) -> int:
     """The same on older kernels, which only tell the number."""
     if pid <= 0:
         return -1
@@ -74,6 +80,9 @@ def _open_pidfd(connected: socket.socket, pid: int) -> int:
         raise
     except OSError:
         return -1
+    if listens and _is_younger(pid, connected.getpeername()):  # whoever inherited the socket keeps the connection
+        os.close(pidfd)
+        raise ProcessLookupError(errno.ESRCH, "the process that listened has ended, and its number is another's")
     # The number may have become another process's, but not as long as the one that connected keeps the connection.
     poller = select.poll()
     poller.register(connected, select.POLLRDHUP)
@@ -81,3 +90,15 @@ def _open_pidfd(connected: socket.socket, pid: int) -> int:
         os.close(pidfd)
         return -1
     return pidfd
+
+
+def _is_younger(pid: int, path: str) -> bool:
+    """Whether a process began clearly after the socket at `path` was made."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        made = os.stat(path).st_ctime
+    except OSError:
+        return False
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + ticks / os.sysconf("SC_CLK_TCK") > made + _CLOCK_SECONDS

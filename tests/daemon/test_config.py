@@ -1,11 +1,13 @@
 """Where the configuration comes from, and what it says when it is wrong."""
 
+import os
+
 import pytest
 import structlog
 
 from kvd.cli.main import main
 from kvd.daemon.config import Config, load
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, ErrorCode
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch):
@@ -115,3 +117,32 @@ def test_a_gpu_that_cannot_be_had_is_refused_with_what_to_do(tmp_path, capsys):
 def test_a_wrong_flag_ends_the_command_with_its_reason(capsys):
     assert main(["serve", "--heartbeat", "-1"]) == 2
     assert "heartbeat" in capsys.readouterr().err
+
+
+def test_a_configuration_that_others_could_have_written_is_refused(tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text('name = "d"\n')
+    file.chmod(0o664)
+    with pytest.raises(BadRequest, match=f"chmod go-w {file}") as caught:
+        load({"config": str(file)})
+    assert caught.value.code is ErrorCode.BAD_CONFIG
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_configuration_of_another_user_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "kvd.toml"
+    file.write_text('name = "d"\n')
+    os.chown(file, 12345, -1)
+    monkeypatch.setenv("KVD_CONFIG", str(file))
+    with pytest.raises(BadRequest, match="belongs to user 12345, who could let anybody in; run `chown 0 "):
+        load({})
+
+
+def test_a_configuration_that_the_environment_names_must_be_there_and_be_toml(tmp_path, monkeypatch):
+    file = tmp_path / "kvd.toml"
+    monkeypatch.setenv("KVD_CONFIG", str(file))
+    with pytest.raises(BadRequest, match="no file"):
+        load({})
+    file.write_text("name = \n")
+    with pytest.raises(BadRequest, match=f"{file}: Invalid value"):
+        load({})

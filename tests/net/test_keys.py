@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,15 @@ def test_an_allow_list_that_others_may_write_to_is_refused(file: Path) -> None:
     file.chmod(0o666)
     with pytest.raises(BadRequest, match="others could add their keys"):
         keys.load_allowed(file)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="what belongs to another user takes root to make")
+@pytest.mark.parametrize("load", [keys.load, keys.load_allowed])
+def test_a_file_of_another_user_is_refused_whatever_its_mode(file: Path, load: Callable[[Path], object]) -> None:
+    keys.save(keys.generate(), file)
+    os.chown(file, 12345, -1)
+    with pytest.raises(BadRequest, match=f"{file} belongs to user 12345, who could .*; run `chown 0 {file}`"):
+        load(file)
 
 
 def test_a_missing_file_is_named(file: Path) -> None:

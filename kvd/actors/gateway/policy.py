@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvd import limits
+from kvd import files, limits
 from kvd.errors import BadRequest, ErrorCode
 
 _Id = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -78,20 +78,15 @@ def load(path: Path) -> tuple[Rule, ...]:
     """The rules in a file.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, the file cannot be read, other users may write to it, or a rule is not valid.
+        BadRequest: `BAD_CONFIG`, the file cannot be read, others own it or may write to it, or a rule is not valid.
 
     """
+    text, status = files.read(path, limits.MAX_CONFIG_BYTES)
+    files.check_writers(path, status, "admit themselves")
     try:
-        content = path.read_text()
-        mode = path.stat().st_mode
-        rules = msgspec.convert(tomllib.loads(content), _File).workers
-    except OSError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        rules = msgspec.convert(tomllib.loads(text), _File).workers
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
-    if mode & 0o022:
-        text = f"{path} has mode {mode & 0o777:04o}: other users could admit themselves; run `chmod go-w {path}`"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
     if any(rule.uid is None and rule.gid is None for rule in rules):
         raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: a rule without uid and gid would let everybody in; add one")
     return rules

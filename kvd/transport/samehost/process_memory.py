@@ -54,7 +54,7 @@ class ProcessMemory:
         self._pid = credentials(connected).pid
         if not self._pid:
             raise OSError(errno.ESRCH, "its process is in another PID namespace")
-        self._descriptor = peer_pidfd(connected, self._pid)
+        self._descriptor = peer_pidfd(connected, self._pid, listens=True)
         if self._descriptor < 0:
             raise OSError(errno.ESRCH, "its process cannot be watched")
 

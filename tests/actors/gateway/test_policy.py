@@ -1,5 +1,7 @@
 """Which users may attach, under which names, with how many bytes."""
 
+import os
+
 import pytest
 
 from kvd.actors.gateway.policy import Policy, Rule, load
@@ -64,6 +66,16 @@ def test_an_invalid_policy_is_refused_with_its_reason(tmp_path, text, mode, reas
     with pytest.raises(BadRequest, match=reason) as caught:
         load(file)
     assert caught.value.code is ErrorCode.BAD_CONFIG
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_policy_of_another_user_is_refused_whatever_its_mode(tmp_path):
+    file = tmp_path / "policy.toml"
+    file.write_text(FILE)
+    file.chmod(0o444)
+    os.chown(file, 12345, -1)
+    with pytest.raises(BadRequest, match="belongs to user 12345, who could admit themselves; run `chown 0 "):
+        load(file)
 
 
 def test_a_rate_limit_lets_a_burst_through_and_then_so_many_a_second():

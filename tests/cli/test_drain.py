@@ -1,0 +1,79 @@
+"""`kvd drain` ends the process that listens, and no other that has its number by now."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvd.cli.main import main
+from kvd.net import inquiry, unix
+from tests.support.patience import PATIENCE
+
+pytestmark = pytest.mark.real
+
+LISTENER = """
+import os, socket, sys
+place = socket.socket(fileno=int(sys.argv[1]))
+place.listen()
+"""
+"""SO_PEERCRED names it for good, whoever has the socket later."""
+
+
+@pytest.fixture
+def orphaned(tmp_path):
+    """A socket of this process whose listener has ended: its path, and the listener's number."""
+    path = str(tmp_path / "kvd.sock")
+    with socket.socket(socket.AF_UNIX) as place:
+        place.bind(path)
+        with subprocess.Popen([sys.executable, "-c", LISTENER, str(place.fileno())], pass_fds=[place.fileno()]) as ran:
+            assert ran.wait(PATIENCE) == 0
+        yield path, ran.pid
+    os.unlink(path)
+
+
+@pytest.fixture
+def innocent():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_listener_that_has_ended_is_said_and_nobody_is_signalled(orphaned, capsys):
+    path, pid = orphaned
+    assert main(["drain", "--socket", path, "--wait", "1"]) == 2
+    assert f"the process that listened at {path} (pid {pid}) has ended" in capsys.readouterr().err
+
+
+def test_its_number_is_not_taken_for_it_on_kernels_that_only_tell_that(orphaned, innocent, capsys, monkeypatch):
+    path, _ = orphaned
+    monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)  # ENOPROTOOPT, as before Linux 6.5
+    monkeypatch.setattr(unix, "_CLOCK_SECONDS", -1.0)  # the clock was not set meanwhile
+    monkeypatch.setattr(inquiry, "credentials", lambda _socket: unix.Credentials(innocent.pid, 0, 0))
+    assert main(["drain", "--socket", path, "--wait", "1"]) == 2
+    assert "has ended" in capsys.readouterr().err
+    assert innocent.poll() is None
+
+
+@pytest.mark.parametrize("kernel", ["6.5", "6.4"])
+def test_a_listener_that_lives_is_ended(tmp_path, monkeypatch, kernel):
+    if kernel == "6.4":
+        monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)
+    path = str(tmp_path / "kvd.sock")
+    code = "import os, signal; place.listen(); print(os.getpid(), flush=True); signal.pause()"
+    command = [
+        sys.executable,
+        "-c",
+        f"import socket, sys; place = socket.socket(socket.AF_UNIX); place.bind(sys.argv[1]); {code}",
+        path,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as listener:
+        assert listener.stdout is not None
+        assert select.select([listener.stdout], [], [], PATIENCE)[0]
+        listener.stdout.readline()
+        assert main(["drain", "--socket", path, "--timeout", "0.1", "--wait", str(PATIENCE)]) == 0
+        assert listener.wait(PATIENCE) == -signal.SIGTERM
+    os.unlink(path)
