@@ -15,7 +15,7 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, host_of, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, PEERS, host_of, is_everywhere, is_local, is_unix
 
 _OPEN = (
     "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
@@ -144,7 +144,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _listen_beside_the_socket(self) -> Self:
-        self.listen = self.listen or f"ipc://{self.socket.absolute()}.peers"
+        self.listen = self.listen or f"ipc://{self.socket.absolute()}{PEERS}"
         return self
 
     @model_validator(mode="after")

@@ -40,7 +40,7 @@ from kvd.net import keys
 from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
-from kvd.protocol.address import is_local
+from kvd.protocol.address import export_path, is_local
 from kvd.transport.interface import Transport
 from kvd.transport.routed import RoutedTransport
 from kvd.transport.samehost.transport import SameHostTransport
@@ -137,7 +137,7 @@ class Daemon:
         same_host = SameHostTransport(
             identity,
             loop,
-            f"{config.socket}.pools",
+            export_path(config.listen, str(config.socket)),
             host=boot_id(),
             threads=config.copy_threads,
             device=provider.device,

@@ -6,6 +6,10 @@ from typing import Final
 DEFAULT_SOCKET: Final = "/run/kvd/kvd.sock"
 """Session socket of a daemon that was given no other."""
 
+PEERS: Final = ".peers"
+POOLS: Final = ".pools"
+"""Endings of the Unix sockets for peers and for those that import pools, which lie side by side."""
+
 _EVERY_HOST: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - recognised, not bound
 
 
@@ -26,6 +30,16 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return is_unix(address) or host == "localhost"
+
+
+def export_path(address: str, socket: str) -> str:
+    """Where the daemon that listens for peers at `address`, and for workers at `socket`, lends its pools."""
+    return (unix_path(address).removesuffix(PEERS) if is_unix(address) else socket) + POOLS
+
+
+def unix_path(address: str) -> str:
+    """The path of a Unix socket's address."""
+    return address.partition("#")[0].removeprefix("ipc://")
 
 
 def key_of(address: str) -> str:

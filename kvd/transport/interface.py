@@ -189,8 +189,11 @@ class Transport(Protocol):
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`."""
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
+        """Makes `agent` reachable and connects ahead of the first read; answered by `PeerAdded` or `PeerFailed`.
+
+        `address` is where its daemon said that, as `kvd.protocol.address` has it; empty if nobody knows.
+        """
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""

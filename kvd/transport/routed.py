@@ -106,7 +106,7 @@ class RoutedTransport:
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
         """Makes `agent` reachable, within the host if that is possible; answered by `PeerAdded` or `PeerFailed`."""
         try:
             parts = _decoder.decode(metadata)
@@ -115,7 +115,7 @@ class RoutedTransport:
             self._on_event(PeerFailed(agent, f"its metadata cannot be read: {error}"))
             return
         self._adding[agent] = _Attempt(parts.network)
-        self._same_host.add_peer(agent, parts.same_host)
+        self._same_host.add_peer(agent, parts.same_host, address)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""

@@ -328,7 +328,7 @@ class _Transport:
         self.stage.commands.append(("describe", pools))
         self.on_event(Described(pools, repr(pools).encode()))
 
-    def add_peer(self, agent, metadata):
+    def add_peer(self, agent, metadata, address=""):
         near = self.stage.same_host
         self.on_event(PeerAdded(agent, same_host=near, stamps=near and self.stage.stamps_readable))
 

@@ -25,7 +25,7 @@ class Keyed(Stage):
         self.added = []
         transport = self.dependencies.transport
         add_peer = transport.add_peer
-        transport.add_peer = lambda agent, metadata: (self.added.append(agent), add_peer(agent, metadata))
+        transport.add_peer = lambda agent, *more: (self.added.append(agent), add_peer(agent, *more))
         self.attach()
 
 
@@ -97,7 +97,7 @@ class Spelled(Stage):
         self.agents = []
         transport = self.dependencies.transport
         add_peer, remove_peer = transport.add_peer, transport.remove_peer
-        transport.add_peer = lambda agent, metadata: (self.agents.append(metadata), add_peer(agent, metadata))
+        transport.add_peer = lambda agent, *more: (self.agents.append(more[0]), add_peer(agent, *more))
         transport.remove_peer = lambda agent: (self.agents.clear(), remove_peer(agent))
         for number, name in enumerate(("here", "there"), 1):
             self.by(name)
@@ -195,7 +195,7 @@ def test_a_pool_that_is_named_twice_makes_a_peer_lost():
 def test_a_peer_that_the_transport_never_reaches_is_lost_and_greeted_again():
     stage = Stage(heartbeat=60.0)
     stage.attach()
-    reach, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda agent, metadata: None
+    reach, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda *_: None
     stage.pull(timeout=600.0)
     stage.peer_says(welcome_of())
     stage.run(29.0)

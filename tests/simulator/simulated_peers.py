@@ -172,7 +172,7 @@ class InstantTransport:
         """Described at once."""
         self._soon(Described(pools, b""))
 
-    def add_peer(self, agent: str, _metadata: bytes) -> None:
+    def add_peer(self, agent: str, _metadata: bytes, _address: str = "") -> None:
         """Added at once."""
         self._soon(PeerAdded(agent))
 

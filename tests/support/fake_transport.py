@@ -83,7 +83,7 @@ class FakeTransport:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._soon(lambda: self._emit(Described(pools, self._describe(pools))))
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
         """Makes `agent` reachable; answered by `PeerAdded` or `PeerFailed`."""
         self._soon(self._add_peer, agent, metadata)
 

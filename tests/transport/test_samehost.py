@@ -25,7 +25,7 @@ FORKSERVER.set_forkserver_preload(["tests.transport.test_samehost"])
 
 
 def transport_at(path: str, agent: str) -> Transport:
-    same_host = SameHostTransport(agent, asyncio.get_running_loop(), path, host="this", threads=2)
+    same_host = SameHostTransport(agent, asyncio.get_running_loop(), f"{path}.pools", host="this", threads=2)
     return RoutedTransport(same_host, None)
 
 

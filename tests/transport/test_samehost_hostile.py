@@ -17,7 +17,7 @@ from kvd.memory.memfd import SEALS, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
-from kvd.transport.interface import Event, PeerAdded, Region, Registered, RegisterFailed
+from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
@@ -31,7 +31,7 @@ class Agent:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.path = str(folder / name)
+        self.path = str(folder / f"{name}.pools")
         self.transport = SameHostTransport(name, asyncio.get_running_loop(), self.path, host="this", threads=1)
         self.transport.start(self.events.put_nowait)
 
@@ -148,11 +148,11 @@ def test_more_pools_than_a_daemon_has_are_refused(tmp_path: Path, monkeypatch: p
 async def test_exporters_that_do_not_answer_keep_no_other_work_waiting(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "x"))
+        silent.bind(str(tmp_path / "x.pools"))
         silent.listen(64)
         for number in range(40):
             name = f"x{number}"
-            metadata = encode(ExportAddress(name, "this", str(tmp_path / "x"), TOKEN))
+            metadata = encode(ExportAddress(name, "this", str(tmp_path / "x.pools"), TOKEN))
             agent.transport.add_peer(name, metadata)
         await loop.run_in_executor(None, os.getpid)
         assert agent.events.empty()  # so that did not wait for an import to fail
@@ -178,5 +178,40 @@ def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: P
 async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Path) -> None:
     with Agent(tmp_path, "a") as agent:
         agent.transport.stop()
-        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)))
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)))
         assert agent.events.empty()
+
+
+@pytest.mark.parametrize("lent", ["x.sock", "sub/../x.pools", "elsewhere/x.pools", "other.pools"])
+async def test_a_peer_that_leads_to_a_socket_that_is_not_its_own_is_refused_before_anybody_connects(
+    tmp_path: Path, lent: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    path = f"{tmp_path}/{lent}"
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(path)
+        foreign.listen()
+        foreign.setblocking(False)
+        metadata = encode(ExportAddress("x", "this", path, TOKEN))
+        agent.transport.add_peer("x", metadata, f"ipc://{tmp_path}/x.peers#{'ab' * 32}")
+        failed = await agent.events.get()
+        assert isinstance(failed, PeerFailed)
+        assert f"it lends its pools at {path}" in failed.reason.replace("'", "")
+        with pytest.raises(BlockingIOError):
+            foreign.accept()
+
+
+@pytest.mark.parametrize("path", ["x.pools", "\0abstract.pools"])
+async def test_what_is_no_path_of_a_file_is_refused_whatever_the_peers_address(tmp_path: Path, path: str) -> None:
+    with Agent(tmp_path, "a") as agent:
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", path, TOKEN)), "tcp://127.0.0.1:1")
+        assert "is not the shortest spelling of a path" in (await agent.events.get()).reason
+
+
+async def test_a_peer_whose_folder_is_reached_through_a_link_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with Agent(tmp_path / "run", "p") as producer, Agent(tmp_path, "c") as consumer:
+        consumer.transport.add_peer("p", producer.transport.metadata, f"ipc://{tmp_path}/link/p.peers")
+        assert isinstance(await consumer.events.get(), PeerAdded)

@@ -145,7 +145,7 @@ class HandshakeActor(Actor):
         if peer.state is State.LOADING:
             assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
             self._answers_due.set(peer.link, self.loop.time() + _LOADING)
-            self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata)
+            self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata, peer.address)
         else:
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
             self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))

@@ -125,7 +125,7 @@ class NixlTransport:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._tell(self._agent_thread.describe, pools)
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:  # noqa: ARG002
         """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
         self._peers.add(agent, metadata)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -12,6 +13,7 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
 from kvd.net.frames import Frame, close_descriptors
 from kvd.net.stream import FrameStream
+from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.samehost.copies import Memory
@@ -95,6 +97,30 @@ class ImportedPools:
         """Closes the connection, and gives up the first use."""
         self._stream.close()
         self.release()
+
+
+def check_path(path: str, address: str) -> None:
+    """Checks that a daemon at `address` may say that it lends its pools at `path`: nobody sends us to other sockets.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, it is no path of an export socket, or does not lie beside the daemon's own socket.
+
+    """
+    if not path.startswith("/") or os.path.normpath(path) != path or not path.endswith(POOLS):
+        text = f"it lends its pools at {path!r}, which is not the shortest spelling of a path that ends in {POOLS}"
+        raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+    if is_unix(address) and not _is_same(path, own := export_path(address, "")):
+        text = f"it lends its pools at {path}, which is not beside its own socket ({own}): mount the daemons' sockets "
+        raise BadRequest(ErrorCode.BAD_MESSAGE, f"{text}at one path")
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two paths lead to one entry of one folder, perhaps through links."""
+    if os.path.basename(one) != os.path.basename(other):
+        return False
+    with contextlib.suppress(OSError):
+        return os.path.samefile(os.path.dirname(one), os.path.dirname(other))
+    return False
 
 
 def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:

@@ -33,7 +33,7 @@ from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read, copy_now
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.exporter import Exporter
-from kvd.transport.samehost.importer import ImportedPools, import_pools
+from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -136,34 +136,35 @@ class SameHostTransport:
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
         """Imports the pools of `agent`; answered by `PeerAdded` or `PeerFailed`, unless stopped."""
         if self._stopped:
             return
         try:
-            address = self._check(agent, metadata)
+            export = self._check(agent, metadata, address)
         except KvdError as error:
             self._importing.pop(agent, None)
             self._lose(agent, error.text)
             return
         attempt = self._importing[agent] = object()
-        importing = self._loop.run_in_executor(self._imports, import_pools, address, self._devices.map_pool)
+        importing = self._loop.run_in_executor(self._imports, import_pools, export, self._devices.map_pool)
         importing.add_done_callback(partial(self._imported, agent, attempt))
 
-    def _check(self, agent: str, metadata: bytes) -> ExportAddress:
-        """Reads metadata.
+    def _check(self, agent: str, metadata: bytes, address: str) -> ExportAddress:
+        """Reads the metadata of a daemon at `address`.
 
         Raises:
-            BadRequest: `BAD_MESSAGE`, it is malformed, or another agent's.
+            BadRequest: `BAD_MESSAGE`, it is malformed, another agent's, or leads to a socket that is not the daemon's.
             Unavailable: `TRANSPORT`, the agent is on another host.
 
         """
-        address = export_addresses.decode(metadata)
-        if address.agent != agent:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"its metadata is about {address.agent!r}")
-        if address.host != self._host:
-            raise Unavailable(ErrorCode.TRANSPORT, f"it runs on another host ({address.host!r}, not {self._host!r})")
-        return address
+        export = export_addresses.decode(metadata)
+        if export.agent != agent:
+            raise BadRequest(ErrorCode.BAD_MESSAGE, f"its metadata is about {export.agent!r}")
+        if export.host != self._host:
+            raise Unavailable(ErrorCode.TRANSPORT, f"it runs on another host ({export.host!r}, not {self._host!r})")
+        check_path(export.path, address)
+        return export
 
     def _imported(self, agent: str, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
         if importing.cancelled():

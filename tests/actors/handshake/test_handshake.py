@@ -325,7 +325,7 @@ class _Handshakes:
     def __init__(self, peers: int) -> None:
         self.stage = Stage(heartbeat=1.0)
         self.adding: list[str] = []
-        self.stage.dependencies.transport.add_peer = lambda agent, metadata: self.adding.append(agent)
+        self.stage.dependencies.transport.add_peer = lambda agent, *_: self.adding.append(agent)
         for number in range(1, peers + 1):
             self.stage.context.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
         self.stage.run()

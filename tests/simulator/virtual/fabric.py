@@ -157,12 +157,12 @@ class SimTransport(FakeTransport):
             world.loop.call_later(world.rng.random() * _DIES, world.on_death, request.agent)
         super().read(request)
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
+    def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
         """Adds a peer, or fails to if the knobs say so."""
         if self._world.chance(self._world.knobs.add_peer_fails):
             self._world.disturb(daemon_of(self.agent))
             metadata = b"spoilt"
-        super().add_peer(agent, metadata)
+        super().add_peer(agent, metadata, address)
 
     def register(self, pool: int, region: Region) -> None:
         """Registers memory, or fails to if the knobs say so."""
