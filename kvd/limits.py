@@ -266,6 +266,9 @@ ROUTER_RELEASE_SECONDS: Final = 10.0
 ROUTER_PROBE_SECONDS: Final = 2.0
 """For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
 
+ROUTER_LINES: Final = 20
+"""Log lines a minute from each place in the code: a traceback each makes 30 MB a day, however much clients send."""
+
 ROUTER_STOP_SECONDS: Final = 30.0
 """How long requests in flight may go on after SIGTERM."""
 

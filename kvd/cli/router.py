@@ -11,6 +11,7 @@ import uvloop
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.router.http import HttpServer
+from kvd.router.log import FewLines
 from kvd.router.upstream import Timeouts
 
 _DESCRIPTION = """\
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         BadRequest: `BAD_CONFIG`.
 
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(FewLines())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")

@@ -5,15 +5,15 @@ request and limited in time; if too many are open, the oldest of the address wit
 """
 
 import asyncio
+import collections
 import contextlib
 import socket
 import threading
-from collections import Counter
 from http import HTTPStatus
 from typing import NamedTuple
 
 import h11
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
@@ -40,6 +40,11 @@ class HttpServer:
     def __init__(self, address: str, registry: CollectorRegistry, health: Health) -> None:
         self._registry = registry
         self._health = health
+        self._malformed = Counter(
+            "kvd_http_malformed",
+            "Requests to the HTTP port that are no HTTP, or have a header that says nothing; answered with status 4xx.",
+            registry=registry,
+        )
         self._open: dict[asyncio.StreamWriter, str] = {}
         """Remote address by connection, oldest first."""
         host, _, port = address.rpartition(":")
@@ -85,7 +90,7 @@ class HttpServer:
 
     def _make_room(self) -> None:
         """Closes the oldest connection of the address with the most."""
-        ((busiest, _),) = Counter(self._open.values()).most_common(1)
+        ((busiest, _),) = collections.Counter(self._open.values()).most_common(1)
         oldest = next(writer for writer, address in self._open.items() if address == busiest)
         del self._open[oldest]
         oldest.transport.abort()
@@ -97,6 +102,7 @@ class HttpServer:
             while (event := connection.next_event()) is h11.NEED_DATA:
                 connection.receive_data(await reader.read(limits.MAX_HTTP_REQUEST_BYTES))
         except h11.RemoteProtocolError as error:
+            self._malformed.inc()
             answer = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode())
         else:
             if not isinstance(event, h11.Request):
@@ -116,8 +122,7 @@ class HttpServer:
             return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET is all there is\n")
         path = request.target.partition(b"?")[0]
         if path == b"/metrics":
-            encode, kind = choose_encoder(dict(request.headers).get(b"accept", b"").decode("latin-1"))
-            return _Answer(HTTPStatus.OK, encode(self._registry), kind)
+            return self._exposition(dict(request.headers).get(b"accept", b"").decode("latin-1"))
         if path == b"/livez":
             if self._health.alive:
                 return _Answer(HTTPStatus.OK, b"alive\n")
@@ -128,3 +133,13 @@ class HttpServer:
             text = "".join(f"{name}: {reason}\n" for name, reason in sorted(reasons.items())) or "ready\n"
             return _Answer(HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, text.encode())
         return _Answer(HTTPStatus.NOT_FOUND, b"paths: /metrics, /livez, /readyz\n")
+
+    def _exposition(self, accept: str) -> _Answer:
+        """The metrics, in the format that `accept` asks for."""
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):  # of its parser, which compares versions before it has checked them
+            self._malformed.inc()
+            text = f"Accept is {accept[: limits.MAX_NAME_BYTES]!r}, in which a version is no number\n"
+            return _Answer(HTTPStatus.BAD_REQUEST, text.encode())
+        return _Answer(HTTPStatus.OK, encode(self._registry), kind)

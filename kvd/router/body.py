@@ -36,7 +36,7 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         try:
-            self.fields = msgspec.json.decode(data, type=Fields)
+            self.fields = _decode(data, Fields)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
         if "kv_transfer_params" in self.fields:
@@ -90,7 +90,7 @@ class Body:
         if name not in self.fields:
             return None
         try:
-            return msgspec.json.decode(self.fields[name], type=kind)
+            return _decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
 
@@ -102,10 +102,23 @@ class _Prefilled(msgspec.Struct):
 def params_of(answer: bytes) -> msgspec.Raw | None:
     """`kv_transfer_params` of a prefill server's answer; None if it has none, or is no JSON object."""
     try:
-        params = msgspec.json.decode(answer, type=_Prefilled).kv_transfer_params
+        params: msgspec.Raw = _decode(answer, _Prefilled).kv_transfer_params
     except msgspec.DecodeError:
         return None
     return params.copy() if bytes(params).startswith(b"{") else None
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """`data` as `kind`.
+
+    Raises:
+        msgspec.DecodeError: It is another one, no JSON, or nested more deeply than this process can follow.
+
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
 
 
 def _raw(value: object) -> msgspec.Raw:

@@ -54,7 +54,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: _Connection(self._server), host, port, backlog=limits.ROUTER_REQUESTS
+                lambda: _Connection(self._server, self._metrics), host, port, backlog=limits.ROUTER_REQUESTS
             )
         except (OSError, OverflowError) as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
@@ -85,8 +85,7 @@ class HttpServer:
             case "GET", "/v1/models":
                 return await self._models(request)
             case "GET", "/metrics":
-                encode, kind = choose_encoder(request.headers.get("Accept", ""))
-                return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": kind})
+                return self._exposition(request.headers.get("Accept", ""))
             case "GET", "/healthz":
                 return web.Response(text="alive\n")
             case "GET", "/readyz":
@@ -94,6 +93,16 @@ class HttpServer:
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
         text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
         return error_answer(BadRequest(ErrorCode.UNKNOWN_REQUEST, text))
+
+    def _exposition(self, accept: str) -> web.Response:
+        """The metrics, in the format that `accept` asks for."""
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):  # of its parser, which compares versions before it has checked them
+            self._metrics.malformed.inc()
+            text = f"Accept is {accept[: limits.MAX_NAME_BYTES]!r}, in which a version is no number"
+            return error_answer(BadRequest(ErrorCode.BAD_MESSAGE, text))
+        return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": kind})
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
         """What the first decode server that answers serves."""
@@ -111,7 +120,7 @@ class HttpServer:
 class _Connection(web.RequestHandler):
     """A client's connection, which is closed at once if there are too many."""
 
-    def __init__(self, server: web.Server) -> None:
+    def __init__(self, server: web.Server, metrics: Metrics) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -126,9 +135,22 @@ class _Connection(web.RequestHandler):
             logger=logger,
         )
         self._server = server
+        self._metrics = metrics
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Counts only now: a loop may accept many before it makes the first."""
         super().connection_made(transport)
         if len(self._server.connections) > limits.ROUTER_CONNECTIONS:
             self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Counts what is no HTTP."""
+        if isinstance(exc, HttpProcessingError):
+            self._metrics.malformed.inc()
+        return super().handle_error(request, status, exc, message)

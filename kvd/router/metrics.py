@@ -55,6 +55,11 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        self.malformed = Counter(
+            "kvd_router_malformed",
+            "Requests that are no HTTP, or have a header that says nothing; answered with status 400.",
+            registry=registry,
+        )
         in_flight = Gauge("kvd_router_in_flight", "Requests in flight.", ["role", "server"], registry=registry)
         for server in servers:
             in_flight.labels(server.role, server.url).set_function(partial(getattr, server, "in_flight"))

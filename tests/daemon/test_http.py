@@ -78,6 +78,16 @@ def test_what_is_no_request_is_refused_and_changes_nothing(served: Served) -> No
     assert served.get("/livez") == (200, "alive\n")
 
 
+@pytest.mark.parametrize("accept", ["application/openmetrics-text;version=abc", "text/plain;version=z;escaping=values"])
+def test_a_format_that_is_none_is_refused_counted_and_logged_by_nobody(served: Served, accept: str, caplog) -> None:
+    said = served.send(f"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n\r\n".encode())
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert accept.encode() in said
+    assert served.send(b"\x00\xff\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert "kvd_http_malformed_total 2.0" in served.get("/metrics")[1]
+    assert caplog.records == []
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_two_thousand_slow_connections_take_neither_threads_nor_descriptors_nor_liveness(served: Served) -> None:
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()

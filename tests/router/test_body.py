@@ -25,6 +25,10 @@ SET = {
 }
 
 
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
 @given(st.dictionaries(st.text().filter(lambda name: name not in SET), JSON, max_size=5))
 def test_fields_that_the_router_does_not_know_reach_every_server(fields) -> None:
     body = Body(json.dumps(fields).encode())
@@ -46,6 +50,8 @@ def test_numbers_keep_their_digits() -> None:
     [
         (b"", "no JSON object"),
         (b"[1]", "no JSON object"),
+        (b'{"x": %b}' % nested(100_000), "nested too deeply"),
+        (b'{"n": %b}' % nested(100_000), "nested too deeply"),
         (b'{"n": 0}', "n is 0"),
         (b'{"n": "x"}', "n: "),
         (b'{"n": 1025}', "n is 1025"),
@@ -61,6 +67,25 @@ def test_what_cannot_be_routed_is_refused_with_the_reason(data: bytes, named: st
     assert caught.value.code == ErrorCode.BAD_MESSAGE
 
 
+def test_a_chat_whose_depth_is_found_late_is_refused_like_any_other() -> None:
+    """How deep is too deep depends on the caller's stack, too."""
+
+    def prefixes_of(body: Body, frames: int) -> tuple[bytes, ...]:
+        return prefixes_of(body, frames - 1) if frames else body.prefixes
+
+    deepest = max(depth for depth in range(500, 1000) if is_taken(b'{"messages": %b}' % nested(depth)))
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        prefixes_of(Body(b'{"messages": %b}' % nested(deepest)), 50)
+
+
+def is_taken(data: bytes) -> bool:
+    try:
+        Body(data)
+    except BadRequest:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     "data", [b'{"prompt": [1, 2, 3]}', b'{"prompt": ["a"]}', b'{"prompt": [[1, 2]]}', b'{"n": null}']
 )
@@ -74,6 +99,10 @@ def test_parameters_of_an_answer_keep_their_bytes() -> None:
     assert bytes(found) == b'{"a" : 1.00}'
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 3}'])
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 3}', nested(100_000)],
+    ids=lambda answer: answer[:30].decode(),
+)
 def test_an_answer_without_parameters_has_none(answer: bytes) -> None:
     assert params_of(answer) is None

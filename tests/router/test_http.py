@@ -173,14 +173,25 @@ async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes
         ),
         pytest.param(head(10) + b'{"prompt"}', id="no JSON"),
         pytest.param(head(0), id="nothing"),
+        pytest.param(head(4010) + b'{"prompt":' + b"[" * 2000 + b"]" * 1999 + b"}", id="too deep"),
+        pytest.param(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text;version=abc\r\n\r\n",
+            id="a version that is none",
+        ),
+        pytest.param(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/plain;version=x;escaping=values\r\n\r\n",
+            id="another version that is none",
+        ),
     ],
 )
-async def test_what_is_no_request_is_refused_and_logged_by_nobody(sent: bytes, caplog) -> None:
+async def test_what_is_no_request_is_refused_counted_and_logged_by_nobody(sent: bytes, caplog) -> None:
     async with routed([prefilled], [decoded]) as stage:
         reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
         writer.write(sent)
         assert b" 400 Bad Request" in await reader.readline()
         writer.close()
+        refused = await stage.metric('kvd_router_requests_total{outcome="refused"}')
+        assert refused + await stage.metric("kvd_router_malformed_total") == 1
         assert (await stage.ask())[0] == 200
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -205,6 +216,7 @@ async def test_headers_have_a_bound(name: str) -> None:
         writer.write(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{name}\r\n\r\n".encode())
         assert (await reader.read()).startswith(b"HTTP/1.0 400")
         writer.close()
+        assert await stage.metric("kvd_router_malformed_total") == 1
 
 
 async def test_a_slow_client_slows_its_decode_server_and_gets_every_byte() -> None:
