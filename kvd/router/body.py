@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.limits import MAX_CONSUMERS
 from kvd.router import affinity
 
 Fields = dict[str, msgspec.Raw]
@@ -21,6 +21,7 @@ _PREFILL: Final = {
 }
 """What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
 
+_NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_ONE_TOKEN: Final = ("min_tokens", "stream_options")
@@ -36,18 +37,23 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         try:
-            self.fields = _decode(data, Fields)
+            _check_size(data)
+            self.fields: Fields = _decode(data, Fields)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
+        if len(self.fields) > limits.ROUTER_FIELDS:
+            text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
         if "kv_transfer_params" in self.fields:
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
-        if not 1 <= self.choices <= MAX_CONSUMERS:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}")
-        if self._prompts() > 1:
-            text = f"prompt has {self._prompts()} prompts, and a prefill has one: send one request for each"
+        if not 1 <= self.choices <= limits.MAX_CONSUMERS:
+            text = f"n is {self.choices}; it must be from 1 to {limits.MAX_CONSUMERS}"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        if self._has_several_prompts():
+            text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
 
     def for_prefill(self) -> bytes:
@@ -68,22 +74,25 @@ class Body:
     def prefixes(self) -> tuple[bytes, ...]:
         """Hashes of beginnings of the prompt (`kvd.router.affinity`), the shortest first."""
         model = bytes(self.fields.get("model", b""))
-        if "messages" in self.fields:
+        chat = self.fields.get("messages")
+        # What is between two commas is a message at most.
+        if chat is not None and bytes(chat).count(b",") < limits.ROUTER_COMMAS:
             messages = self._field("messages", list[msgspec.Raw] | None) or []
-            return affinity.of_messages(model, (bytes(message) for message in messages))
-        return affinity.of_prompt(model, memoryview(self.fields.get("prompt", msgspec.Raw(b""))))
+            if len(messages) <= limits.ROUTER_MESSAGES:
+                return affinity.of_messages(model, (bytes(message) for message in messages))
+        return affinity.of_text(model, memoryview(chat or self.fields.get("prompt", msgspec.Raw(b""))))
 
     def _for_one_token(self, more: Fields) -> bytes:
         fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_ONE_TOKEN}
         fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
         return msgspec.json.encode(fields | more)
 
-    def _prompts(self) -> int:
-        """How many prompts there are: a list of strings or of lists has several, one of token ids is one."""
+    def _has_several_prompts(self) -> bool:
+        """A list of strings or of lists has several prompts, one of token ids is one."""
         prompt = bytes(self.fields.get("prompt", b""))
         if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in {b'"', b"["}:
-            return 1
-        return len(self._field("prompt", list[msgspec.Raw]))
+            return False
+        return memoryview(self._field("prompt", _Prompts).second).nbytes > 0
 
     def _field(self, name: str, kind: Any) -> Any:
         """The field `name` as `kind`, None if it is missing."""
@@ -93,6 +102,39 @@ class Body:
             return _decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
+
+
+class _Long(msgspec.Struct):
+    """The fields that may be long."""
+
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    prompt_embeds: msgspec.Raw = _NOTHING
+    documents: msgspec.Raw = _NOTHING
+
+
+class _Prompts(msgspec.Struct, array_like=True):
+    """The first two of a list; others are not made."""
+
+    first: msgspec.Raw
+    second: msgspec.Raw = _NOTHING
+
+
+def _check_size(data: bytes) -> None:
+    """Refuses what would become very many objects, before it makes them.
+
+    Raises:
+        BadRequest: `TOO_LARGE`.
+        msgspec.DecodeError: It is no JSON object.
+
+    """
+    if len(data) <= limits.ROUTER_FIELDS_BYTES:
+        return
+    found: _Long = _decode(data, _Long)
+    others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
+    if others > limits.ROUTER_FIELDS_BYTES:
+        text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
+        raise BadRequest(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
 
 
 class _Prefilled(msgspec.Struct):

@@ -75,6 +75,7 @@ class HttpServer:
                 await self._intake.idle.wait()
         await self._server.shutdown(limits.ROUTER_CANCEL_SECONDS)
         await self._router.close()
+        self._completions.close()
         await self._upstream.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -1,6 +1,7 @@
 """Requests to the servers behind the router, with a deadline for each stage."""
 
 import contextlib
+import io
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ class Timeouts:
 
 
 class Sent:
-    """Whether a request has left."""
+    """Whether a request has left, or begun to."""
 
     def __init__(self) -> None:
         self.whole = False
@@ -140,7 +141,7 @@ class Upstream:
             with _failures_of(server, sent):
                 response = await self._session.post(
                     server.url + path,
-                    data=body,
+                    data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
                     headers=headers,
                     timeout=timeout,
                     allow_redirects=False,
@@ -179,7 +180,7 @@ def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:
-    """A body is written as one chunk."""
+    """A large body has several, of which the first counts: how much of it the server got is not known."""
     if context.trace_request_ctx is not None:
         context.trace_request_ctx.whole = True
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
+from tests.support.patience import PATIENCE
 
 PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "kvd_ticket": "T", "kvd_prompt": 7, "more": [1, {}]}
 BODY = {"model": "m", "prompt": "a b c", "max_tokens": 3, "stream": True, "unknown": {"kept": [1.0, None]}}
@@ -44,7 +46,7 @@ class Scripted:
         self.headers.append(request.headers.copy())
         self.open += 1
         try:
-            body = await request.json()
+            body = json.loads(await request.content.read())  # `json` takes no large ones
             self.bodies.append(body)
             await self.tell()
             return await self.answering(self, request, body)
@@ -60,7 +62,7 @@ class Scripted:
             self.changed.notify_all()
 
     async def until(self, holds: Callable[["Scripted"], bool]) -> None:
-        async with asyncio.timeout(30), self.changed:
+        async with asyncio.timeout(PATIENCE), self.changed:
             await self.changed.wait_for(lambda: holds(self))
 
 
@@ -126,6 +128,13 @@ async def without_params(server: Scripted, request: web.Request, body: dict[str,
     return web.json_response({"choices": [], "kv_transfer_params": None})
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for what nobody announces."""
+    async with asyncio.timeout(PATIENCE):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 class Stage:
     """A router at `url` between scripted servers, and a session to ask it with."""
 
@@ -137,7 +146,8 @@ class Stage:
         self.session = aiohttp.ClientSession()
 
     async def ask(self, path: str = PATH, **more: Any) -> tuple[int, bytes]:
-        async with self.session.post(self.url + path, json=BODY | more) as response:
+        data = io.BytesIO(json.dumps(BODY | more).encode())  # aiohttp wants large ones so
+        async with self.session.post(self.url + path, data=data) as response:
             return response.status, await response.read()
 
     async def error(self, **more: Any) -> tuple[int, dict[str, Any]]:

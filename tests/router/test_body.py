@@ -1,6 +1,7 @@
 """What becomes of a client's body."""
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -27,6 +28,10 @@ SET = {
 
 def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
+
+
+def many_fields(number: int) -> bytes:
+    return json.dumps({f"f{one}": one for one in range(number)}).encode()
 
 
 @given(st.dictionaries(st.text().filter(lambda name: name not in SET), JSON, max_size=5))
@@ -59,6 +64,8 @@ def test_numbers_keep_their_digits() -> None:
         (b'{"prompt": [[1, 2], [3]]}', "2 prompts"),
         (b'{"prompt": [ "a" , 7]}', "2 prompts"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by the router"),
+        (b'{"prompt": [%b""]}' % (b'"",' * 1_000_000), "2 prompts or more"),
+        (many_fields(257), "257 fields; at most 256"),
     ],
 )
 def test_what_cannot_be_routed_is_refused_with_the_reason(data: bytes, named: str) -> None:
@@ -76,6 +83,42 @@ def test_a_chat_whose_depth_is_found_late_is_refused_like_any_other() -> None:
     deepest = max(depth for depth in range(500, 1000) if is_taken(b'{"messages": %b}' % nested(depth)))
     with pytest.raises(BadRequest, match="nested too deeply"):
         prefixes_of(Body(b'{"messages": %b}' % nested(deepest)), 50)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(many_fields(1_000_000), id="very many fields"),
+        pytest.param(b'{"messages":' + b" " * 2_000_000 + b"[0]}", id="very much space"),
+        pytest.param(b'{"tools":[%b0]}' % (b"0," * 1_000_000), id="very much of one field"),
+    ],
+)
+def test_fields_that_are_not_expected_to_be_long_are_refused_before_objects_are_made_of_them(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="at most 1048576 are taken") as caught:
+        Body(data)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert caught.value.code == ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b'{"messages":[%b0]}' % (b"0," * 8_000_000), id="numbers for messages"),
+        pytest.param(b'{"messages":[%b{}]}' % (b"{}," * 5_000_000), id="empty messages"),
+        pytest.param(b'{"prompt":[%b0]}' % (b"0," * 8_000_000), id="token ids"),
+        pytest.param(b'{"prompt":["%b"]}' % (b"x," * 8_000_000), id="text"),
+        pytest.param(b'{"prompt_embeds":"%b"}' % (b"x" * 16_000_000), id="embeddings"),
+    ],
+)
+def test_a_large_body_is_read_in_a_few_times_its_own_memory(data: bytes) -> None:
+    tracemalloc.start()
+    body = Body(data)
+    assert len(body.prefixes) < 20
+    assert tracemalloc.get_traced_memory()[1] < 2.1 * len(data)
+    tracemalloc.stop()
+    assert len(body.for_decode(PARAMS)) > len(data)
 
 
 def is_taken(data: bytes) -> bool:

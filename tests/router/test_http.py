@@ -7,15 +7,18 @@ import logging
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvd import limits
 from kvd.errors import BadRequest
+from kvd.router.body import Body
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
-from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming
+from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
+from tests.support.patience import PATIENCE
 
 CLIENTS = 1000
 
@@ -49,11 +52,7 @@ async def endless(server, request, body):
 
 
 async def fall_to(tasks: int, descriptors: int) -> None:
-    async with asyncio.timeout(20):
-        while (  # noqa: ASYNC110  # nobody tells when the last descriptor is closed
-            len(asyncio.all_tasks()) > tasks or len(os.listdir("/proc/self/fd")) > descriptors
-        ):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks and len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
@@ -109,6 +108,25 @@ async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> 
             assert response.status == 413
             assert "at most 1000 are taken" in (await response.json())["error"]["message"]
         assert stage.server._intake.body_bytes == 0
+
+
+async def test_the_loop_goes_on_while_large_bodies_are_read_one_at_a_time(monkeypatch) -> None:
+    reading, go_on = [], threading.Event()
+
+    def slow(data: bytes) -> Body:
+        if len(data) > limits.ROUTER_LARGE_BYTES:
+            reading.append(len(data))
+            assert go_on.wait(PATIENCE)
+        return Body(data)
+
+    monkeypatch.setattr("kvd.router.completions.Body", slow)
+    async with routed([prefilled], [decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask(prompt="x" * limits.ROUTER_LARGE_BYTES)) for _ in range(2)]
+        await until(lambda: stage.server._intake.requests == 2 and len(reading) == 1)
+        assert (await stage.ask())[0] == 200
+        assert len(reading) == 1
+        go_on.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200, 200]
 
 
 async def test_bodies_have_a_bound_together(monkeypatch) -> None:
