@@ -190,10 +190,16 @@ HTTP_SECONDS: Final = 10.0
 
 # --- router ---------------------------------------------------------------------------------------------------------
 ROUTER_CONNECTIONS: Final = 4096
-"""Open connections of clients; one more is closed at once. Each costs some 50 KiB and a descriptor."""
+"""Open connections of clients; one more closes one that waits for a request. Each costs 50 KiB and a descriptor."""
 
-ROUTER_REQUESTS: Final = 1024
+ROUTER_REQUESTS: Final = 2048
 """Requests in flight: several times what a few engines take in a batch. More are answered 503, to be sent again."""
+
+ROUTER_CLIENT_REQUESTS: Final = ROUTER_REQUESTS // 2
+"""Those of one client's address, which may be a proxy; the other half is for others."""
+
+ROUTER_OPEN_FILES: Final = ROUTER_CONNECTIONS + 2 * ROUTER_REQUESTS
+"""Descriptors that it may need: a request has connections to two servers, for a moment."""
 
 ROUTER_HEADER_BYTES: Final = 16 * KIB
 """The request line, and each header; a token for authorization has a few KiB."""
@@ -220,6 +226,9 @@ chats with more, beginnings are known like those of other prompts."""
 
 ROUTER_BODIES_BYTES: Final = 512 * MIB
 """The bodies of all requests in flight; with what is made of them the process takes about three times that."""
+
+ROUTER_CLIENT_BODIES_BYTES: Final = ROUTER_BODIES_BYTES // 2
+"""Those of one client's address."""
 
 ROUTER_PREFILL_ANSWER_BYTES: Final = 64 * MIB
 """A prefill server's answer: transfer parameters with a ticket, and perhaps the prompt, echoed with its logprobs."""

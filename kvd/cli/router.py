@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
+from kvd.host import raise_open_files
 from kvd.router.http import HttpServer
 from kvd.router.log import FewLines
 from kvd.router.upstream import Timeouts
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     prefill, decode = ([_server_url(url) for url in urls] for urls in (args.prefill, args.decode))
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
+    raise_open_files(limits.ROUTER_OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, len(prefill), len(decode)))
     return 0

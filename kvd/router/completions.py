@@ -10,6 +10,7 @@ from aiohttp import web
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router.body import Body
+from kvd.router.connections import Connection, Connections
 from kvd.router.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
 from kvd.router.reply import ClientGone, Reply
@@ -23,9 +24,10 @@ _REQUEST_ID = "X-Request-Id"
 class Completions:
     """Takes requests in, has them routed, and counts how they end."""
 
-    def __init__(self, router: Router, intake: Intake, metrics: Metrics) -> None:
+    def __init__(self, router: Router, intake: Intake, connections: Connections, metrics: Metrics) -> None:
         self._router = router
         self._intake = intake
+        self._connections = connections
         self._metrics = metrics
         self._reader = ThreadPoolExecutor(1, "kvd-large-bodies")
 
@@ -58,18 +60,24 @@ class Completions:
         return await asyncio.get_running_loop().run_in_executor(self._reader, _read, data)
 
     async def _answered(self, request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
-        with self._intake.admitted() as room:
-            body = await self._body(await room.read(request))
-            headers = passed_on(request.headers)
-            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
-            try:
-                async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
-                    await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
-            except TimeoutError as error:
-                text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
-                raise BrokenOff(ErrorCode.DEADLINE, text) from error
+        connection = request.protocol
+        assert isinstance(connection, Connection)  # noqa: S101  # the port makes no others
+        with self._intake.room(connection.client) as room:
+            data = await room.read(request)
+            with self._connections.serving(connection):
+                await self._routed(request, await self._body(data), reply)
         assert reply.response is not None  # noqa: S101  # the router began it
         return reply.response
+
+    async def _routed(self, request: web.BaseRequest, body: Body, reply: Reply) -> None:
+        headers = passed_on(request.headers)
+        headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
+        try:
+            async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
+                await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
+        except TimeoutError as error:
+            text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
+            raise BrokenOff(ErrorCode.DEADLINE, text) from error
 
 
 def _read(data: bytes) -> Body:
