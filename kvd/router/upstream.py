@@ -32,6 +32,15 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+_OF_OPERATORS = frozenset(
+    {
+        "content-encoding",  # bodies are written anew, and not encoded
+        "x-data-parallel-rank",  # which rank of vLLM's: where load is spread is not for clients to say
+        "x-vllm-priority",  # before all others
+    }
+)
+
+
 class ServerFailed(Unavailable):
     """`server` gave no answer, a broken one or a 5xx. Raised only before any of its answer was passed on.
 
@@ -171,9 +180,9 @@ class Upstream:
 
 
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers, without those that concern its connection alone. Bodies are written anew, as JSON."""
+    """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
+    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | _OF_OPERATORS | named)
     passed = CIMultiDict(kept)
     passed["Content-Type"] = "application/json"
     return passed

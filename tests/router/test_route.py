@@ -76,6 +76,19 @@ async def test_headers_of_the_client_reach_both_servers_with_one_request_id() ->
     assert "X-Hop" not in first
 
 
+@pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Vllm-Priority", "content-encoding"])
+async def test_headers_that_are_not_for_clients_to_set_reach_no_server(name: str) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        data, headers = json.dumps(BODY).encode(), {name: "1", "X-Other": "1"}
+        async with stage.session.post(stage.url + PATH, data=data, headers=headers) as response:
+            assert response.status == 200
+        async with stage.session.get(stage.url + "/v1/models", headers=headers) as response:
+            assert response.status == 200
+        found = [*stage.prefill[0].headers, *stage.decode[0].headers]
+        assert [name in one for one in found] == [False] * 2
+        assert [one["X-Other"] for one in found] == ["1"] * 2
+
+
 async def test_an_answer_that_is_not_streamed_passes_too() -> None:
     async with routed([prefilled], [decoded]) as stage:
         assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
