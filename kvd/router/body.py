@@ -1,5 +1,6 @@
 """A client's request, and what servers are sent for it. Fields that the router does not set stay byte for byte."""
 
+import codecs
 from functools import cached_property
 from typing import Any, Final
 
@@ -21,10 +22,20 @@ _PREFILL: Final = {
 }
 """What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
 
+_NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
-_NOT_FOR_ONE_TOKEN: Final = ("min_tokens", "stream_options")
+_NOT_FOR_ONE_TOKEN: Final = {
+    "min_tokens",
+    "stream_options",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+}
+"""Nobody reads the answer: the prompt's logprobs may take gigabytes of it. To stream some of them is refused."""
 
 
 class Body:
@@ -37,6 +48,7 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         try:
+            data = data.removeprefix(codecs.BOM_UTF8)  # as vLLM reads it
             _check_size(data)
             self.fields: Fields = _decode(data, Fields)
         except msgspec.DecodeError as error:
@@ -44,7 +56,7 @@ class Body:
         if len(self.fields) > limits.ROUTER_FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
-        if "kv_transfer_params" in self.fields:
+        if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
@@ -56,15 +68,20 @@ class Body:
             text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
 
+    @property
+    def for_one_server(self) -> bool:
+        """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
+        return bytes(self.fields.get("use_beam_search", _NULL)) not in {b"null", b"false"}
+
     def for_prefill(self) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode."""
         params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
         more = {"n": _ONE} if "n" in self.fields else {}
         return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
 
-    def for_decode(self, params: msgspec.Raw) -> bytes:
-        """The same with the `params` of the prefill server's answer, unchanged."""
-        return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
+    def for_decode(self, params: msgspec.Raw | None) -> bytes:
+        """The same with the `params` of the prefill server's answer, unchanged, if it was prefilled."""
+        return msgspec.json.encode(self.fields if params is None else self.fields | {"kv_transfer_params": params})
 
     def for_release(self, params: msgspec.Raw) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""

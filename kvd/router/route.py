@@ -77,7 +77,7 @@ class Router:
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.params is None:
+        if attempts.params is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not await self._prefilled(request, client, server, attempts):
                 return
@@ -114,8 +114,6 @@ class Router:
             return answer.status, answer.kind, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES)
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts) -> None:
-        assert attempts.params is not None  # noqa: S101  # the prefill's answer
-        assert attempts.prefill is not None  # noqa: S101
         body, sent = request.body.for_decode(attempts.params), Sent()
         try:
             async with self._upstream.post(server, request.path, body, request.headers, sent) as answer:
@@ -125,7 +123,8 @@ class Router:
                     said = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
                     raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {said}", sent=True)
                 self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
-                self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
+                if attempts.prefill is not None:
+                    self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
                 await _relay(answer, first, client)
         finally:
             if sent.whole:  # the server has the offer: if it aborts the request, it releases that too

@@ -23,6 +23,11 @@ SET = {
     "min_tokens",
     "stream_options",
     "max_completion_tokens",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
 }
 
 
@@ -134,6 +139,23 @@ def is_taken(data: bytes) -> bool:
 )
 def test_one_prompt_is_taken_in_every_form(data: bytes) -> None:
     assert Body(data).choices == 1
+
+
+def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
+    asked = {"echo": True, "logprobs": 5, "top_logprobs": 2, "prompt_logprobs": 20, "logprob_token_ids": [1]}
+    body = Body(json.dumps({"prompt": "a"} | asked).encode())
+    assert not asked.keys() & json.loads(body.for_prefill()).keys()
+    assert not asked.keys() & json.loads(body.for_release(PARAMS)).keys()
+    assert json.loads(body.for_decode(msgspec.Raw(b"{}")))["prompt_logprobs"] == 20
+
+
+def test_parameters_that_are_null_are_none() -> None:
+    body = Body(b'{"prompt": "a", "kv_transfer_params": null}')
+    assert json.loads(body.for_decode(None)) == {"prompt": "a"}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert json.loads(Body(b'\xef\xbb\xbf{"prompt": "a"}').for_decode(None)) == {"prompt": "a"}
 
 
 def test_parameters_of_an_answer_keep_their_bytes() -> None:

@@ -40,6 +40,15 @@ async def test_a_stream_passes_byte_for_byte_in_order() -> None:
         assert await stage.metric("kvd_router_first_token_seconds_count") == 1
 
 
+async def test_a_beam_search_is_computed_by_a_decode_server_alone() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        assert await stage.ask(stream=False, use_beam_search=True) == (200, b'{"choices": [{"text": "t1"}]}')
+        assert stage.prefill[0].bodies == []
+        assert stage.decode[0].bodies == [BODY | {"stream": False, "use_beam_search": True}]
+        assert (await stage.ask(use_beam_search=False))[0] == 200
+        assert len(stage.prefill[0].bodies) == 1
+
+
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
 async def test_a_prefill_is_for_one_token_and_its_parameters_reach_the_decode_server_unchanged(path: str) -> None:
     asked = {"min_tokens": 2, "stream_options": {"include_usage": True}, "max_completion_tokens": 3}
