@@ -20,7 +20,7 @@ from kvd.router.route import Router
 from kvd.router.servers import Servers
 from kvd.router.upstream import ServerFailed, Timeouts, Upstream, passed_on
 
-_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz"
+_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
 
 
 class HttpServer:
@@ -79,7 +79,7 @@ class HttpServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request of a client."""
-        match request.method, request.path:
+        match "GET" if request.method == "HEAD" else request.method, request.path:
             case "POST", "/v1/completions" | "/v1/chat/completions":
                 return await self._completions.handle(request)
             case "GET", "/v1/models":
@@ -88,7 +88,7 @@ class HttpServer:
                 return self._exposition(request.headers.get("Accept", ""))
             case "GET", "/healthz":
                 return web.Response(text="alive\n")
-            case "GET", "/readyz":
+            case "GET", "/readyz" | "/health":  # the second is vLLM's
                 reasons = await self._health.reasons()
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
         text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -84,6 +84,7 @@ class Intake:
             self._check(request.content_length or 0)
             parts = []
             try:
+                await _let_it_come(request)
                 async with asyncio.timeout(limits.ROUTER_BODY_SECONDS):
                     async for part in request.content.iter_any():
                         self._check(self._taken + len(part))
@@ -119,3 +120,10 @@ class Intake:
                 raise Unavailable(ErrorCode.OVERLOADED, text.format(whole.total, ""))
             self._whole = 1
             whole.add(self._client, 1)
+
+
+async def _let_it_come(request: web.BaseRequest) -> None:
+    """Tells a client that waits for leave to send its body that it may, as curl does with more than 1 MiB."""
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun

@@ -64,10 +64,11 @@ class Timeouts:
 
 
 class Sent:
-    """Whether a request has left, or begun to."""
+    """Whether a request has left, or begun to, and whether on a connection that was kept."""
 
     def __init__(self) -> None:
         self.whole = False
+        self.reused = False
 
 
 class Answer:
@@ -119,6 +120,7 @@ class Upstream:
     async def __aenter__(self) -> "Upstream":
         tracing = aiohttp.TraceConfig()
         tracing.on_request_chunk_sent.append(_note_sent)
+        tracing.on_connection_reuseconn.append(_note_reused)
         self._session = aiohttp.ClientSession(
             # What is in flight, and the releases, bound the connections.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS),
@@ -145,17 +147,9 @@ class Upstream:
             ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx.
 
         """
-        timeout = self._prefill if server.role == "prefill" else self._decode
         with server.busy():
             with _failures_of(server, sent):
-                response = await self._session.post(
-                    server.url + path,
-                    data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                    trace_request_ctx=sent,
-                )
+                response = await self._posted(server, path, body, headers, sent)
             try:
                 answer = Answer(server, response)
                 if response.status >= 500:
@@ -166,6 +160,25 @@ class Upstream:
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
+
+    async def _posted(
+        self, server: Server, path: str, body: bytes, headers: Mapping[str, str], sent: Sent
+    ) -> aiohttp.ClientResponse:
+        """The answer's head. What a kept connection that the server closes just then has swallowed is sent again."""
+        while True:
+            sent.reused = False
+            try:
+                return await self._session.post(
+                    server.url + path,
+                    data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
+                    headers=headers,
+                    timeout=self._prefill if server.role == "prefill" else self._decode,
+                    allow_redirects=False,
+                    trace_request_ctx=sent,
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not sent.reused:
+                    raise
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
@@ -194,6 +207,11 @@ async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, 
         context.trace_request_ctx.whole = True
 
 
+async def _note_reused(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.reused = True
+
+
 @contextlib.contextmanager
 def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
     try:
@@ -202,7 +220,7 @@ def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
         raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time", sent=sent.whole) from error
     except aiohttp.ClientConnectorError as error:
         text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=False) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error
     except (aiohttp.ClientError, OSError) as error:
         text = f"broke off: {error or type(error).__name__}"
         raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error

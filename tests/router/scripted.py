@@ -165,13 +165,13 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
+async def scripted(answering: Answering, host: str = "127.0.0.1") -> AsyncIterator[Scripted]:
     server = Scripted(answering)
     runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True, access_log=None))
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+    site = web.TCPSite(runner, host, 0, backlog=2048)
     await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    server.url = f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     try:
         yield server
     finally:
@@ -181,13 +181,17 @@ async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
 
 @contextlib.asynccontextmanager
 async def routed(
-    prefill: list[Answering], decode: list[Answering], *, seconds: tuple[float, float] = (30, 30)
+    prefill: list[Answering],
+    decode: list[Answering],
+    *,
+    seconds: tuple[float, float] = (30, 30),
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Stage]:
     async with contextlib.AsyncExitStack() as stack:
-        ps = [await stack.enter_async_context(scripted(answering)) for answering in prefill]
-        ds = [await stack.enter_async_context(scripted(answering)) for answering in decode]
+        ps = [await stack.enter_async_context(scripted(answering, host)) for answering in prefill]
+        ds = [await stack.enter_async_context(scripted(answering, host)) for answering in decode]
         urls = [server.url for server in ps], [server.url for server in ds]
-        server = await stack.enter_async_context(HttpServer("127.0.0.1", 0, *urls, Timeouts(*seconds)))
+        server = await stack.enter_async_context(HttpServer(host, 0, *urls, Timeouts(*seconds)))
         stage = Stage(server, ps, ds)
         await stack.enter_async_context(stage.session)
         yield stage

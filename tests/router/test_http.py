@@ -96,6 +96,49 @@ async def test_what_is_in_flight_is_counted_by_server() -> None:
         asking.cancel()
 
 
+async def test_it_works_between_ipv6_addresses() -> None:
+    async with routed([prefilled], [decoded], host="::1") as stage:
+        assert stage.url.startswith("http://[::1]:")
+        assert (await stage.ask())[0] == 200
+        assert await stage.get("/readyz") == (200, "ready\n")
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthz"])
+async def test_load_balancers_may_ask_with_head(path: str) -> None:
+    async with routed([prefilled], [decoded]) as stage, stage.session.head(stage.url + path) as response:
+        assert response.status == 200
+
+
+async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
+    async with routed([prefilled], [decoded]) as stage:
+        assert (await stage.get("/health"))[0] == 200
+        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        assert (await stage.get("/health"))[0] == 503
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*place(stage))
+        data = json.dumps(BODY).encode()
+        asking = head(len(data)).replace(b"\r\n\r\n", b"\r\nExpect: 100-Continue\r\nConnection: close\r\n\r\n")
+        writer.write(asking)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(data)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        assert "Expect" not in stage.prefill[0].headers[0]
+
+
+async def test_a_client_that_waits_for_leave_to_send_too_much_is_refused_before() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*place(stage))
+        asking = head(limits.ROUTER_BODY_BYTES + 1).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        writer.write(asking)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
 @pytest.mark.parametrize("length", ["known", "unknown"])
 async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> None:
     monkeypatch.setattr(limits, "ROUTER_BODY_BYTES", 1000)

@@ -121,6 +121,28 @@ async def test_a_decode_that_fails_before_its_first_token_is_tried_on_another_pa
         assert len(stage.decode[0].bodies) == len(stage.decode[1].bodies) == 1
 
 
+async def test_what_a_kept_connection_swallows_as_it_is_closed_is_sent_again_to_the_same_server() -> None:
+    """A server whose time for an idle connection is over closes it just as the next request comes."""
+
+    def once(answering):
+        served = set()
+
+        async def answer(server, request, body):
+            if request.transport in served:
+                return await vanishing(server, request, body)
+            served.add(request.transport)
+            return await answering(server, request, body)
+
+        return answer
+
+    async with routed([once(prefilled)], [once(decoded)]) as stage:
+        for _ in range(4):
+            assert (await stage.ask())[0] == 200
+        assert len(stage.prefill[0].bodies) == len(stage.decode[0].bodies) == 1 + 3 * 2
+        for role, server in (("prefill", stage.prefill[0]), ("decode", stage.decode[0])):
+            assert await stage.metric(f'kvd_router_server_failures_total{{role="{role}",server="{server.url}"}}') == 0
+
+
 async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one() -> None:
     async with routed([prefilled], [decoded, decoded]) as stage:
         stage.server._decodes.all[0].url = "http://127.0.0.1:1"
