@@ -236,6 +236,9 @@ ROUTER_PREFILL_ANSWER_BYTES: Final = 64 * MIB
 ROUTER_CHUNK_BYTES: Final = 64 * KIB
 """Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
 
+ROUTER_HELD_BYTES: Final = MIB
+"""Of the beginning of a decode server's stream, until it says something. An event is longer if it has all token ids."""
+
 ROUTER_IDLE_SECONDS: Final = 30.0
 """How long a client's connection may go without a whole request head; proxies in front reuse theirs more often."""
 

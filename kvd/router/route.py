@@ -20,9 +20,6 @@ from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream
 
 logger = logging.getLogger(__name__)
 
-_ERROR_EVENT = b'data: {"error"'
-"""How vLLM begins a stream whose request failed before its first token."""
-
 
 class BrokenOff(Unavailable):
     """A decode server failed after part of its answer was passed on."""
@@ -118,10 +115,7 @@ class Router:
         try:
             async with self._upstream.post(server, request.path, body, request.headers, sent) as answer:
                 attempts.params = None
-                first = await answer.part()
-                if first.startswith(_ERROR_EVENT):
-                    said = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
-                    raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {said}", sent=True)
+                first = await (answer.first() if answer.status == HTTPStatus.OK else answer.part())
                 self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
                 if attempts.prefill is not None:
                     self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))

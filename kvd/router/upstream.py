@@ -1,5 +1,6 @@
 """Requests to the servers behind the router, with a deadline for each stage."""
 
+import asyncio
 import contextlib
 import io
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -12,6 +13,7 @@ from multidict import CIMultiDict
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
+from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
 
 _HOP_BY_HOP = frozenset(
@@ -74,9 +76,11 @@ class Sent:
 class Answer:
     """A server's answer, whose body is read as it comes."""
 
-    def __init__(self, server: Server, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, server: Server, response: aiohttp.ClientResponse, begun: float, seconds: float) -> None:
         self._server = server
         self._response = response
+        self._deadline = begun + seconds
+        """In the loop's time, for a stream to say something."""
         self.status = response.status
         self.kind = response.headers.get("Content-Type", "application/json")
 
@@ -98,6 +102,32 @@ class Answer:
             parts.append(part)
         return b"".join(parts)
 
+    async def first(self) -> bytes:
+        """What the body begins with, once it has said something.
+
+        Raises:
+            ServerFailed: It says that the request failed, is broken off, late, or empty.
+
+        """
+        if self._response.content_type != "text/event-stream":
+            said, first = Said.SOMETHING, await self.part()
+        else:
+            said, first = await self._beginning()
+        if said is Said.ERROR:
+            text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
+            raise ServerFailed(ErrorCode.PEER_LOST, self._server, f"failed: {text}", sent=True)
+        if said is Said.NOTHING or not first:
+            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "answered with nothing", sent=True)
+        return first
+
+    async def _beginning(self) -> tuple[Said, bytes]:
+        beginning, said = Beginning(), Said.NOTHING
+        with _failures_of(self._server, Sent()):
+            async with asyncio.timeout_at(self._deadline):  # comments are no progress
+                while said is Said.NOTHING and (part := await self._response.content.readany()):
+                    said = beginning.add(part)
+        return said, bytes(beginning.held)
+
     async def part(self) -> bytes:
         """More of the body, empty at its end.
 
@@ -115,6 +145,7 @@ class Upstream:
     def __init__(self, timeouts: Timeouts) -> None:
         self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._first = timeouts.decode
         self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
@@ -147,11 +178,12 @@ class Upstream:
             ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx.
 
         """
+        begun = asyncio.get_running_loop().time()
         with server.busy():
             with _failures_of(server, sent):
                 response = await self._posted(server, path, body, headers, sent)
             try:
-                answer = Answer(server, response)
+                answer = Answer(server, response, begun, self._first)
                 if response.status >= 500:
                     said = (await answer.read(limits.MIB))[: limits.MAX_ERROR_TEXT].decode(errors="replace")
                     raise ServerFailed(

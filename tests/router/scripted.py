@@ -124,6 +124,25 @@ async def failing_in_stream(server: Scripted, request: web.Request, body: dict[s
     return stream
 
 
+async def failing_after_role(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    await stream.write(b": ping\n\n")
+    await stream.write(b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\nda')
+    await stream.write(b'ta: {"error": {"message": "no KV", "code": 500}}\n\n' + DONE)
+    return stream
+
+
+async def empty(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await streaming(request) if body.get("stream") else web.Response(content_type="application/json")
+
+
+async def pinging(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    while True:
+        await stream.write(b": ping\n\n")
+        await asyncio.sleep(0.01)
+
+
 async def without_params(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"choices": [], "kv_transfer_params": None})
 

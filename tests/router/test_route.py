@@ -17,10 +17,13 @@ from tests.router.scripted import (
     Scripted,
     broken_off,
     decoded,
+    empty,
     event,
     failing,
+    failing_after_role,
     failing_in_stream,
     hanging,
+    pinging,
     prefilled,
     refusing,
     routed,
@@ -98,6 +101,11 @@ async def test_headers_that_are_not_for_clients_to_set_reach_no_server(name: str
         assert [one["X-Other"] for one in found] == ["1"] * 2
 
 
+async def test_an_answer_that_is_not_streamed_and_has_no_body_is_tried_elsewhere() -> None:
+    async with routed([prefilled], [empty, decoded]) as stage:
+        assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
+
+
 async def test_an_answer_that_is_not_streamed_passes_too() -> None:
     async with routed([prefilled], [decoded]) as stage:
         assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
@@ -112,7 +120,7 @@ async def test_a_prefill_that_fails_is_tried_on_another_server(bad) -> None:
         assert await stage.metric('kvd_router_retries_total{role="prefill"}') == 1
 
 
-@pytest.mark.parametrize("bad", [failing, vanishing, failing_in_stream])
+@pytest.mark.parametrize("bad", [failing, vanishing, failing_in_stream, failing_after_role, empty])
 async def test_a_decode_that_fails_before_its_first_token_is_tried_on_another_pair_with_a_new_prefill(bad) -> None:
     async with routed([prefilled], [bad, decoded]) as stage:
         status, said = await stage.ask()
@@ -206,6 +214,7 @@ async def test_an_error_says_what_failed_and_where() -> None:
     [
         pytest.param(hanging, decoded, "prefill", id="a prefill that does not end"),
         pytest.param(prefilled, hanging, "decode", id="a decode without a first token"),
+        pytest.param(prefilled, pinging, "decode", id="a decode with comments for tokens"),
     ],
 )
 async def test_each_stage_has_a_deadline(prefill, decode, where: str) -> None:
