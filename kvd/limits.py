@@ -257,6 +257,10 @@ ROUTER_REQUEST_SECONDS: Final = 3600.0
 ROUTER_CONNECT_SECONDS: Final = 5.0
 """Until a server accepts a connection: two lost packets of the kernel's."""
 
+ROUTER_SILENT_SECONDS: Final = 10
+ROUTER_PROBES: Final = 3
+"""After so many probes at such intervals that its kernel does not answer, a server's host is taken for gone."""
+
 ROUTER_KEEP_SECONDS: Final = 3.0
 """How long an idle connection to a server is kept: less than the 5 s after which vLLM closes it."""
 

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="until the first token of a decode server, and between any two (default: 120)",
+        help="until the first token of a decode server, and between any two, if it streams (default: 120)",
     )
     parser.set_defaults(run=run)
 

@@ -73,6 +73,11 @@ class Body:
         """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
         return bytes(self.fields.get("use_beam_search", _NULL)) not in {b"null", b"false"}
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the client wants each token as it comes."""
+        return bytes(self.fields.get("stream", _NULL)) == b"true"
+
     def for_prefill(self) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode."""
         params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})

@@ -113,7 +113,9 @@ class Router:
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts) -> None:
         body, sent = request.body.for_decode(attempts.params), Sent()
         try:
-            async with self._upstream.post(server, request.path, body, request.headers, sent) as answer:
+            async with self._upstream.post(
+                server, request.path, body, request.headers, sent, streamed=request.body.streamed
+            ) as answer:
                 attempts.params = None
                 first = await (answer.first() if answer.status == HTTPStatus.OK else answer.part())
                 self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ class Timeouts:
     prefill: float
     """For a whole prefill."""
     decode: float
-    """Until a decode server's first token, and between any two."""
+    """Until a decode server's first token, and between any two. An answer that is not streamed shows neither."""
 
 
 class Sent:
@@ -145,6 +146,7 @@ class Upstream:
     def __init__(self, timeouts: Timeouts) -> None:
         self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._whole = aiohttp.ClientTimeout(sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._first = timeouts.decode
         self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
 
@@ -154,7 +156,9 @@ class Upstream:
         tracing.on_connection_reuseconn.append(_note_reused)
         self._session = aiohttp.ClientSession(
             # What is in flight, and the releases, bound the connections.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS, socket_factory=_socket
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=limits.ROUTER_CHUNK_BYTES,
@@ -168,9 +172,18 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def post(
-        self, server: Server, path: str, body: bytes, headers: Mapping[str, str], sent: Sent
+        self,
+        server: Server,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        sent: Sent,
+        *,
+        streamed: bool = True,
     ) -> AsyncIterator[Answer]:
         """The server's answer, once its head is there. Leaving early closes the connection, so that it aborts.
+
+        A decode server's answer that is not `streamed` has no deadline here: nothing of it comes before the last token.
 
         `sent` tells, also while this is cancelled, whether the server got the whole request.
 
@@ -180,8 +193,9 @@ class Upstream:
         """
         begun = asyncio.get_running_loop().time()
         with server.busy():
+            timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
             with _failures_of(server, sent):
-                response = await self._posted(server, path, body, headers, sent)
+                response = await self._posted(server.url + path, body, headers, sent, timing)
             try:
                 answer = Answer(server, response, begun, self._first)
                 if response.status >= 500:
@@ -194,17 +208,17 @@ class Upstream:
                 response.close()  # one that was read to its end has given its connection back already
 
     async def _posted(
-        self, server: Server, path: str, body: bytes, headers: Mapping[str, str], sent: Sent
+        self, url: str, body: bytes, headers: Mapping[str, str], sent: Sent, timing: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
         """The answer's head. What a kept connection that the server closes just then has swallowed is sent again."""
         while True:
             sent.reused = False
             try:
                 return await self._session.post(
-                    server.url + path,
+                    url,
                     data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
                     headers=headers,
-                    timeout=self._prefill if server.role == "prefill" else self._decode,
+                    timeout=timing,
                     allow_redirects=False,
                     trace_request_ctx=sent,
                 )
@@ -231,6 +245,19 @@ def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     passed = CIMultiDict(kept)
     passed["Content-Type"] = "application/json"
     return passed
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that notices when the other host is no more there, though nothing is to be sent."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    seconds = limits.ROUTER_PROBES * limits.ROUTER_SILENT_SECONDS
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.ROUTER_SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.ROUTER_SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, limits.ROUTER_PROBES)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+    return made
 
 
 async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:

@@ -226,6 +226,16 @@ async def test_each_stage_has_a_deadline(prefill, decode, where: str) -> None:
         await late.until(lambda server: server.aborted == 1 and server.open == 0)
 
 
+async def test_an_answer_that_is_not_streamed_may_take_longer_than_the_time_between_two_tokens() -> None:
+    async def slow(server: Scripted, request, body):
+        await asyncio.sleep(0.5)  # nothing of it comes before its last token
+        return await decoded(server, request, body)
+
+    async with routed([prefilled], [slow, slow], seconds=(30, 0.1)) as stage:
+        assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
+        assert sum(len(server.bodies) for server in stage.prefill + stage.decode) == 2
+
+
 async def test_a_stream_that_stalls_is_broken_off() -> None:
     async with routed([prefilled], [stalled], seconds=(30, 0.2)) as stage:
         async with stage.session.post(stage.url + PATH, json=BODY) as response:
@@ -263,12 +273,12 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
         post = stage.server._upstream.post
         first = True
 
-        def post_later(server, path, body, headers, sent):
+        def post_later(server, path, body, headers, sent, **more):
             nonlocal first
             if server.role == "decode" and first:
                 first = False
                 return _Never(held)
-            return post(server, path, body, headers, sent)
+            return post(server, path, body, headers, sent, **more)
 
         stage.server._upstream.post = post_later
         asking = asyncio.create_task(stage.ask(n=2))
