@@ -90,7 +90,8 @@ class Body:
 
     def for_release(self, params: msgspec.Raw) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
-        return self._for_one_token({"stream": _raw(True), "kv_transfer_params": params})
+        more = {"temperature": _ONE} if self.choices > 1 else {}  # greedy, there is one completion only
+        return self._for_one_token(more | {"stream": _raw(True), "kv_transfer_params": params})
 
     @cached_property
     def prefixes(self) -> tuple[bytes, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -41,7 +42,7 @@ class Completions:
         outcome = Outcome.FAILED
         try:
             response = await self._answered(request, reply)
-            outcome = Outcome.DONE if response.status < 400 else Outcome.REFUSED
+            outcome = Outcome.DONE if response.status < HTTPStatus.BAD_REQUEST else Outcome.REFUSED
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE
             raise

@@ -51,7 +51,7 @@ class Metrics:
         )
         self.releases = Counter(
             "kvd_router_releases",
-            "Offers that no decode server took and that were released, by outcome (done, failed).",
+            "Offers that no decode server answered for and that were released, by outcome (done, failed).",
             ["outcome"],
             registry=registry,
         )

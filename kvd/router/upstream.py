@@ -6,6 +6,7 @@ import io
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,9 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+_FOR_CLIENTS = ("Content-Type", "Retry-After")
+"""The headers of an answer that are passed on."""
+
 _OF_OPERATORS = frozenset(
     {
         "content-encoding",  # bodies are written anew, and not encoded
@@ -44,16 +48,25 @@ _OF_OPERATORS = frozenset(
 )
 
 
-class ServerFailed(Unavailable):
-    """`server` gave no answer, a broken one or a 5xx. Raised only before any of its answer was passed on.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A server's whole answer; of its headers those that a client gets."""
 
-    `sent`: whether it may have got the request.
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class ServerFailed(Unavailable):
+    """`server` gave no answer, a broken one, a 5xx or a 429. Raised only before any of its answer was passed on.
+
+    `answer`: what the client gets if nobody else serves it, instead of this error.
     """
 
-    def __init__(self, code: ErrorCode, server: Server, what: str, *, sent: bool) -> None:
+    def __init__(self, code: ErrorCode, server: Server, what: str, *, answer: Whole | None = None) -> None:
         super().__init__(code, f"{server.name} {what}")
         self.server = server
-        self.sent = sent
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,8 @@ class Answer:
         self._deadline = begun + seconds
         """In the loop's time, for a stream to say something."""
         self.status = response.status
-        self.kind = response.headers.get("Content-Type", "application/json")
+        self.headers = {"Content-Type": "application/json"}
+        self.headers |= {name: response.headers[name] for name in _FOR_CLIENTS if name in response.headers}
 
     async def read(self, most: int) -> bytes:
         """The body.
@@ -97,33 +111,29 @@ class Answer:
         while part := await self.part():
             size += len(part)
             if size > most:
-                raise ServerFailed(
-                    ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes", sent=True
-                )
+                raise ServerFailed(ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes")
             parts.append(part)
         return b"".join(parts)
 
-    async def first(self) -> bytes:
-        """What the body begins with, once it has said something.
+    async def beginning(self) -> tuple[Said, bytes]:
+        """What the body begins with, and says by that: something or an error.
 
         Raises:
-            ServerFailed: It says that the request failed, is broken off, late, or empty.
+            ServerFailed: It says nothing, is broken off or late.
 
         """
-        if self._response.content_type != "text/event-stream":
-            said, first = Said.SOMETHING, await self.part()
+        if self._response.content_type == "text/event-stream":
+            said, first = await self._first_event()
         else:
-            said, first = await self._beginning()
-        if said is Said.ERROR:
-            text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
-            raise ServerFailed(ErrorCode.PEER_LOST, self._server, f"failed: {text}", sent=True)
-        if said is Said.NOTHING or not first:
-            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "answered with nothing", sent=True)
-        return first
+            first = await self.part()
+            said = Said.SOMETHING if first else Said.NOTHING
+        if said is Said.NOTHING:
+            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "answered with nothing")
+        return said, first
 
-    async def _beginning(self) -> tuple[Said, bytes]:
+    async def _first_event(self) -> tuple[Said, bytes]:
         beginning, said = Beginning(), Said.NOTHING
-        with _failures_of(self._server, Sent()):
+        with _failures_of(self._server):
             async with asyncio.timeout_at(self._deadline):  # comments are no progress
                 while said is Said.NOTHING and (part := await self._response.content.readany()):
                     said = beginning.add(part)
@@ -136,7 +146,7 @@ class Answer:
             ServerFailed: It is broken off or late.
 
         """
-        with _failures_of(self._server, Sent()):
+        with _failures_of(self._server):
             return await self._response.content.readany()
 
 
@@ -188,21 +198,18 @@ class Upstream:
         `sent` tells, also while this is cancelled, whether the server got the whole request.
 
         Raises:
-            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx.
+            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx or a 429.
 
         """
         begun = asyncio.get_running_loop().time()
         with server.busy():
             timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
-            with _failures_of(server, sent):
+            with _failures_of(server):
                 response = await self._posted(server.url + path, body, headers, sent, timing)
             try:
                 answer = Answer(server, response, begun, self._first)
-                if response.status >= 500:
-                    said = (await answer.read(limits.MIB))[: limits.MAX_ERROR_TEXT].decode(errors="replace")
-                    raise ServerFailed(
-                        ErrorCode.PEER_LOST, server, f"answered with status {response.status}: {said}", sent=True
-                    )
+                if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    raise _refusal(server, answer, await answer.read(limits.MIB))
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
@@ -233,7 +240,7 @@ class Upstream:
             ServerFailed: It does not.
 
         """
-        with _failures_of(server, Sent()):
+        with _failures_of(server):
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
                 return response.status, await response.read()
 
@@ -271,15 +278,21 @@ async def _note_reused(_session: aiohttp.ClientSession, context: SimpleNamespace
         context.trace_request_ctx.reused = True
 
 
+def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
+    said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+    whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
+    code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST
+    return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=whole)
+
+
 @contextlib.contextmanager
-def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
+def _failures_of(server: Server) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time", sent=sent.whole) from error
+        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time") from error
     except aiohttp.ClientConnectorError as error:
         text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text) from error
     except (aiohttp.ClientError, OSError) as error:
-        text = f"broke off: {error or type(error).__name__}"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, f"broke off: {error or type(error).__name__}") from error

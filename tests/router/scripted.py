@@ -39,6 +39,16 @@ class Scripted:
         self.aborted = 0
         self.changed = asyncio.Condition()
 
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The bodies of requests for tokens: those of prefills, and of releases, ask for one alone."""
+        return [body for body in self.bodies if body["max_tokens"] != 1]
+
+    @property
+    def releases(self) -> list[dict[str, Any]]:
+        """The bodies of requests that a decode server gets to let an offer go."""
+        return [body for body in self.bodies if body["max_tokens"] == 1]
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method == "GET":
             return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
@@ -104,6 +114,14 @@ async def failing(server: Scripted, request: web.Request, body: dict[str, Any]) 
 
 async def refusing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
+
+
+def answering(status: int, **headers: str) -> Answering:
+    async def answer(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        headers_of_it = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response({"error": {"code": status}}, status=status, headers=headers_of_it)
+
+    return answer
 
 
 async def vanishing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
