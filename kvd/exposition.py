@@ -1,15 +1,13 @@
-"""Metrics as text for Prometheus, for whoever asks, however often and however oddly."""
+"""Metrics as text for Prometheus, for whoever asks, however often."""
 
 import time
 from collections import deque
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.exposition import generate_latest as plain
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE_OPENMETRICS
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
+from kvd.errors import BadRequest, ErrorCode
 
 
 class Exposition:
@@ -25,13 +23,20 @@ class Exposition:
     def answer(self, accept: str) -> tuple[bytes, str]:
         """The metrics, and their content type, for a client with this `Accept` header.
 
-        Who asks too often gets what was written last. Of the header only the format is heeded: what the client library
-        makes of versions and escapings in it raises where they are not as expected.
+        Who asks too often gets what was written last.
+
+        Raises:
+            BadRequest: `BAD_MESSAGE`, the header has a version that is no number.
+
         """
-        kind = CONTENT_TYPE_OPENMETRICS if "application/openmetrics-text" in accept else CONTENT_TYPE_PLAIN_0_0_4
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError) as error:  # of its parser, which compares versions before it has checked them
+            text = f"Accept is {accept[: limits.MAX_NAME_BYTES]!r}, in which a version is no number"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text) from error
         now = time.monotonic()
         full = len(self._written) == limits.METRICS_PER_SECOND and now - self._written[0] < 1.0
         if kind not in self._last or not full:
             self._written.append(now)
-            self._last[kind] = (openmetrics if kind == CONTENT_TYPE_OPENMETRICS else plain)(self._registry)
+            self._last[kind] = encode(self._registry)
         return self._last[kind], kind

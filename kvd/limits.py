@@ -227,10 +227,16 @@ METRICS_PER_SECOND: Final = 20
 
 # --- router ---------------------------------------------------------------------------------------------------------
 ROUTER_CONNECTIONS: Final = 4096
-"""Open connections of clients; one more is closed at once. Each costs some 50 KiB and a descriptor."""
+"""Open connections of clients; one more closes one that waits for a request. Each costs 50 KiB and a descriptor."""
 
-ROUTER_REQUESTS: Final = 1024
+ROUTER_REQUESTS: Final = 2048
 """Requests in flight: several times what a few engines take in a batch. More are answered 503, to be sent again."""
+
+ROUTER_CLIENT_REQUESTS: Final = ROUTER_REQUESTS // 2
+"""Those of one client's address, which may be a proxy; the other half is for others."""
+
+ROUTER_OPEN_FILES: Final = ROUTER_CONNECTIONS + 2 * ROUTER_REQUESTS
+"""Descriptors that it may need: a request has connections to two servers, for a moment."""
 
 ROUTER_HEADER_BYTES: Final = 16 * KIB
 """The request line, and each header; a token for authorization has a few KiB."""
@@ -241,14 +247,34 @@ ROUTER_HEADERS: Final = 64
 ROUTER_BODY_BYTES: Final = 32 * MIB
 """One request's body: four times a prompt of 1 M token ids as JSON; a chat with a few images."""
 
+ROUTER_LARGE_BYTES: Final = MIB
+"""A body that takes more is read beside the loop: 1 MiB takes milliseconds, 32 MiB a few tenths of a second."""
+
+ROUTER_FIELDS: Final = 256
+"""Fields of one body; vLLM knows about a hundred."""
+
+ROUTER_FIELDS_BYTES: Final = MIB
+"""A body's fields other than prompts, messages and documents: hundreds of tools. Each byte may become ten."""
+
+ROUTER_MESSAGES: Final = 4096
+ROUTER_COMMAS: Final = 1 << 16
+"""Messages of a chat, and commas in them, with which every message ends a beginning that is known: in milliseconds. Of
+chats with more, beginnings are known like those of other prompts."""
+
 ROUTER_BODIES_BYTES: Final = 512 * MIB
 """The bodies of all requests in flight; with what is made of them the process takes about three times that."""
+
+ROUTER_CLIENT_BODIES_BYTES: Final = ROUTER_BODIES_BYTES // 2
+"""Those of one client's address."""
 
 ROUTER_PREFILL_ANSWER_BYTES: Final = 64 * MIB
 """A prefill server's answer: transfer parameters with a ticket, and perhaps the prompt, echoed with its logprobs."""
 
 ROUTER_CHUNK_BYTES: Final = 64 * KIB
 """Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
+
+ROUTER_HELD_BYTES: Final = MIB
+"""Of the beginning of a decode server's stream, until it says something. An event is longer if it has all token ids."""
 
 ROUTER_IDLE_SECONDS: Final = 30.0
 """How long a client's connection may go without a whole request head; proxies in front reuse theirs more often."""
@@ -267,6 +293,10 @@ ROUTER_REQUEST_SECONDS: Final = 3600.0
 
 ROUTER_CONNECT_SECONDS: Final = 5.0
 """Until a server accepts a connection: two lost packets of the kernel's."""
+
+ROUTER_SILENT_SECONDS: Final = 10
+ROUTER_PROBES: Final = 3
+"""After so many probes at such intervals that its kernel does not answer, a server's host is taken for gone."""
 
 ROUTER_KEEP_SECONDS: Final = 3.0
 """How long an idle connection to a server is kept: less than the 5 s after which vLLM closes it."""
@@ -302,6 +332,9 @@ ROUTER_RELEASE_SECONDS: Final = 10.0
 
 ROUTER_PROBE_SECONDS: Final = 2.0
 """For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
+
+ROUTER_LINES: Final = 20
+"""Log lines a minute from each place in the code: a traceback each makes 30 MB a day, however much clients send."""
 
 ROUTER_STOP_SECONDS: Final = 30.0
 """How long requests in flight may go on after SIGTERM."""

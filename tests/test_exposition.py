@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from kvd import limits
+from kvd.errors import BadRequest
 from kvd.exposition import Exposition
 
 
@@ -26,16 +27,22 @@ class Counted:
     ("accept", "kind"),
     [
         ("", "text/plain; version=0.0.4"),
-        ("text/plain;version=zz;escaping=values", "text/plain; version=0.0.4"),
         ("\xff\xfe;;;=,,", "text/plain; version=0.0.4"),
-        ("application/openmetrics-text;version=abc", "application/openmetrics-text; version=1.0.0"),
         ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6", "application/openmetrics-text"),
     ],
 )
-def test_whatever_a_client_accepts_it_gets_one_of_two_formats(accept: str, kind: str) -> None:
+def test_a_client_gets_the_format_that_it_accepts(accept: str, kind: str) -> None:
     body, content_type = Exposition(CollectorRegistry()).answer(accept)
     assert content_type.startswith(kind)
     assert body.endswith(b"# EOF\n") is content_type.startswith("application")
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text;version=abc", "text/plain;version=zz;escaping=values"]
+)
+def test_a_version_that_is_no_number_is_refused(accept: str) -> None:
+    with pytest.raises(BadRequest, match=f"'{accept}'"):
+        Exposition(CollectorRegistry()).answer(accept)
 
 
 def test_text_is_new_each_time_until_it_is_asked_for_too_often() -> None:

@@ -9,8 +9,11 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
+from kvd.host import raise_open_files
 from kvd.router.http import HttpServer
+from kvd.router.log import FewLines
 from kvd.router.upstream import Timeouts
 
 _DESCRIPTION = """\
@@ -35,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="until the first token of a decode server, and between any two (default: 120)",
+        help="until the first token of a decode server, and between any two, if it streams (default: 120)",
     )
     parser.set_defaults(run=run)
 
@@ -47,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         BadRequest: `BAD_CONFIG`.
 
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(FewLines())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     prefill, decode = ([_server_url(url) for url in urls] for urls in (args.prefill, args.decode))
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
+    raise_open_files(limits.ROUTER_OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, len(prefill), len(decode)))
     return 0

@@ -6,17 +6,17 @@ connection it rests, so that it takes a small part of the interpreter's time, ho
 """
 
 import asyncio
+import collections
 import contextlib
 import socket
 import threading
 import time
-from collections import Counter
 from http import HTTPStatus
 from typing import NamedTuple
 
 import h11
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from kvd import limits
 from kvd.daemon.health import Health
@@ -46,6 +46,11 @@ class HttpServer:
     def __init__(self, address: str, registry: CollectorRegistry, health: Health) -> None:
         self._exposition = Exposition(registry)
         self._health = health
+        self._malformed = Counter(
+            "kvd_http_malformed",
+            "Requests to the HTTP port that are no HTTP, or have a header that says nothing; answered with status 4xx.",
+            registry=registry,
+        )
         self._open: dict[asyncio.StreamWriter, str] = {}
         """Remote address by connection, oldest first."""
         self._used = self._rested = 0.0
@@ -116,7 +121,7 @@ class HttpServer:
 
     def _make_room(self) -> None:
         """Closes the oldest connection of the address with the most."""
-        ((busiest, _),) = Counter(self._open.values()).most_common(1)
+        ((busiest, _),) = collections.Counter(self._open.values()).most_common(1)
         oldest = next(writer for writer, address in self._open.items() if address == busiest)
         del self._open[oldest]
         oldest.transport.abort()
@@ -128,6 +133,7 @@ class HttpServer:
             while (event := connection.next_event()) is h11.NEED_DATA:
                 connection.receive_data(await reader.read(limits.MAX_HTTP_REQUEST_BYTES))
         except h11.RemoteProtocolError as error:
+            self._malformed.inc()
             answer = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode())
         else:
             if not isinstance(event, h11.Request):
@@ -147,8 +153,7 @@ class HttpServer:
             return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET is all there is\n")
         path = request.target.partition(b"?")[0]
         if path == b"/metrics":
-            body, kind = self._exposition.answer(dict(request.headers).get(b"accept", b"").decode("latin-1"))
-            return _Answer(HTTPStatus.OK, body, kind)
+            return self._scraped(dict(request.headers).get(b"accept", b"").decode("latin-1"))
         if path == b"/livez":
             if self._health.alive:
                 return _Answer(HTTPStatus.OK, b"alive\n")
@@ -159,3 +164,11 @@ class HttpServer:
             text = "".join(f"{name}: {reason}\n" for name, reason in sorted(reasons.items())) or "ready\n"
             return _Answer(HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, text.encode())
         return _Answer(HTTPStatus.NOT_FOUND, b"paths: /metrics, /livez, /readyz\n")
+
+    def _scraped(self, accept: str) -> _Answer:
+        try:
+            body, kind = self._exposition.answer(accept)
+        except BadRequest as error:
+            self._malformed.inc()
+            return _Answer(HTTPStatus.BAD_REQUEST, f"{error.text}\n".encode())
+        return _Answer(HTTPStatus.OK, body, kind)

@@ -1,7 +1,7 @@
 """Who has served the beginning of a prompt, and so may have it in its prefix cache.
 
 A beginning is known by a hash of the request's own JSON, not of tokens: the router has no tokenizer. Of a chat each
-message ends one, of another prompt each power of two of bytes.
+message ends one, of another prompt, or where messages are too many, each power of two of bytes.
 """
 
 import hashlib
@@ -56,13 +56,13 @@ def of_messages(model: bytes, messages: Iterable[bytes]) -> tuple[bytes, ...]:
     return tuple(found[-limits.ROUTER_PREFIXES_PER_REQUEST :])
 
 
-def of_prompt(model: bytes, prompt: memoryview) -> tuple[bytes, ...]:
-    """The beginnings of a `prompt`, given as JSON: a string, or a list of token ids."""
+def of_text(model: bytes, text: memoryview) -> tuple[bytes, ...]:
+    """The beginnings of a prompt or of a chat with very many messages, given as JSON."""
     digest = hashlib.blake2b(model, digest_size=_DIGEST_BYTES)
     found = []
     start, end = 0, limits.ROUTER_FIRST_PREFIX_BYTES
-    while end < len(prompt):  # its last byte is a bracket or a quotation mark, which a longer prompt has elsewhere
-        digest.update(prompt[start:end])
+    while end < len(text):  # its last byte is a bracket or a quotation mark, which a longer prompt has elsewhere
+        digest.update(text[start:end])
         found.append(digest.digest())
         start, end = end, 2 * end
     return tuple(found)

@@ -1,12 +1,13 @@
 """A client's request, and what servers are sent for it. Fields that the router does not set stay byte for byte."""
 
+import codecs
 from functools import cached_property
 from typing import Any, Final
 
 import msgspec
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.limits import MAX_CONSUMERS
 from kvd.router import affinity
 
 Fields = dict[str, msgspec.Raw]
@@ -21,9 +22,20 @@ _PREFILL: Final = {
 }
 """What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
 
+_NULL: Final = msgspec.Raw(b"null")
+_NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
-_NOT_FOR_ONE_TOKEN: Final = ("min_tokens", "stream_options")
+_NOT_FOR_ONE_TOKEN: Final = {
+    "min_tokens",
+    "stream_options",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+}
+"""Nobody reads the answer: the prompt's logprobs may take gigabytes of it. To stream some of them is refused."""
 
 
 class Body:
@@ -36,19 +48,35 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         try:
-            self.fields = msgspec.json.decode(data, type=Fields)
+            data = data.removeprefix(codecs.BOM_UTF8)  # as vLLM reads it
+            _check_size(data)
+            self.fields: Fields = _decode(data, Fields)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
-        if "kv_transfer_params" in self.fields:
+        if len(self.fields) > limits.ROUTER_FIELDS:
+            text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
-        if not 1 <= self.choices <= MAX_CONSUMERS:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}")
-        if self._prompts() > 1:
-            text = f"prompt has {self._prompts()} prompts, and a prefill has one: send one request for each"
+        if not 1 <= self.choices <= limits.MAX_CONSUMERS:
+            text = f"n is {self.choices}; it must be from 1 to {limits.MAX_CONSUMERS}"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        if self._has_several_prompts():
+            text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
+            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+
+    @property
+    def for_one_server(self) -> bool:
+        """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
+        return bytes(self.fields.get("use_beam_search", _NULL)) not in {b"null", b"false"}
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the client wants each token as it comes."""
+        return bytes(self.fields.get("stream", _NULL)) == b"true"
 
     def for_prefill(self) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode."""
@@ -56,43 +84,80 @@ class Body:
         more = {"n": _ONE} if "n" in self.fields else {}
         return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
 
-    def for_decode(self, params: msgspec.Raw) -> bytes:
-        """The same with the `params` of the prefill server's answer, unchanged."""
-        return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
+    def for_decode(self, params: msgspec.Raw | None) -> bytes:
+        """The same with the `params` of the prefill server's answer, unchanged, if it was prefilled."""
+        return msgspec.json.encode(self.fields if params is None else self.fields | {"kv_transfer_params": params})
 
     def for_release(self, params: msgspec.Raw) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
-        return self._for_one_token({"stream": _raw(True), "kv_transfer_params": params})
+        more = {"temperature": _ONE} if self.choices > 1 else {}  # greedy, there is one completion only
+        return self._for_one_token(more | {"stream": _raw(True), "kv_transfer_params": params})
 
     @cached_property
     def prefixes(self) -> tuple[bytes, ...]:
         """Hashes of beginnings of the prompt (`kvd.router.affinity`), the shortest first."""
         model = bytes(self.fields.get("model", b""))
-        if "messages" in self.fields:
+        chat = self.fields.get("messages")
+        # What is between two commas is a message at most.
+        if chat is not None and bytes(chat).count(b",") < limits.ROUTER_COMMAS:
             messages = self._field("messages", list[msgspec.Raw] | None) or []
-            return affinity.of_messages(model, (bytes(message) for message in messages))
-        return affinity.of_prompt(model, memoryview(self.fields.get("prompt", msgspec.Raw(b""))))
+            if len(messages) <= limits.ROUTER_MESSAGES:
+                return affinity.of_messages(model, (bytes(message) for message in messages))
+        return affinity.of_text(model, memoryview(chat or self.fields.get("prompt", msgspec.Raw(b""))))
 
     def _for_one_token(self, more: Fields) -> bytes:
         fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_ONE_TOKEN}
         fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
         return msgspec.json.encode(fields | more)
 
-    def _prompts(self) -> int:
-        """How many prompts there are: a list of strings or of lists has several, one of token ids is one."""
+    def _has_several_prompts(self) -> bool:
+        """A list of strings or of lists has several prompts, one of token ids is one."""
         prompt = bytes(self.fields.get("prompt", b""))
         if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in {b'"', b"["}:
-            return 1
-        return len(self._field("prompt", list[msgspec.Raw]))
+            return False
+        return memoryview(self._field("prompt", _Prompts).second).nbytes > 0
 
     def _field(self, name: str, kind: Any) -> Any:
         """The field `name` as `kind`, None if it is missing."""
         if name not in self.fields:
             return None
         try:
-            return msgspec.json.decode(self.fields[name], type=kind)
+            return _decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
+
+
+class _Long(msgspec.Struct):
+    """The fields that may be long."""
+
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    prompt_embeds: msgspec.Raw = _NOTHING
+    documents: msgspec.Raw = _NOTHING
+
+
+class _Prompts(msgspec.Struct, array_like=True):
+    """The first two of a list; others are not made."""
+
+    first: msgspec.Raw
+    second: msgspec.Raw = _NOTHING
+
+
+def _check_size(data: bytes) -> None:
+    """Refuses what would become very many objects, before it makes them.
+
+    Raises:
+        BadRequest: `TOO_LARGE`.
+        msgspec.DecodeError: It is no JSON object.
+
+    """
+    if len(data) <= limits.ROUTER_FIELDS_BYTES:
+        return
+    found: _Long = _decode(data, _Long)
+    others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
+    if others > limits.ROUTER_FIELDS_BYTES:
+        text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
+        raise BadRequest(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
 
 
 class _Prefilled(msgspec.Struct):
@@ -102,10 +167,23 @@ class _Prefilled(msgspec.Struct):
 def params_of(answer: bytes) -> msgspec.Raw | None:
     """`kv_transfer_params` of a prefill server's answer; None if it has none, or is no JSON object."""
     try:
-        params = msgspec.json.decode(answer, type=_Prefilled).kv_transfer_params
+        params: msgspec.Raw = _decode(answer, _Prefilled).kv_transfer_params
     except msgspec.DecodeError:
         return None
     return params.copy() if bytes(params).startswith(b"{") else None
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """`data` as `kind`.
+
+    Raises:
+        msgspec.DecodeError: It is another one, no JSON, or nested more deeply than this process can follow.
+
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
 
 
 def _raw(value: object) -> msgspec.Raw:

@@ -1,8 +1,9 @@
-"""Ends what a client that is gone has left: a prefill that runs, and an offer that no decode server knows of.
+"""Ends what requests have left: the prefill of a client that is gone, and an offer that perhaps nobody lets go of.
 
 An engine that is told to abort a prefill in its last step ends it all the same, and holds the offered blocks until
-their ttl, because the answer with the ticket reaches nobody. So a prefill gets a moment to end. Then, as for an offer
-whose decode server could not be reached, a decode server is sent the request and aborts it: that releases the offer.
+their ttl, because the answer with the ticket reaches nobody. So a prefill gets a moment to end. Then a decode server is
+sent the request and aborts it, which releases the offer. The same is done where a decode server has not begun its
+answer: it may have ended the request before its engine had it. If it let go of the offer, that does no harm.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from kvd.router.body import params_of
 from kvd.router.metrics import Metrics
 from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
-from kvd.router.upstream import Sent, ServerFailed, Upstream
+from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +32,24 @@ class Cleanup:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def leave(self, request: Request, prefill: asyncio.Task[tuple[int, str, bytes]]) -> None:
+    def leave(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
         """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer."""
         if len(self._tasks) >= limits.ROUTER_CLEANUPS:
             prefill.cancel()
             return
         self._start(self._left(request, prefill))
 
-    def release(self, request: Request, params: msgspec.Raw, tried: Collection[Server]) -> None:
-        """Releases the offer of these `params` through a decode server that was not `tried`."""
+    def release(
+        self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
+    ) -> None:
+        """Releases the offer of these `params` through a decode server that was not `tried`.
+
+        Through the one that refused the request itself only if there is no other.
+        """
         if len(self._tasks) >= limits.ROUTER_CLEANUPS:
             self._metrics.releases.labels("failed").inc()
             return
-        self._start(self._released(request, params, tried))
+        self._start(self._released(request, params, tried, refused_by))
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
@@ -54,18 +60,21 @@ class Cleanup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _left(self, request: Request, prefill: asyncio.Task[tuple[int, str, bytes]]) -> None:
+    async def _left(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
         try:
             async with asyncio.timeout(limits.ROUTER_LEAVE_SECONDS):
-                _, _, said = await prefill  # the deadline cancels it, which aborts it on its server
+                answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
-        if (params := params_of(said)) is not None:
-            await self._released(request, params, ())
+        if (params := params_of(answer.body)) is not None:
+            await self._released(request, params, (), None)
 
-    async def _released(self, request: Request, params: msgspec.Raw, tried: Collection[Server]) -> None:
+    async def _released(
+        self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
+    ) -> None:
         outcome = "failed"
-        server = self._decode.choose(time.monotonic(), tried=tried)
+        avoided = tried if refused_by is None else {*tried, refused_by}
+        server = self._decode.choose(time.monotonic(), tried=avoided) or refused_by
         if server is not None:
             body = request.body.for_release(params)
             try:

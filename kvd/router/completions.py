@@ -3,12 +3,15 @@
 import asyncio
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 
 from aiohttp import web
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router.body import Body
+from kvd.router.connections import Connection, Connections
 from kvd.router.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
 from kvd.router.reply import ClientGone, Reply
@@ -22,10 +25,16 @@ _REQUEST_ID = "X-Request-Id"
 class Completions:
     """Takes requests in, has them routed, and counts how they end."""
 
-    def __init__(self, router: Router, intake: Intake, metrics: Metrics) -> None:
+    def __init__(self, router: Router, intake: Intake, connections: Connections, metrics: Metrics) -> None:
         self._router = router
         self._intake = intake
+        self._connections = connections
         self._metrics = metrics
+        self._reader = ThreadPoolExecutor(1, "kvd-large-bodies")
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._reader.shutdown()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request. Being cancelled means that the client has disconnected."""
@@ -33,7 +42,7 @@ class Completions:
         outcome = Outcome.FAILED
         try:
             response = await self._answered(request, reply)
-            outcome = Outcome.DONE if response.status < 400 else Outcome.REFUSED
+            outcome = Outcome.DONE if response.status < HTTPStatus.BAD_REQUEST else Outcome.REFUSED
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE
             raise
@@ -45,19 +54,37 @@ class Completions:
         finally:
             self._metrics.requests.labels(outcome).inc()
 
+    async def _body(self, data: bytes) -> Body:
+        """Reads large ones beside the loop, one at a time: others get their turn between the steps of that."""
+        if len(data) <= limits.ROUTER_LARGE_BYTES:
+            return Body(data)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, _read, data)
+
     async def _answered(self, request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
-        with self._intake.admitted() as room:
-            body = Body(await room.read(request))
-            headers = passed_on(request.headers)
-            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
-            try:
-                async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
-                    await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
-            except TimeoutError as error:
-                text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
-                raise BrokenOff(ErrorCode.DEADLINE, text) from error
+        connection = request.protocol
+        assert isinstance(connection, Connection)  # noqa: S101  # the port makes no others
+        with self._intake.room(connection.client) as room:
+            data = await room.read(request)
+            with self._connections.serving(connection):
+                await self._routed(request, await self._body(data), reply)
         assert reply.response is not None  # noqa: S101  # the router began it
         return reply.response
+
+    async def _routed(self, request: web.BaseRequest, body: Body, reply: Reply) -> None:
+        headers = passed_on(request.headers)
+        headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
+        try:
+            async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
+                await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
+        except TimeoutError as error:
+            text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
+            raise BrokenOff(ErrorCode.DEADLINE, text) from error
+
+
+def _read(data: bytes) -> Body:
+    body = Body(data)
+    _ = body.prefixes  # hashes most of it
+    return body
 
 
 def _outcome(error: KvdError) -> Outcome:

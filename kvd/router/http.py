@@ -1,18 +1,17 @@
-"""The router's HTTP port: its paths, and how many connections it takes."""
+"""The router's HTTP port, and its paths."""
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Sequence
 from types import TracebackType
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.exposition import Exposition
 from kvd.router.completions import Completions
+from kvd.router.connections import Connection, Connections
 from kvd.router.health import Health
 from kvd.router.intake import Intake
 from kvd.router.metrics import Metrics
@@ -21,11 +20,7 @@ from kvd.router.route import Router
 from kvd.router.servers import Servers
 from kvd.router.upstream import ServerFailed, Timeouts, Upstream, passed_on
 
-_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz"
-
-logger = logging.getLogger(__name__)
-logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-"""What is no HTTP is answered so, and nobody's trouble here: a line for each would let strangers fill the log."""
+_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
 
 
 class HttpServer:
@@ -40,7 +35,8 @@ class HttpServer:
         self._router = Router(prefills, self._decodes, self._upstream, self._metrics)
         self._health = Health((prefills, self._decodes), self._upstream)
         self._intake = Intake()
-        self._completions = Completions(self._router, self._intake, self._metrics)
+        self._connections = Connections()
+        self._completions = Completions(self._router, self._intake, self._connections, self._metrics)
 
     async def __aenter__(self) -> "HttpServer":
         """Listens.
@@ -55,7 +51,10 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: _Connection(self._server), host, port, backlog=limits.ROUTER_REQUESTS
+                lambda: Connection(self._server, self._connections, self._metrics),
+                host,
+                port,
+                backlog=limits.ROUTER_REQUESTS,
             )
         except (OSError, OverflowError) as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
@@ -76,25 +75,33 @@ class HttpServer:
                 await self._intake.idle.wait()
         await self._server.shutdown(limits.ROUTER_CANCEL_SECONDS)
         await self._router.close()
+        self._completions.close()
         await self._upstream.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request of a client."""
-        match request.method, request.path:
+        match "GET" if request.method == "HEAD" else request.method, request.path:
             case "POST", "/v1/completions" | "/v1/chat/completions":
                 return await self._completions.handle(request)
             case "GET", "/v1/models":
                 return await self._models(request)
             case "GET", "/metrics":
-                body, kind = self._exposition.answer(request.headers.get("Accept", ""))
-                return web.Response(body=body, headers={"Content-Type": kind})
+                return self._scraped(request.headers.get("Accept", ""))
             case "GET", "/healthz":
                 return web.Response(text="alive\n")
-            case "GET", "/readyz":
+            case "GET", "/readyz" | "/health":  # the second is vLLM's
                 reasons = await self._health.reasons()
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
         text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
         return error_answer(BadRequest(ErrorCode.UNKNOWN_REQUEST, text))
+
+    def _scraped(self, accept: str) -> web.Response:
+        try:
+            body, kind = self._exposition.answer(accept)
+        except BadRequest as error:
+            self._metrics.malformed.inc()
+            return error_answer(error)
+        return web.Response(body=body, headers={"Content-Type": kind})
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
         """What the first decode server that answers serves."""
@@ -107,29 +114,3 @@ class HttpServer:
             else:
                 return web.Response(body=said, status=status, content_type="application/json")
         return error_answer(failure)
-
-
-class _Connection(web.RequestHandler):
-    """A client's connection, which is closed at once if there are too many."""
-
-    def __init__(self, server: web.Server) -> None:
-        super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # as `web.Server` allows
-            auto_decompress=False,  # what is small on the wire must not grow here
-            keepalive_timeout=limits.ROUTER_IDLE_SECONDS,
-            max_line_size=limits.ROUTER_HEADER_BYTES,
-            max_field_size=limits.ROUTER_HEADER_BYTES,
-            max_headers=limits.ROUTER_HEADERS,
-            lingering_time=limits.ROUTER_LINGER_SECONDS,
-            read_bufsize=limits.ROUTER_CHUNK_BYTES,
-            logger=logger,
-        )
-        self._server = server
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Counts only now: a loop may accept many before it makes the first."""
-        super().connection_made(transport)
-        if len(self._server.connections) > limits.ROUTER_CONNECTIONS:
-            self.force_close()

@@ -4,11 +4,30 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.router.reply import ClientGone
+
+
+class Shares:
+    """How much there is of something, in all and of each client."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of: dict[str, int] = {}
+
+    def of(self, client: str) -> int:
+        """The share of `client`."""
+        return self._of.get(client, 0)
+
+    def add(self, client: str, amount: int) -> None:
+        """Counts `amount` more of `client`, or fewer."""
+        self.total += amount
+        self._of[client] = self.of(client) + amount
+        if not self._of[client]:
+            del self._of[client]
 
 
 class Intake:
@@ -16,29 +35,24 @@ class Intake:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.body_bytes = 0
+        """Those whose body still comes included, which take no place of others: slow clients would take all."""
         self.idle = asyncio.Event()
-        """Set while nothing is in flight."""
+        """Set while there are none."""
         self.idle.set()
+        self.whole = Shares()
+        """Requests with their whole body."""
+        self.body_bytes = Shares()
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator["Intake.Room"]:
-        """Room for one request and its body, until left.
-
-        Raises:
-            Unavailable: `OVERLOADED`, there are too many.
-
-        """
-        if self.requests >= limits.ROUTER_REQUESTS:
-            text = f"{self.requests} requests are in flight, and no more are taken: try again later"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+    def room(self, client: str) -> Iterator["Intake.Room"]:
+        """Room for one request of `client`, until left."""
         self.requests += 1
         self.idle.clear()
-        room = Intake.Room(self)
+        room = Intake.Room(self, client)
         try:
             yield room
         finally:
-            self.body_bytes -= room.taken
+            room.leave()
             self.requests -= 1
             if not self.requests:
                 self.idle.set()
@@ -46,41 +60,70 @@ class Intake:
     class Room:
         """What one request has taken."""
 
-        def __init__(self, intake: "Intake") -> None:
+        def __init__(self, intake: "Intake", client: str) -> None:
             self._intake = intake
-            self.taken = 0
+            self._client = client
+            self._taken = 0
+            self._whole = 0
+
+        def leave(self) -> None:
+            """Gives it back."""
+            self._intake.body_bytes.add(self._client, -self._taken)
+            self._intake.whole.add(self._client, -self._whole)
 
         async def read(self, request: web.BaseRequest) -> bytes:
-            """The request's body.
+            """The request's body; the request then counts as in flight.
 
             Raises:
                 BadRequest: `TOO_LARGE`; `BAD_MESSAGE`, it is encoded wrongly.
                 ClientGone: `CANCELLED`.
-                Unavailable: `OVERLOADED` if bodies take too much memory, `DEADLINE` if this one comes too slowly.
+                Unavailable: `OVERLOADED` if there are too many requests or bodies, of this client or of all;
+                    `DEADLINE` if this body comes too slowly.
 
             """
             self._check(request.content_length or 0)
             parts = []
             try:
+                await _let_it_come(request)
                 async with asyncio.timeout(limits.ROUTER_BODY_SECONDS):
                     async for part in request.content.iter_any():
-                        self._check(self.taken + len(part))
-                        self.taken += len(part)
-                        self._intake.body_bytes += len(part)
+                        self._check(self._taken + len(part))
+                        self._taken += len(part)
+                        self._intake.body_bytes.add(self._client, len(part))
                         parts.append(part)
             except web.RequestPayloadError as error:
                 raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
             except ConnectionError as error:
                 raise ClientGone(ErrorCode.CANCELLED, "the client sent a part of its body only") from error
             except TimeoutError as error:
-                text = f"{self.taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
+                text = f"{self._taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
                 raise Unavailable(ErrorCode.DEADLINE, text) from error
+            self._enter()
             return b"".join(parts)
 
         def _check(self, size: int) -> None:
             if size > limits.ROUTER_BODY_BYTES:
                 text = f"the body has {size} bytes or more; at most {limits.ROUTER_BODY_BYTES} are taken"
                 raise BadRequest(ErrorCode.TOO_LARGE, text)
-            if self._intake.body_bytes - self.taken + size > limits.ROUTER_BODIES_BYTES:
-                text = f"the bodies of {self._intake.requests} requests fill the memory for them: try again later"
-                raise Unavailable(ErrorCode.OVERLOADED, text)
+            bodies, more = self._intake.body_bytes, size - self._taken
+            text = "the bodies of {} fill the memory for them: try again later"
+            if bodies.of(self._client) + more > limits.ROUTER_CLIENT_BODIES_BYTES:
+                raise Unavailable(ErrorCode.OVERLOADED, text.format(self._client))
+            if bodies.total + more > limits.ROUTER_BODIES_BYTES:
+                raise Unavailable(ErrorCode.OVERLOADED, text.format(f"{self._intake.requests} requests"))
+
+        def _enter(self) -> None:
+            whole, text = self._intake.whole, "{} requests{} are in flight, and no more are taken: try again later"
+            if whole.of(self._client) >= limits.ROUTER_CLIENT_REQUESTS:
+                raise Unavailable(ErrorCode.OVERLOADED, text.format(whole.of(self._client), f" of {self._client}"))
+            if whole.total >= limits.ROUTER_REQUESTS:
+                raise Unavailable(ErrorCode.OVERLOADED, text.format(whole.total, ""))
+            self._whole = 1
+            whole.add(self._client, 1)
+
+
+async def _let_it_come(request: web.BaseRequest) -> None:
+    """Tells a client that waits for leave to send its body that it may, as curl does with more than 1 MiB."""
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun

@@ -51,8 +51,13 @@ class Metrics:
         )
         self.releases = Counter(
             "kvd_router_releases",
-            "Offers that no decode server took and that were released, by outcome (done, failed).",
+            "Offers that no decode server answered for and that were released, by outcome (done, failed).",
             ["outcome"],
+            registry=registry,
+        )
+        self.malformed = Counter(
+            "kvd_router_malformed",
+            "Requests that are no HTTP, or have a header that says nothing; answered with status 400.",
             registry=registry,
         )
         in_flight = Gauge("kvd_router_in_flight", "Requests in flight.", ["role", "server"], registry=registry)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -32,9 +33,9 @@ class Reply:
         self.response: web.StreamResponse | None = None
         """Once it has begun."""
 
-    async def begin(self, status: int, kind: str) -> None:
-        """Sends the head; `kind` is the content type."""
-        self.response = web.StreamResponse(status=status, headers={"Content-Type": kind})
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head."""
+        self.response = web.StreamResponse(status=status, headers=headers)
         await self.response.prepare(self._request)
 
     async def send(self, part: bytes) -> None:

@@ -21,8 +21,8 @@ class Request:
 class Client(Protocol):
     """Who waits for an answer."""
 
-    async def begin(self, status: int, kind: str) -> None:
-        """Sends the head of the answer; `kind` is its content type."""
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head of the answer."""
 
     async def send(self, part: bytes) -> None:
         """Sends part of the body, and waits while the client is slow.

@@ -13,15 +13,13 @@ from kvd.errors import ErrorCode, Unavailable
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import params_of
 from kvd.router.cleanup import Cleanup
+from kvd.router.events import Said
 from kvd.router.metrics import Metrics
 from kvd.router.request import Client, Request
 from kvd.router.servers import Server, Servers, rest
-from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream
+from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
-
-_ERROR_EVENT = b'data: {"error"'
-"""How vLLM begins a stream whose request failed before its first token."""
 
 
 class BrokenOff(Unavailable):
@@ -30,11 +28,13 @@ class BrokenOff(Unavailable):
 
 @dataclass(slots=True)
 class Attempts:
-    """What earlier attempts left: the offer of a prefill that no decode server knows of, and who failed."""
+    """What earlier attempts left: who failed, and the offer of a prefill that no decode server is known to have."""
 
     tried: set[Server] = field(default_factory=set)
     params: msgspec.Raw | None = None
     prefill: Server | None = None
+    refused_by: Server | None = None
+    """The decode server whose refusal is the answer."""
 
 
 class Router:
@@ -63,13 +63,14 @@ class Router:
                     await self._attempt(request, client, attempts)
                 except ServerFailed as failure:
                     self._note(failure, attempts)
-                    if not self._may_retry(failure.server, attempts):
+                    if self._may_retry(failure.server, attempts):
+                        continue
+                    if failure.answer is None:
                         raise self._last(failure, attempts) from failure
-                else:
-                    return
+                    await _pass_on(failure.answer, client)
+                return
         finally:
-            if attempts.params is not None:
-                self._cleanup.release(request, attempts.params, attempts.tried)
+            self._release(request, attempts)
 
     async def close(self) -> None:
         """Waits until what clients that are gone have left is ended."""
@@ -77,12 +78,18 @@ class Router:
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.params is None:
+        if attempts.params is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not await self._prefilled(request, client, server, attempts):
                 return
         server = self._choose(self._decode, attempts, pair.decode if pair else None)
-        await self._decoded(request, client, server, attempts)
+        sent = Sent()
+        try:
+            await self._decoded(request, client, server, attempts, sent)
+        except ServerFailed:
+            if sent.whole:  # whether the server has the offer, and lets go of it, nobody knows
+                self._release(request, attempts, server)
+            raise
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
         chosen = servers.choose(time.monotonic(), tried=attempts.tried, known_by=known_by)
@@ -93,43 +100,47 @@ class Router:
         """Gets `attempts.params` from `server`. False if it refused the request, which the client then knows."""
         asking = asyncio.create_task(self._prefill_answer(request, server))
         try:
-            status, kind, said = await asyncio.shield(asking)
+            answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
             self._cleanup.leave(request, asking)
             raise
-        if status != HTTPStatus.OK:
-            await client.begin(status, kind)
-            await client.send(said)
+        if answer.status != HTTPStatus.OK:
+            await _pass_on(answer, client)
             return False
-        attempts.params, attempts.prefill = params_of(said), server
+        attempts.params, attempts.prefill = params_of(answer.body), server
         if attempts.params is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
-            raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=True)
+            raise ServerFailed(ErrorCode.PEER_LOST, server, text)
         return True
 
-    async def _prefill_answer(self, request: Request, server: Server) -> tuple[int, str, bytes]:
-        """Status, content type and body."""
+    async def _prefill_answer(self, request: Request, server: Server) -> Whole:
         body = request.body.for_prefill()
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            return answer.status, answer.kind, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES)
+            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
-    async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts) -> None:
-        assert attempts.params is not None  # noqa: S101  # the prefill's answer
-        assert attempts.prefill is not None  # noqa: S101
-        body, sent = request.body.for_decode(attempts.params), Sent()
-        try:
-            async with self._upstream.post(server, request.path, body, request.headers, sent) as answer:
-                attempts.params = None
-                first = await answer.part()
-                if first.startswith(_ERROR_EVENT):
-                    said = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
-                    raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {said}", sent=True)
-                self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
+    async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
+        body, streamed = request.body.for_decode(attempts.params), request.body.streamed
+        async with self._upstream.post(server, request.path, body, request.headers, sent, streamed=streamed) as answer:
+            if answer.status != HTTPStatus.OK:
+                attempts.refused_by = server
+                await _relay(answer, await answer.part(), client)
+                return
+            said, first = await answer.beginning()
+            attempts.params = None  # the engine has the offer: if it aborts the request, it releases that too
+            if said is Said.ERROR:
+                text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
+                raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
+            self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
+            if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
-                await _relay(answer, first, client)
-        finally:
-            if sent.whole:  # the server has the offer: if it aborts the request, it releases that too
-                attempts.params = None
+            await _relay(answer, first, client)
+
+    def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
+        """Has the offer released that is left, if one is, by another server than those that failed."""
+        if attempts.params is not None:
+            avoided = attempts.tried if failed is None else {*attempts.tried, failed}
+            self._cleanup.release(request, attempts.params, avoided, attempts.refused_by)
+            attempts.params = None
 
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
         rest(failure.server, time.monotonic())
@@ -150,9 +161,14 @@ class Router:
         return Unavailable(failure.code, failure.text + more)
 
 
+async def _pass_on(answer: Whole, client: Client) -> None:
+    await client.begin(answer.status, answer.headers)
+    await client.send(answer.body)
+
+
 async def _relay(answer: Answer, first: bytes, client: Client) -> None:
     """Passes the answer on as it comes; the client's pace is the server's."""
-    await client.begin(answer.status, answer.kind)
+    await client.begin(answer.status, answer.headers)
     part = first
     try:
         while part:

@@ -1,8 +1,12 @@
 """Requests to the servers behind the router, with a deadline for each stage."""
 
+import asyncio
 import contextlib
+import io
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +15,7 @@ from multidict import CIMultiDict
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
+from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
 
 _HOP_BY_HOP = frozenset(
@@ -31,16 +36,37 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-class ServerFailed(Unavailable):
-    """`server` gave no answer, a broken one or a 5xx. Raised only before any of its answer was passed on.
+_FOR_CLIENTS = ("Content-Type", "Retry-After")
+"""The headers of an answer that are passed on."""
 
-    `sent`: whether it may have got the request.
+_OF_OPERATORS = frozenset(
+    {
+        "content-encoding",  # bodies are written anew, and not encoded
+        "x-data-parallel-rank",  # which rank of vLLM's: where load is spread is not for clients to say
+        "x-vllm-priority",  # before all others
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A server's whole answer; of its headers those that a client gets."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class ServerFailed(Unavailable):
+    """`server` gave no answer, a broken one, a 5xx or a 429. Raised only before any of its answer was passed on.
+
+    `answer`: what the client gets if nobody else serves it, instead of this error.
     """
 
-    def __init__(self, code: ErrorCode, server: Server, what: str, *, sent: bool) -> None:
+    def __init__(self, code: ErrorCode, server: Server, what: str, *, answer: Whole | None = None) -> None:
         super().__init__(code, f"{server.name} {what}")
         self.server = server
-        self.sent = sent
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +76,28 @@ class Timeouts:
     prefill: float
     """For a whole prefill."""
     decode: float
-    """Until a decode server's first token, and between any two."""
+    """Until a decode server's first token, and between any two. An answer that is not streamed shows neither."""
 
 
 class Sent:
-    """Whether a request has left."""
+    """Whether a request has left, or begun to, and whether on a connection that was kept."""
 
     def __init__(self) -> None:
         self.whole = False
+        self.reused = False
 
 
 class Answer:
     """A server's answer, whose body is read as it comes."""
 
-    def __init__(self, server: Server, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, server: Server, response: aiohttp.ClientResponse, begun: float, seconds: float) -> None:
         self._server = server
         self._response = response
+        self._deadline = begun + seconds
+        """In the loop's time, for a stream to say something."""
         self.status = response.status
-        self.kind = response.headers.get("Content-Type", "application/json")
+        self.headers = {"Content-Type": "application/json"}
+        self.headers |= {name: response.headers[name] for name in _FOR_CLIENTS if name in response.headers}
 
     async def read(self, most: int) -> bytes:
         """The body.
@@ -81,11 +111,33 @@ class Answer:
         while part := await self.part():
             size += len(part)
             if size > most:
-                raise ServerFailed(
-                    ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes", sent=True
-                )
+                raise ServerFailed(ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes")
             parts.append(part)
         return b"".join(parts)
+
+    async def beginning(self) -> tuple[Said, bytes]:
+        """What the body begins with, and says by that: something or an error.
+
+        Raises:
+            ServerFailed: It says nothing, is broken off or late.
+
+        """
+        if self._response.content_type == "text/event-stream":
+            said, first = await self._first_event()
+        else:
+            first = await self.part()
+            said = Said.SOMETHING if first else Said.NOTHING
+        if said is Said.NOTHING:
+            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "answered with nothing")
+        return said, first
+
+    async def _first_event(self) -> tuple[Said, bytes]:
+        beginning, said = Beginning(), Said.NOTHING
+        with _failures_of(self._server):
+            async with asyncio.timeout_at(self._deadline):  # comments are no progress
+                while said is Said.NOTHING and (part := await self._response.content.readany()):
+                    said = beginning.add(part)
+        return said, bytes(beginning.held)
 
     async def part(self) -> bytes:
         """More of the body, empty at its end.
@@ -94,7 +146,7 @@ class Answer:
             ServerFailed: It is broken off or late.
 
         """
-        with _failures_of(self._server, Sent()):
+        with _failures_of(self._server):
             return await self._response.content.readany()
 
 
@@ -104,14 +156,19 @@ class Upstream:
     def __init__(self, timeouts: Timeouts) -> None:
         self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._whole = aiohttp.ClientTimeout(sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._first = timeouts.decode
         self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
         tracing = aiohttp.TraceConfig()
         tracing.on_request_chunk_sent.append(_note_sent)
+        tracing.on_connection_reuseconn.append(_note_reused)
         self._session = aiohttp.ClientSession(
             # What is in flight, and the releases, bound the connections.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS, socket_factory=_socket
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=limits.ROUTER_CHUNK_BYTES,
@@ -125,37 +182,56 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def post(
-        self, server: Server, path: str, body: bytes, headers: Mapping[str, str], sent: Sent
+        self,
+        server: Server,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        sent: Sent,
+        *,
+        streamed: bool = True,
     ) -> AsyncIterator[Answer]:
         """The server's answer, once its head is there. Leaving early closes the connection, so that it aborts.
+
+        A decode server's answer that is not `streamed` has no deadline here: nothing of it comes before the last token.
 
         `sent` tells, also while this is cancelled, whether the server got the whole request.
 
         Raises:
-            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx.
+            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx or a 429.
 
         """
-        timeout = self._prefill if server.role == "prefill" else self._decode
+        begun = asyncio.get_running_loop().time()
         with server.busy():
-            with _failures_of(server, sent):
-                response = await self._session.post(
-                    server.url + path,
-                    data=body,
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                    trace_request_ctx=sent,
-                )
+            timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
+            with _failures_of(server):
+                response = await self._posted(server.url + path, body, headers, sent, timing)
             try:
-                answer = Answer(server, response)
-                if response.status >= 500:
-                    said = (await answer.read(limits.MIB))[: limits.MAX_ERROR_TEXT].decode(errors="replace")
-                    raise ServerFailed(
-                        ErrorCode.PEER_LOST, server, f"answered with status {response.status}: {said}", sent=True
-                    )
+                answer = Answer(server, response, begun, self._first)
+                if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    raise _refusal(server, answer, await answer.read(limits.MIB))
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
+
+    async def _posted(
+        self, url: str, body: bytes, headers: Mapping[str, str], sent: Sent, timing: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        """The answer's head. What a kept connection that the server closes just then has swallowed is sent again."""
+        while True:
+            sent.reused = False
+            try:
+                return await self._session.post(
+                    url,
+                    data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
+                    headers=headers,
+                    timeout=timing,
+                    allow_redirects=False,
+                    trace_request_ctx=sent,
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not sent.reused:
+                    raise
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
@@ -164,35 +240,59 @@ class Upstream:
             ServerFailed: It does not.
 
         """
-        with _failures_of(server, Sent()):
+        with _failures_of(server):
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
                 return response.status, await response.read()
 
 
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers, without those that concern its connection alone. Bodies are written anew, as JSON."""
+    """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named)
+    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | _OF_OPERATORS | named)
     passed = CIMultiDict(kept)
     passed["Content-Type"] = "application/json"
     return passed
 
 
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that notices when the other host is no more there, though nothing is to be sent."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    seconds = limits.ROUTER_PROBES * limits.ROUTER_SILENT_SECONDS
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.ROUTER_SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.ROUTER_SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, limits.ROUTER_PROBES)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+    return made
+
+
 async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:
-    """A body is written as one chunk."""
+    """A large body has several, of which the first counts: how much of it the server got is not known."""
     if context.trace_request_ctx is not None:
         context.trace_request_ctx.whole = True
 
 
+async def _note_reused(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.reused = True
+
+
+def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
+    said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+    whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
+    code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST
+    return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=whole)
+
+
 @contextlib.contextmanager
-def _failures_of(server: Server, sent: Sent) -> Iterator[None]:
+def _failures_of(server: Server) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time", sent=sent.whole) from error
+        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time") from error
     except aiohttp.ClientConnectorError as error:
         text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=False) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text) from error
     except (aiohttp.ClientError, OSError) as error:
-        text = f"broke off: {error or type(error).__name__}"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, sent=sent.whole) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, f"broke off: {error or type(error).__name__}") from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -38,6 +39,16 @@ class Scripted:
         self.aborted = 0
         self.changed = asyncio.Condition()
 
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The bodies of requests for tokens: those of prefills, and of releases, ask for one alone."""
+        return [body for body in self.bodies if body["max_tokens"] != 1]
+
+    @property
+    def releases(self) -> list[dict[str, Any]]:
+        """The bodies of requests that a decode server gets to let an offer go."""
+        return [body for body in self.bodies if body["max_tokens"] == 1]
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method == "GET":
             return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
@@ -45,7 +56,7 @@ class Scripted:
         self.headers.append(request.headers.copy())
         self.open += 1
         try:
-            body = await request.json()
+            body = json.loads(await request.content.read())  # `json` takes no large ones
             self.bodies.append(body)
             await self.tell()
             return await self.answering(self, request, body)
@@ -105,6 +116,14 @@ async def refusing(server: Scripted, request: web.Request, body: dict[str, Any])
     return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
 
 
+def answering(status: int, **headers: str) -> Answering:
+    async def answer(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        headers_of_it = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response({"error": {"code": status}}, status=status, headers=headers_of_it)
+
+    return answer
+
+
 async def vanishing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     request.transport.abort()
     return web.Response()
@@ -123,8 +142,34 @@ async def failing_in_stream(server: Scripted, request: web.Request, body: dict[s
     return stream
 
 
+async def failing_after_role(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    await stream.write(b": ping\n\n")
+    await stream.write(b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\nda')
+    await stream.write(b'ta: {"error": {"message": "no KV", "code": 500}}\n\n' + DONE)
+    return stream
+
+
+async def empty(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await streaming(request) if body.get("stream") else web.Response(content_type="application/json")
+
+
+async def pinging(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stream = await streaming(request)
+    while True:
+        await stream.write(b": ping\n\n")
+        await asyncio.sleep(0.01)
+
+
 async def without_params(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"choices": [], "kv_transfer_params": None})
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for what nobody announces."""
+    async with asyncio.timeout(MOMENT):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 class Stage:
@@ -138,7 +183,8 @@ class Stage:
         self.session = aiohttp.ClientSession()
 
     async def ask(self, path: str = PATH, **more: Any) -> tuple[int, bytes]:
-        async with self.session.post(self.url + path, json=BODY | more) as response:
+        data = io.BytesIO(json.dumps(BODY | more).encode())  # aiohttp wants large ones so
+        async with self.session.post(self.url + path, data=data) as response:
             return response.status, await response.read()
 
     async def error(self, **more: Any) -> tuple[int, dict[str, Any]]:
@@ -156,13 +202,13 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
+async def scripted(answering: Answering, host: str = "127.0.0.1") -> AsyncIterator[Scripted]:
     server = Scripted(answering)
     runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True, access_log=None))
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+    site = web.TCPSite(runner, host, 0, backlog=2048)
     await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    server.url = f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     try:
         yield server
     finally:
@@ -172,13 +218,17 @@ async def scripted(answering: Answering) -> AsyncIterator[Scripted]:
 
 @contextlib.asynccontextmanager
 async def routed(
-    prefill: list[Answering], decode: list[Answering], *, seconds: tuple[float, float] = (MOMENT, MOMENT)
+    prefill: list[Answering],
+    decode: list[Answering],
+    *,
+    seconds: tuple[float, float] = (MOMENT, MOMENT),
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Stage]:
     async with contextlib.AsyncExitStack() as stack:
-        ps = [await stack.enter_async_context(scripted(answering)) for answering in prefill]
-        ds = [await stack.enter_async_context(scripted(answering)) for answering in decode]
+        ps = [await stack.enter_async_context(scripted(answering, host)) for answering in prefill]
+        ds = [await stack.enter_async_context(scripted(answering, host)) for answering in decode]
         urls = [server.url for server in ps], [server.url for server in ds]
-        server = await stack.enter_async_context(HttpServer("127.0.0.1", 0, *urls, Timeouts(*seconds)))
+        server = await stack.enter_async_context(HttpServer(host, 0, *urls, Timeouts(*seconds)))
         stage = Stage(server, ps, ds)
         await stack.enter_async_context(stage.session)
         yield stage

@@ -62,5 +62,11 @@ def test_the_oldest_beginnings_are_forgotten() -> None:
     assert affinity.find([b"99"]) is not None
 
 
+def test_a_chat_of_very_many_messages_is_known_by_powers_of_two_of_its_bytes() -> None:
+    first, second = chat(["x"] * 5000 + ["a"]), chat(["x"] * 5000 + ["b"] * 9000)
+    assert first == second[: len(first)]
+    assert len(first) == 7
+
+
 def test_a_chat_leaves_a_bounded_number_of_hashes() -> None:
     assert len(chat(["a"] * 1000)) == limits.ROUTER_PREFIXES_PER_REQUEST

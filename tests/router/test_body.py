@@ -1,6 +1,7 @@
 """What becomes of a client's body."""
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -22,7 +23,20 @@ SET = {
     "min_tokens",
     "stream_options",
     "max_completion_tokens",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
 }
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+def many_fields(number: int) -> bytes:
+    return json.dumps({f"f{one}": one for one in range(number)}).encode()
 
 
 @given(st.dictionaries(st.text().filter(lambda name: name not in SET), JSON, max_size=5))
@@ -46,6 +60,8 @@ def test_numbers_keep_their_digits() -> None:
     [
         (b"", "no JSON object"),
         (b"[1]", "no JSON object"),
+        (b'{"x": %b}' % nested(100_000), "nested too deeply"),
+        (b'{"n": %b}' % nested(100_000), "nested too deeply"),
         (b'{"n": 0}', "n is 0"),
         (b'{"n": "x"}', "n: "),
         (b'{"n": 1025}', "n is 1025"),
@@ -53,12 +69,69 @@ def test_numbers_keep_their_digits() -> None:
         (b'{"prompt": [[1, 2], [3]]}', "2 prompts"),
         (b'{"prompt": [ "a" , 7]}', "2 prompts"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by the router"),
+        (b'{"prompt": [%b""]}' % (b'"",' * 1_000_000), "2 prompts or more"),
+        (many_fields(257), "257 fields; at most 256"),
     ],
 )
 def test_what_cannot_be_routed_is_refused_with_the_reason(data: bytes, named: str) -> None:
     with pytest.raises(BadRequest, match=named) as caught:
         Body(data)
     assert caught.value.code == ErrorCode.BAD_MESSAGE
+
+
+def test_a_chat_whose_depth_is_found_late_is_refused_like_any_other() -> None:
+    """How deep is too deep depends on the caller's stack, too."""
+
+    def prefixes_of(body: Body, frames: int) -> tuple[bytes, ...]:
+        return prefixes_of(body, frames - 1) if frames else body.prefixes
+
+    deepest = max(depth for depth in range(500, 1000) if is_taken(b'{"messages": %b}' % nested(depth)))
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        prefixes_of(Body(b'{"messages": %b}' % nested(deepest)), 50)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(many_fields(1_000_000), id="very many fields"),
+        pytest.param(b'{"messages":' + b" " * 2_000_000 + b"[0]}", id="very much space"),
+        pytest.param(b'{"tools":[%b0]}' % (b"0," * 1_000_000), id="very much of one field"),
+    ],
+)
+def test_fields_that_are_not_expected_to_be_long_are_refused_before_objects_are_made_of_them(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="at most 1048576 are taken") as caught:
+        Body(data)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert caught.value.code == ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b'{"messages":[%b0]}' % (b"0," * 8_000_000), id="numbers for messages"),
+        pytest.param(b'{"messages":[%b{}]}' % (b"{}," * 5_000_000), id="empty messages"),
+        pytest.param(b'{"prompt":[%b0]}' % (b"0," * 8_000_000), id="token ids"),
+        pytest.param(b'{"prompt":["%b"]}' % (b"x," * 8_000_000), id="text"),
+        pytest.param(b'{"prompt_embeds":"%b"}' % (b"x" * 16_000_000), id="embeddings"),
+    ],
+)
+def test_a_large_body_is_read_in_a_few_times_its_own_memory(data: bytes) -> None:
+    tracemalloc.start()
+    body = Body(data)
+    assert len(body.prefixes) < 20
+    assert tracemalloc.get_traced_memory()[1] < 2.1 * len(data)
+    tracemalloc.stop()
+    assert len(body.for_decode(PARAMS)) > len(data)
+
+
+def is_taken(data: bytes) -> bool:
+    try:
+        Body(data)
+    except BadRequest:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -68,12 +141,33 @@ def test_one_prompt_is_taken_in_every_form(data: bytes) -> None:
     assert Body(data).choices == 1
 
 
+def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
+    asked = {"echo": True, "logprobs": 5, "top_logprobs": 2, "prompt_logprobs": 20, "logprob_token_ids": [1]}
+    body = Body(json.dumps({"prompt": "a"} | asked).encode())
+    assert not asked.keys() & json.loads(body.for_prefill()).keys()
+    assert not asked.keys() & json.loads(body.for_release(PARAMS)).keys()
+    assert json.loads(body.for_decode(msgspec.Raw(b"{}")))["prompt_logprobs"] == 20
+
+
+def test_parameters_that_are_null_are_none() -> None:
+    body = Body(b'{"prompt": "a", "kv_transfer_params": null}')
+    assert json.loads(body.for_decode(None)) == {"prompt": "a"}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert json.loads(Body(b'\xef\xbb\xbf{"prompt": "a"}').for_decode(None)) == {"prompt": "a"}
+
+
 def test_parameters_of_an_answer_keep_their_bytes() -> None:
     found = params_of(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}')
     assert found is not None
     assert bytes(found) == b'{"a" : 1.00}'
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 3}'])
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 3}', nested(100_000)],
+    ids=lambda answer: answer[:30].decode(),
+)
 def test_an_answer_without_parameters_has_none(answer: bytes) -> None:
     assert params_of(answer) is None

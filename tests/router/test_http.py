@@ -7,16 +7,20 @@ import logging
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
+import aiohttp
 import pytest
 
 from kvd import limits
 from kvd.errors import BadRequest
+from kvd.router.body import Body
+from kvd.router.connections import client_of
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
-from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming
-from tests.support.patience import MOMENT
+from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
+from tests.support.patience import PATIENCE
 
 CLIENTS = 1000
 
@@ -50,11 +54,7 @@ async def endless(server, request, body):
 
 
 async def fall_to(tasks: int, descriptors: int) -> None:
-    async with asyncio.timeout(MOMENT):
-        while (  # noqa: ASYNC110  # nobody tells when the last descriptor is closed
-            len(asyncio.all_tasks()) > tasks or len(os.listdir("/proc/self/fd")) > descriptors
-        ):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks and len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
@@ -96,6 +96,49 @@ async def test_what_is_in_flight_is_counted_by_server() -> None:
         asking.cancel()
 
 
+async def test_it_works_between_ipv6_addresses() -> None:
+    async with routed([prefilled], [decoded], host="::1") as stage:
+        assert stage.url.startswith("http://[::1]:")
+        assert (await stage.ask())[0] == 200
+        assert await stage.get("/readyz") == (200, "ready\n")
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthz"])
+async def test_load_balancers_may_ask_with_head(path: str) -> None:
+    async with routed([prefilled], [decoded]) as stage, stage.session.head(stage.url + path) as response:
+        assert response.status == 200
+
+
+async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
+    async with routed([prefilled], [decoded]) as stage:
+        assert (await stage.get("/health"))[0] == 200
+        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        assert (await stage.get("/health"))[0] == 503
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*place(stage))
+        data = json.dumps(BODY).encode()
+        asking = head(len(data)).replace(b"\r\n\r\n", b"\r\nExpect: 100-Continue\r\nConnection: close\r\n\r\n")
+        writer.write(asking)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(data)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        assert "Expect" not in stage.prefill[0].headers[0]
+
+
+async def test_a_client_that_waits_for_leave_to_send_too_much_is_refused_before() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        reader, writer = await asyncio.open_connection(*place(stage))
+        asking = head(limits.ROUTER_BODY_BYTES + 1).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        writer.write(asking)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
 @pytest.mark.parametrize("length", ["known", "unknown"])
 async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> None:
     monkeypatch.setattr(limits, "ROUTER_BODY_BYTES", 1000)
@@ -109,7 +152,26 @@ async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> 
         async with stage.session.post(stage.url + PATH, data=data) as response:
             assert response.status == 413
             assert "at most 1000 are taken" in (await response.json())["error"]["message"]
-        assert stage.server._intake.body_bytes == 0
+        assert stage.server._intake.body_bytes.total == 0
+
+
+async def test_the_loop_goes_on_while_large_bodies_are_read_one_at_a_time(monkeypatch) -> None:
+    reading, go_on = [], threading.Event()
+
+    def slow(data: bytes) -> Body:
+        if len(data) > limits.ROUTER_LARGE_BYTES:
+            reading.append(len(data))
+            assert go_on.wait(PATIENCE)
+        return Body(data)
+
+    monkeypatch.setattr("kvd.router.completions.Body", slow)
+    async with routed([prefilled], [decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask(prompt="x" * limits.ROUTER_LARGE_BYTES)) for _ in range(2)]
+        await until(lambda: stage.server._intake.requests == 2 and len(reading) == 1)
+        assert (await stage.ask())[0] == 200
+        assert len(reading) == 1
+        go_on.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200, 200]
 
 
 async def test_bodies_have_a_bound_together(monkeypatch) -> None:
@@ -122,7 +184,7 @@ async def test_bodies_have_a_bound_together(monkeypatch) -> None:
         for task in asking:
             task.cancel()
         await stage.server._intake.idle.wait()
-        assert stage.server._intake.body_bytes == 0
+        assert stage.server._intake.body_bytes.total == 0
         assert (await stage.error(prompt=["a", "b"]))[0] == 400
 
 
@@ -139,16 +201,96 @@ async def test_requests_in_flight_have_a_bound(monkeypatch) -> None:
             task.cancel()
 
 
-async def test_connections_have_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 3)
+async def test_bodies_that_come_slowly_take_no_place_of_others(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_REQUESTS", 1)
     async with routed([prefilled], [decoded]) as stage:
-        place = stage.server._listener.sockets[0].getsockname()
-        kept = [await asyncio.open_connection(*place) for _ in range(3)]
-        reader, writer = await asyncio.open_connection(*place)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-        for _, other in [*kept, (reader, writer)]:
-            other.close()
+        slow = [await asyncio.open_connection(*place(stage)) for _ in range(5)]
+        for _, writer in slow:
+            writer.write(head(100) + b"{")
+        await until(lambda: stage.server._intake.requests == 5)
+        assert (await stage.ask())[0] == 200
+        for _, writer in slow:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "said"),
+    [
+        pytest.param("ROUTER_CLIENT_REQUESTS", 1, "1 requests of 127.0.0.1 are in flight", id="requests"),
+        pytest.param("ROUTER_CLIENT_BODIES_BYTES", 150, "the bodies of 127.0.0.1 fill the memory", id="bodies"),
+    ],
+)
+async def test_one_client_leaves_room_for_others(monkeypatch, bound: str, most: int, said: str) -> None:
+    monkeypatch.setattr(limits, bound, most)
+    connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with routed([prefilled], [stalled]) as stage, aiohttp.ClientSession(connector=connector) as other:
+        asking = asyncio.create_task(stage.ask())
+        await stage.decode[0].until(lambda server: server.open == 1)
+        status, error = await stage.error()
+        assert (status, error["code"]) == (503, "overloaded")
+        assert said in error["message"]
+        async with other.post(stage.url + PATH, json=BODY) as response:
+            assert response.status == 200
+        asking.cancel()
+
+
+def place(stage: Stage) -> tuple[str, int]:
+    return stage.server._listener.sockets[0].getsockname()
+
+
+async def is_closed(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        assert await connection[0].read() == b""
+    connection[1].close()
+    return True
+
+
+async def answers(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+    connection[1].write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    said = await connection[0].read()
+    connection[1].close()
+    return said.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_one_connection_too_many_closes_the_oldest_idle_one_of_the_client_with_the_most(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 4)
+    async with routed([prefilled], [decoded]) as stage:
+        first = await asyncio.open_connection(*place(stage), local_addr=("127.0.0.2", 0))
+        crowd = [await asyncio.open_connection(*place(stage)) for _ in range(3)]
+        late = await asyncio.open_connection(*place(stage), local_addr=("127.0.0.3", 0))
+        assert await is_closed(crowd[0])
+        crowd += [await asyncio.open_connection(*place(stage))]
+        assert await is_closed(crowd[1])
+        for connection in (first, late, crowd[2], crowd[3]):
+            assert await answers(connection)
+
+
+async def test_a_connection_whose_request_is_served_is_not_closed_for_others(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 2)
+    async with routed([prefilled], [stalled]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
+        await stage.decode[0].until(lambda server: server.open == 2)
+        assert await is_closed(await asyncio.open_connection(*place(stage)))
+        assert stage.decode[0].open == 2
+        for task in asking:
+            task.cancel()
+        await stage.server._intake.idle.wait()
+        await until(lambda: stage.server._connections._open == 0)
+        assert await answers(await asyncio.open_connection(*place(stage)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_an_ipv6_client_is_known_by_its_network(one: str, other: str, same: bool) -> None:
+    assert (client_of(one) == client_of(other)) == same
 
 
 @pytest.mark.parametrize(
@@ -178,14 +320,25 @@ async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes
         ),
         pytest.param(head(10) + b'{"prompt"}', id="no JSON"),
         pytest.param(head(0), id="nothing"),
+        pytest.param(head(4010) + b'{"prompt":' + b"[" * 2000 + b"]" * 1999 + b"}", id="too deep"),
+        pytest.param(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text;version=abc\r\n\r\n",
+            id="a version that is none",
+        ),
+        pytest.param(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/plain;version=x;escaping=values\r\n\r\n",
+            id="another version that is none",
+        ),
     ],
 )
-async def test_what_is_no_request_is_refused_and_logged_by_nobody(sent: bytes, caplog) -> None:
+async def test_what_is_no_request_is_refused_counted_and_logged_by_nobody(sent: bytes, caplog) -> None:
     async with routed([prefilled], [decoded]) as stage:
         reader, writer = await asyncio.open_connection(*stage.server._listener.sockets[0].getsockname())
         writer.write(sent)
         assert b" 400 Bad Request" in await reader.readline()
         writer.close()
+        refused = await stage.metric('kvd_router_requests_total{outcome="refused"}')
+        assert refused + await stage.metric("kvd_router_malformed_total") == 1
         assert (await stage.ask())[0] == 200
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -210,6 +363,7 @@ async def test_headers_have_a_bound(name: str) -> None:
         writer.write(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{name}\r\n\r\n".encode())
         assert (await reader.read()).startswith(b"HTTP/1.0 400")
         writer.close()
+        assert await stage.metric("kvd_router_malformed_total") == 1
 
 
 async def test_a_slow_client_slows_its_decode_server_and_gets_every_byte() -> None:
@@ -283,7 +437,7 @@ async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> Non
         await stage.server._intake.idle.wait()
         for server in stage.prefill + stage.decode:
             await server.until(lambda one: one.open == 0)
-        assert stage.server._intake.body_bytes == 0
+        assert stage.server._intake.body_bytes.total == 0
         await fall_to(tasks, descriptors)
         assert all(server.in_flight == 0 for group in stage.server._health._groups for server in group.all)
 

@@ -16,12 +16,16 @@ from tests.router.scripted import (
     PARAMS,
     PATH,
     Scripted,
+    answering,
     broken_off,
     decoded,
+    empty,
     event,
     failing,
+    failing_after_role,
     failing_in_stream,
     hanging,
+    pinging,
     prefilled,
     refusing,
     routed,
@@ -40,6 +44,15 @@ async def test_a_stream_passes_byte_for_byte_in_order() -> None:
         assert said == b"".join(event(number) for number in range(500)) + DONE
         assert await stage.metric('kvd_router_requests_total{outcome="done"}') == 1
         assert await stage.metric("kvd_router_first_token_seconds_count") == 1
+
+
+async def test_a_beam_search_is_computed_by_a_decode_server_alone() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        assert await stage.ask(stream=False, use_beam_search=True) == (200, b'{"choices": [{"text": "t1"}]}')
+        assert stage.prefill[0].bodies == []
+        assert stage.decode[0].bodies == [BODY | {"stream": False, "use_beam_search": True}]
+        assert (await stage.ask(use_beam_search=False))[0] == 200
+        assert len(stage.prefill[0].bodies) == 1
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
@@ -78,6 +91,24 @@ async def test_headers_of_the_client_reach_both_servers_with_one_request_id() ->
     assert "X-Hop" not in first
 
 
+@pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Vllm-Priority", "content-encoding"])
+async def test_headers_that_are_not_for_clients_to_set_reach_no_server(name: str) -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        data, headers = json.dumps(BODY).encode(), {name: "1", "X-Other": "1"}
+        async with stage.session.post(stage.url + PATH, data=data, headers=headers) as response:
+            assert response.status == 200
+        async with stage.session.get(stage.url + "/v1/models", headers=headers) as response:
+            assert response.status == 200
+        found = [*stage.prefill[0].headers, *stage.decode[0].headers]
+        assert [name in one for one in found] == [False] * 2
+        assert [one["X-Other"] for one in found] == ["1"] * 2
+
+
+async def test_an_answer_that_is_not_streamed_and_has_no_body_is_tried_elsewhere() -> None:
+    async with routed([prefilled], [empty, decoded]) as stage:
+        assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
+
+
 async def test_an_answer_that_is_not_streamed_passes_too() -> None:
     async with routed([prefilled], [decoded]) as stage:
         assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
@@ -92,13 +123,35 @@ async def test_a_prefill_that_fails_is_tried_on_another_server(bad) -> None:
         assert await stage.metric('kvd_router_retries_total{role="prefill"}') == 1
 
 
-@pytest.mark.parametrize("bad", [failing, vanishing, failing_in_stream])
+@pytest.mark.parametrize("bad", [failing, vanishing, failing_in_stream, failing_after_role, empty])
 async def test_a_decode_that_fails_before_its_first_token_is_tried_on_another_pair_with_a_new_prefill(bad) -> None:
     async with routed([prefilled], [bad, decoded]) as stage:
         status, said = await stage.ask()
         assert (status, said[-len(DONE) :]) == (200, DONE)
         assert len(stage.prefill[0].bodies) == 2
-        assert len(stage.decode[0].bodies) == len(stage.decode[1].bodies) == 1
+        assert len(stage.decode[0].asked) == len(stage.decode[1].asked) == 1
+
+
+async def test_what_a_kept_connection_swallows_as_it_is_closed_is_sent_again_to_the_same_server() -> None:
+    """A server whose time for an idle connection is over closes it just as the next request comes."""
+
+    def once(answering):
+        served = set()
+
+        async def answer(server, request, body):
+            if request.transport in served:
+                return await vanishing(server, request, body)
+            served.add(request.transport)
+            return await answering(server, request, body)
+
+        return answer
+
+    async with routed([once(prefilled)], [once(decoded)]) as stage:
+        for _ in range(4):
+            assert (await stage.ask())[0] == 200
+        assert len(stage.prefill[0].bodies) == len(stage.decode[0].bodies) == 1 + 3 * 2
+        for role, server in (("prefill", stage.prefill[0]), ("decode", stage.decode[0])):
+            assert await stage.metric(f'kvd_router_server_failures_total{{role="{role}",server="{server.url}"}}') == 0
 
 
 async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one() -> None:
@@ -115,7 +168,7 @@ async def test_a_server_that_failed_rests(monkeypatch) -> None:
         for _ in range(4):
             assert (await stage.ask())[0] == 200
         assert len(stage.decode[0].bodies) == 1
-        assert len(stage.decode[1].bodies) == 4
+        assert len(stage.decode[1].asked) == 4
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:
@@ -137,6 +190,81 @@ async def test_a_refusal_of_a_server_is_the_answer(refuser: str) -> None:
     async with routed(*answers) as stage:
         assert await stage.error() == (400, {"message": "too long", "code": 400})
         assert await stage.metric('kvd_router_requests_total{outcome="refused"}') == 1
+
+
+@pytest.mark.parametrize("others", [[], [decoded]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+async def test_what_only_the_decode_server_refuses_has_its_offer_released(status: int, others) -> None:
+    async with routed([prefilled], [answering(status, Retry_After="7"), *others]) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY | {"n": 2}) as response:
+            assert (response.status, await response.json()) == (status, {"error": {"code": status}})
+            assert response.headers["Retry-After"] == "7"
+        refuser, releaser = stage.decode[0], stage.decode[-1]
+        await releaser.until(lambda server: len(server.releases) == 1)
+        assert len(refuser.asked) == 1
+        (body,) = releaser.releases
+        assert body["kv_transfer_params"] == PARAMS
+        assert (body["n"], body["temperature"], body["stream"]) == (2, 1, True)
+        await stage.server._router.close()
+        assert len(refuser.releases) == (0 if others else 1)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_server_that_has_enough_to_do_is_left_for_another(role: str) -> None:
+    busy = answering(429, Retry_After="7")
+    answers = ([busy, prefilled], [decoded]) if role == "prefill" else ([prefilled], [busy, decoded])
+    async with routed(*answers) as stage:
+        assert (await stage.ask())[0] == 200
+        assert await stage.metric(f'kvd_router_retries_total{{role="{role}"}}') == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_if_all_servers_have_enough_to_do_the_client_hears_when_to_come_again(role: str) -> None:
+    busy = [answering(429, Retry_After="7")] * 2
+    async with routed(*((busy, [decoded]) if role == "prefill" else ([prefilled], busy))) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            assert (response.status, await response.json()) == (429, {"error": {"code": 429}})
+            assert response.headers["Retry-After"] == "7"
+        assert await stage.metric('kvd_router_requests_total{outcome="refused"}') == 1
+
+
+async def test_servers_that_are_overloaded_make_the_router_so() -> None:
+    async with routed([answering(503)], [decoded]) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            assert response.status == 503
+            assert "Retry-After" in response.headers
+        assert await stage.metric('kvd_router_requests_total{outcome="overloaded"}') == 1
+
+
+@pytest.mark.parametrize("bad", [hanging, vanishing, failing, empty])
+async def test_an_offer_is_released_that_a_decode_server_got_and_did_not_answer(bad) -> None:
+    """It may have ended the request before its engine had it, which then lets go of nothing."""
+    async with routed([prefilled], [bad, decoded], seconds=(30, 0.5)) as stage:
+        assert (await stage.ask())[0] == 200
+        await stage.decode[1].until(lambda server: len(server.releases) == 1)
+        assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
+        await stage.server._router.close()
+        assert stage.decode[0].releases == []
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+@pytest.mark.parametrize("bad", [failing_in_stream, failing_after_role])
+async def test_an_offer_is_let_go_of_by_the_engine_that_says_an_error(bad) -> None:
+    async with routed([prefilled], [bad, decoded]) as stage:
+        assert (await stage.ask())[0] == 200
+        await stage.server._router.close()
+        assert stage.decode[0].releases == stage.decode[1].releases == []
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_offer_is_released_whose_client_leaves_before_the_decode_server_answers(streamed: bool) -> None:
+    async with routed([prefilled], [hanging, stalled]) as stage:
+        asking = asyncio.create_task(stage.ask(stream=streamed))
+        await stage.decode[0].until(lambda server: len(server.bodies) == 1)
+        asking.cancel()
+        await stage.decode[0].until(lambda server: server.aborted == 1)
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
 
 
 async def test_a_prefill_server_without_a_connector_is_named() -> None:
@@ -165,6 +293,7 @@ async def test_an_error_says_what_failed_and_where() -> None:
     [
         pytest.param(hanging, decoded, "prefill", (0.2, MOMENT), id="a prefill that does not end"),
         pytest.param(prefilled, hanging, "decode", (MOMENT, 0.2), id="a decode without a first token"),
+        pytest.param(prefilled, pinging, "decode", (MOMENT, 0.2), id="a decode with comments for tokens"),
     ],
 )
 async def test_each_stage_has_a_deadline(prefill, decode, where: str, seconds: tuple[float, float]) -> None:
@@ -175,6 +304,16 @@ async def test_each_stage_has_a_deadline(prefill, decode, where: str, seconds: t
             assert (status, error["code"]) == (504, "deadline")
             assert f"{where} server" in error["message"]
         await late.until(lambda server: server.aborted > 0 and server.open == 0)
+
+
+async def test_an_answer_that_is_not_streamed_may_take_longer_than_the_time_between_two_tokens() -> None:
+    async def slow(server: Scripted, request, body):
+        await asyncio.sleep(0.5)  # nothing of it comes before its last token
+        return await decoded(server, request, body)
+
+    async with routed([prefilled], [slow, slow], seconds=(30, 0.1)) as stage:
+        assert await stage.ask(stream=False) == (200, b'{"choices": [{"text": "t1"}]}')
+        assert sum(len(server.bodies) for server in stage.prefill + stage.decode) == 2
 
 
 async def test_a_stream_that_stalls_is_broken_off() -> None:
@@ -198,13 +337,16 @@ async def test_a_stream_that_stalls_is_broken_off() -> None:
 )
 async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, decode, where, monkeypatch) -> None:
     monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "ROUTER_RELEASE_SECONDS", 0.1)
+    requests = 2 if decode is hanging else 1  # the second one is to release the offer
     async with routed([prefill], [decode]) as stage:
         busy = stage.prefill[0] if where == "prefill" else stage.decode[0]
         asking = asyncio.create_task(stage.ask())
         await busy.until(lambda server: server.open == 1 and len(server.bodies) == 1)
         asking.cancel()
-        await busy.until(lambda server: server.open == 0 and server.aborted == 1)
+        await busy.until(lambda server: server.open == 0 and server.aborted == requests)
         await stage.server._intake.idle.wait()
+        await stage.server._router.close()
         assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
         in_flight = [server.in_flight for servers in (stage.server._decodes,) for server in servers.all]
         assert in_flight == [0]
@@ -217,12 +359,12 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
         post = stage.server._upstream.post
         first = True
 
-        def post_later(server, path, body, headers, sent):
+        def post_later(server, path, body, headers, sent, **more):
             nonlocal first
             if server.role == "decode" and first:
                 first = False
                 return _Never(held)
-            return post(server, path, body, headers, sent)
+            return post(server, path, body, headers, sent, **more)
 
         stage.server._upstream.post = post_later
         asking = asyncio.create_task(stage.ask(n=2))

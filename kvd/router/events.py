@@ -1,0 +1,75 @@
+"""Whether a stream of server-sent events has said anything yet.
+
+A server answers with status 200 before its engine has the request, so a failure is an event. In vLLM's chats it comes
+after a chunk for each choice with nothing but its role; comments may stand before both, to keep the connection alive.
+"""
+
+import re
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+
+from kvd import limits
+
+_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_NULL: Final = msgspec.Raw(b"null")
+_EMPTY: Final = {b'""', b"null", b"[]"}
+
+
+class Said(Enum):
+    """What a stream has said."""
+
+    NOTHING = auto()
+    """Which could not be said by another server as well."""
+    SOMETHING = auto()
+    ERROR = auto()
+
+
+class Beginning:
+    """The beginning of a stream, `held` until it says something."""
+
+    def __init__(self) -> None:
+        self.held = bytearray()
+        self._read = 0
+
+    def add(self, part: bytes) -> Said:
+        """What the stream has said with `part`. If an event is very long, that is taken for something."""
+        searched = max(self._read, len(self.held) - 3)
+        self.held += part
+        while end := _END.search(self.held, searched):
+            said = _said(bytes(self.held[self._read : end.start()]))
+            if said is not Said.NOTHING:
+                return said
+            self._read = searched = end.end()
+        return Said.NOTHING if len(self.held) < limits.ROUTER_HELD_BYTES else Said.SOMETHING
+
+
+class _Choice(msgspec.Struct):
+    delta: dict[str, msgspec.Raw] = {}
+    finish_reason: msgspec.Raw = _NULL
+
+    def says_nothing(self) -> bool:
+        others = [value for name, value in self.delta.items() if name != "role"]
+        empty = all(bytes(value) in _EMPTY for value in (self.finish_reason, *others))
+        return empty and "role" in self.delta
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: msgspec.Raw = _NULL
+
+
+def _said(event: bytes) -> Said:
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    data = b"\n".join(lines)
+    if data in {b"", b"[DONE]"}:
+        return Said.NOTHING
+    try:
+        chunk = msgspec.json.decode(data, type=_Chunk)
+    except (msgspec.DecodeError, RecursionError):
+        return Said.SOMETHING
+    if bytes(chunk.error) != bytes(_NULL):
+        return Said.ERROR
+    opens = chunk.choices is not None and all(choice.says_nothing() for choice in chunk.choices)
+    return Said.NOTHING if opens else Said.SOMETHING
