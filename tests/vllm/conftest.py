@@ -22,6 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(TEST_SECONDS))
         if not installed:
             item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+    for item in items:
+        if "daemons" in item.fixturenames and item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.real)
 
 
 @pytest.fixture(scope="session", autouse=True)
