@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fleet import until
+from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import write_models
 from tests.vllm.testbed.servers import SHARED_MEMORY
 
@@ -12,9 +13,13 @@ HERE = Path(__file__).parent
 TEST_SECONDS = 900
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
+LAST = ["test_lifecycle.py", "test_faults.py"]
+"""They share servers, which the latter kills."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == HERE]
+    items.sort(key=lambda item: LAST.index(item.path.name) if item in ours and item.path.name in LAST else -1)
     found = importlib.util.find_spec("vllm")
     installed = found is not None and found.origin is not None  # a folder named vllm could pass for a namespace package
     for item in ours:
@@ -22,6 +27,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(TEST_SECONDS))
         if not installed:
             item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+    for item in items:
+        if "daemons" in item.fixturenames and item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """After a test that failed, the next one gets other servers."""
+    report = yield
+    if report.failed and "shared" in item.funcargs:
+        item.funcargs["shared"].stop()
+    return report
+
+
+@pytest.fixture(scope="session")
+def shared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """The servers that tests share."""
+    started = Shared(models, tmp_path_factory)
+    try:
+        yield started
+    finally:
+        started.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,38 +17,27 @@ from tests.support.elsewhere import elsewhere
 from tests.support.patience import PATIENCE
 from tests.vllm.load import Load, one
 from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import LOST_SOON, OFFER_TTL, Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Daemon, scrape
-from tests.vllm.testbed.service import Service, start_all, stop_all
+from tests.vllm.testbed.service import Service, start_all
 from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "bench"
-"""The model with the largest KV cache: a prompt of 400 tokens moves 50 MB, so that deaths find transfers at work."""
-
 TOKENS = 6
-BLOCKS = 96
 OVERWRITTEN = 1900
 """Tokens of the prompt whose 249 MB are overwritten while they are read."""
 
 OVERWRITING = 4
 """Prompts of 1,000 tokens that together need more blocks than there are."""
 
-OFFER_TTL = 12.0
-"""Long enough for a busy machine, short enough to be waited for."""
-
-PULL_SECONDS = 600.0
-"""Longer than any test waits: a request whose blocks do not come ends for what has happened to them."""
-
 RECOVERY_SECONDS = 2 * PATIENCE
 """By then requests get their tokens after a restart: the first may have been sent too early, and wait in vain."""
-
-LOST_SOON = {"heartbeat": "5", "claim_ttl": "20"}
-"""Daemons that die are missed within the patience of a request, and those that are only slow are not."""
 
 MOMENT_SECONDS = 0.002
 """How long a suspended daemon runs at a time; where the machine is busy it can be tens of milliseconds."""
@@ -128,31 +117,25 @@ class Faulty:
             raise
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["fail", pytest.param("recompute", marks=pytest.mark.slow)]
-)
-async def faulty(
-    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Faulty]:
-    pair = KvdPair(
-        tmp_path_factory.mktemp(request.param),
-        models,
-        MODEL,
-        policy=request.param,
-        blocks=BLOCKS,
-        extra={"offer_ttl": OFFER_TTL, "pull_timeout": PULL_SECONDS},
-    )
-    for daemon in pair.daemons.values():
-        daemon.settings = LOST_SOON
-    try:
-        await start_all(pair.services)
-        made = Faulty(pair, request.param, [])
-        for number in range(4):
-            prompt = make_prompt(400 + 10 * number, seed=number)
-            made.expected.append((prompt, await made.alone(prompt)))
-        yield made
-    finally:
-        stop_all(pair.services)
+@pytest.fixture(scope="module", params=["fail", pytest.param("recompute", marks=pytest.mark.slow)])
+def policy(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[list[int], Completion]]:
+    """What a decode server alone makes of some prompts, once it was asked."""
+    return []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def faulty(policy: str, expected: list[tuple[list[int], Completion]], shared: Shared) -> Faulty:
+    faulty = Faulty(await shared.mortal(policy), policy, expected)
+    while len(expected) < 4:
+        prompt = make_prompt(400 + 10 * len(expected), seed=len(expected))
+        expected.append((prompt, await faulty.alone(prompt)))
+    return faulty
 
 
 @pytest.mark.parametrize(

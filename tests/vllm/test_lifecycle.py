@@ -1,47 +1,37 @@
 """What becomes of a prefill's blocks when its request queues, is sampled several times, is rejected or goes away."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
 
+from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, Completion, complete, make_body, prefill_body
 from tests.vllm.testbed.http import HttpError, post
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import LONGEST, scrape
-from tests.vllm.testbed.service import start_all, stop_all
 from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "bench"
-"""The slowest: the decode side is busy for longer than an offer lives."""
-
 TOKENS = 8
-OFFER_TTL = 5.0
-BLOCKS = 66
-"""Of 32 tokens: room for one request of 2,000 tokens, and beside the shortest one for none as long."""
-
 SHORT, LONG = 100, 2000
+"""Tokens of prompts. A cache that has one of the latter has no room for any other request (`shared.BLOCKS`)."""
+
 DECODED = 1900
-"""Tokens of the request that keeps the decode side busy: 20 s where the machine has nothing else to do."""
+FILLERS = 4
+"""Requests that keep the decode side busy: 40 s where the machine has nothing else to do, if they are let."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KvdPair]:
-    folder = tmp_path_factory.mktemp("lifecycle")
-    pair = KvdPair(folder, models, MODEL, blocks=BLOCKS, extra={"offer_ttl": OFFER_TTL})
-    pair.prefill.variables = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
-    try:
-        await start_all(pair.services)
-        yield pair
-    finally:
-        stop_all(pair.services)
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(shared: Shared) -> KvdPair:
+    return await shared.mortal("fail")
 
 
 async def offered(pair: KvdPair, prompt: list[int], **more: object) -> dict[str, object]:
@@ -56,35 +46,72 @@ async def alone(pair: KvdPair, prompt: list[int]) -> Completion:
     return await complete(pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone"))
 
 
-async def read(pair: KvdPair) -> float:
-    """Offers of the prefill side that have ended because their consumers had finished."""
-    return (await scrape(pair.daemons["prefill"])).total("kvd_offers_total", reason="read")
+async def ended(pair: KvdPair, reason: str) -> float:
+    """Offers of the prefill side that have ended: `read` by all their consumers, or `expired`."""
+    return (await scrape(pair.daemons["prefill"])).total("kvd_offers_total", reason=reason)
+
+
+async def claimed(pair: KvdPair) -> bool:
+    return (await scrape(pair.daemons["prefill"])).total("kvd_claims_active") > 0
+
+
+@asynccontextmanager
+async def full(pair: KvdPair) -> AsyncIterator[None]:
+    """A decode side whose cache has no room for a long prompt inside of the context."""
+
+    async def fill(seed: int) -> None:
+        await complete(pair.decode.url, make_body(MODEL, make_prompt(SHORT, seed=seed), DECODED))
+
+    async def runs() -> bool:
+        return (await scrape(pair.decode)).total("vllm:num_requests_running") > 0
+
+    fillers = [asyncio.create_task(fill(200 + number)) for number in range(FILLERS)]
+    try:
+        await until(runs)
+        yield
+        assert not all(filler.done() for filler in fillers), "nothing had to queue"
+    finally:
+        for filler in fillers:
+            filler.cancel()
+        await asyncio.wait(fillers)
+
+
+async def queued(pair: KvdPair, prompt: list[int]) -> asyncio.Task[Completion]:
+    """A request that queues at the decode side, which holds its offer; where it came too late for that, another one."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            expired, params = await ended(pair, "expired"), await offered(pair, prompt)
+            body = make_body(MODEL, prompt, TOKENS, cache_salt="pair") | {"kv_transfer_params": params}
+            request = asyncio.create_task(complete(pair.decode.url, body))
+
+            async def decided(expired: float = expired) -> bool:
+                return await claimed(pair) or await ended(pair, "expired") > expired
+
+            await until(decided)
+            if await claimed(pair):
+                return request
+            request.cancel()
 
 
 @pytest.mark.slow
 async def test_a_request_that_queues_for_longer_than_its_offer_lives_gets_its_blocks(pair: KvdPair) -> None:
     prompt = make_prompt(LONG, seed=1)
     expected = await alone(pair, prompt)
-    first = Completion()
-    running = asyncio.create_task(
-        complete(pair.decode.url, make_body(MODEL, make_prompt(SHORT, seed=2), DECODED), first)
-    )
+    async with full(pair):
+        request, expired = await queued(pair, prompt), await ended(pair, "expired")
+        await offered(pair, make_prompt(20, seed=2))  # nobody takes it, so that it ends with its time
 
-    async def decodes() -> bool:
-        return bool(first.tokens)
+        async def later_one_ended() -> bool:
+            return await ended(pair, "expired") == expired + 1
 
-    await until(decodes)
-    params, since = await offered(pair, prompt), time.monotonic()
-    body = make_body(MODEL, prompt, TOKENS, cache_salt="pair") | {"kv_transfer_params": params}
-    got = await complete(pair.decode.url, body)
-    assert time.monotonic() - since > OFFER_TTL, "it did not queue for long enough to show anything"
-    assert_same(got, expected)
-    await running
+        await until(later_one_ended)
+        assert await claimed(pair)
+    assert_same(await request, expected)
 
 
 async def test_several_samples_of_one_prompt_read_one_prefill(pair: KvdPair) -> None:
     prompt = make_prompt(100, seed=3)
-    expected, before = await alone(pair, prompt), await read(pair)
+    expected, before = await alone(pair, prompt), await ended(pair, "read")
     params = await offered(pair, prompt, kvd_consumers=2)
     body = make_body(MODEL, prompt, TOKENS, cache_salt="pair", n=2, temperature=0.5, top_k=1) | {
         "kv_transfer_params": params
@@ -92,49 +119,36 @@ async def test_several_samples_of_one_prompt_read_one_prefill(pair: KvdPair) -> 
     choices = (await post(pair.decode.url, PATH, body))["choices"]
     assert [choice["token_ids"] for choice in choices] == [expected.tokens] * 2
 
-    async def ended() -> bool:
-        return await read(pair) == before + 1
+    async def freed() -> bool:
+        return await ended(pair, "read") == before + 1
 
-    await until(ended)
+    await until(freed)
 
 
 async def test_a_request_that_the_decode_server_rejects_frees_its_prefills_blocks(pair: KvdPair) -> None:
-    before = await read(pair)
+    before = await ended(pair, "read")
     params = await offered(pair, make_prompt(101, seed=4))
     body = make_body(MODEL, make_prompt(101, seed=4), 2 * LONGEST) | {"kv_transfer_params": params}
     with pytest.raises(HttpError, match="max_tokens"):
         await complete(pair.decode.url, body)
 
-    async def ended() -> bool:
-        return await read(pair) == before + 1
+    async def freed() -> bool:
+        return await ended(pair, "read") == before + 1
 
-    await until(ended)
+    await until(freed)
 
 
 @pytest.mark.slow
 async def test_a_client_that_hangs_up_while_its_request_queues_frees_its_prefills_blocks(pair: KvdPair) -> None:
-    running = asyncio.create_task(complete(pair.decode.url, make_body(MODEL, make_prompt(SHORT, seed=5), DECODED)))
+    async with full(pair):
+        before = await ended(pair, "read")
+        request = await queued(pair, make_prompt(LONG + 1, seed=6))
+        request.cancel()
 
-    async def full() -> bool:
-        return (await scrape(pair.decode)).total("vllm:num_requests_running") == 1
+        async def freed() -> bool:
+            return await ended(pair, "read") == before + 1
 
-    await until(full)
-    before, prompt = await read(pair), make_prompt(LONG + 1, seed=6)
-    body = make_body(MODEL, prompt, TOKENS) | {"kv_transfer_params": await offered(pair, prompt)}
-    queued = asyncio.create_task(complete(pair.decode.url, body))
-
-    async def held() -> bool:
-        return (await scrape(pair.daemons["prefill"])).total("kvd_claims_active") == 1
-
-    await until(held)
-    queued.cancel()
-
-    async def ended() -> bool:
-        return await read(pair) == before + 1
-
-    await until(ended)
-    assert not running.done(), "the request did not queue"
-    running.cancel()
+        await until(freed)
 
 
 async def test_a_reset_of_the_prefix_cache_leaves_a_standing_offer_alone(pair: KvdPair) -> None:

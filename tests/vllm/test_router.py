@@ -1,9 +1,7 @@
 """`kvd router` before a real pair: the right tokens, and nothing held for clients that are gone."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,20 +12,18 @@ from kvd.router.servers import Server
 from kvd.router.upstream import Sent, Timeouts, Upstream, passed_on
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, complete, make_body, prefill
 from tests.vllm.testbed.http import post
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import RouterProcess, scrape
-from tests.vllm.testbed.service import start_all, stop_all
 from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "llama"
 TOKENS = 12
-SOON = 30.0
-"""Seconds within which a busy machine has released an offer: a quarter of the offer's ttl."""
 
 
 @dataclass
@@ -36,41 +32,47 @@ class Routed:
 
     pair: KvdPair
     router: RouterProcess
+    expired: float = 0.0
+    """Offers of the prefill side that ended by their ttl before the test."""
+
+    async def expired_offers(self) -> float:
+        return (await scrape(self.pair.prefill)).total("vllm:kvd_expired_offers_total")
 
     async def nothing_is_held(self) -> None:
-        """Waits until the daemons have no lease and no pull, and says that the engines have no request."""
+        """Waits until the daemons have no lease and no pull, and the engines no request; no offer ended by its ttl."""
         daemons = [
             (self.pair.daemons["prefill"], "kvd_leases_active"),
             (self.pair.daemons["decode"], "kvd_pulls_active"),
         ]
 
-        async def holds() -> bool:
+        async def frees() -> bool:
             return not sum([(await scrape(daemon)).total(name) for daemon, name in daemons])
 
-        await until(holds, SOON)
-        await self.pair.complete(make_prompt(3, seed=0), 2)  # engines bring their gauges up to date when they step
-        for server in (self.pair.prefill, self.pair.decode):
-            gauges = await scrape(server)
-            assert gauges.total("vllm:num_requests_running") + gauges.total("vllm:num_requests_waiting") == 0
+        async def idles() -> bool:
+            await self.pair.complete(make_prompt(3, seed=0), 2)  # engines bring their gauges up to date when they step
+            gauges = [await scrape(server) for server in (self.pair.prefill, self.pair.decode)]
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+            return not sum(gauge.total(name) for gauge in gauges for name in names)
+
+        await until(frees)
+        await until(idles)
+        assert await self.expired_offers() == self.expired
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def routed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Routed]:
-    folder = tmp_path_factory.mktemp("routed")
-    pair = KvdPair(folder, models, MODEL)
-    router = RouterProcess(folder, pair.prefill, pair.decode)
-    services = [*pair.services, router]
-    try:
-        await start_all(services)
-        yield Routed(pair, router)
-    finally:
-        stop_all(services)
+@pytest_asyncio.fixture(loop_scope="module")
+async def routed(shared: Shared) -> Routed:
+    compared = await shared.compared(MODEL)
+    made = Routed(compared.pair, compared.router)
+    made.expired = await made.expired_offers()
+    return made
 
 
 async def test_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
-    body = make_body(MODEL, make_prompt(500, seed=1), TOKENS)
+    body = make_body(MODEL, make_prompt(500, seed=1), TOKENS, cache_salt="router")
+    daemon = routed.pair.daemons["decode"]
+    read = (await scrape(daemon)).total("kvd_read_bytes_total")
     got = await complete(routed.router.url, body)
-    assert (await scrape(routed.pair.daemons["decode"])).total("kvd_read_bytes_total") > 0
+    assert (await scrape(daemon)).total("kvd_read_bytes_total") > read
     assert_same(got, await complete(routed.pair.decode.url, body))
     await routed.nothing_is_held()
 
@@ -85,13 +87,12 @@ async def test_several_completions_of_one_prompt_share_its_prefill(routed: Route
 
 async def test_clients_that_disconnect_leave_nothing(routed: Routed) -> None:
     for number in range(12):
-        body = make_body(MODEL, make_prompt(1000, seed=100 + number), 500)
+        body = make_body(MODEL, make_prompt(1000, seed=100 + number), 500, cache_salt="router")
         asking = asyncio.create_task(complete(routed.router.url, body))
         await asyncio.wait([asking], timeout=0.02 * number)
         asking.cancel()
         await asyncio.wait([asking])
     await routed.nothing_is_held()
-    assert (await scrape(routed.pair.prefill)).total("vllm:kvd_expired_offers_total") == 0
 
 
 async def test_an_offer_that_no_decode_server_took_is_released(routed: Routed) -> None:

@@ -1,19 +1,17 @@
 """Prefill on one vLLM and decode on another give the tokens of a single one, for every kind of KV cache."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair
-from tests.vllm.testbed.servers import Engine, Server, scrape
-from tests.vllm.testbed.service import start_all, stop_all
+from tests.vllm.testbed.servers import Server, scrape
 from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,22 +74,18 @@ class Served:
         return (await scrape(self.pair.daemons["decode"])).total(name)
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=["llama", *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma", "deepseek"))],
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek"))]
 )
-async def served(
-    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Served]:
-    folder = tmp_path_factory.mktemp(request.param)
-    pair = KvdPair(folder, models, request.param)
-    single = Server("single", folder, Engine(models, request.param))
-    try:
-        await start_all([*pair.services, single])
-        yield Served(pair, single)
-    finally:
-        stop_all([*pair.services, single])
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(model: str, shared: Shared) -> Served:
+    compared = await shared.compared(model)
+    return Served(compared.pair, compared.single)
 
 
 @pytest.mark.parametrize(

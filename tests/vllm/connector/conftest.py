@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.processes import Processes
+from tests.support.patience import PATIENCE
 
 with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
     warnings.simplefilter("ignore")  # of vLLM and torch about themselves
@@ -20,6 +21,12 @@ def daemons(tmp_path: Path) -> Iterator[Any]:
 
     with Processes(tmp_path) as processes:
         yield Daemons(processes, tmp_path)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders wait for a daemon that was started anew as long as a busy machine takes for that."""
+    monkeypatch.setattr("kvd.engines.vllm.worker.PATIENCE_SECONDS", PATIENCE)
 
 
 @pytest.fixture(scope="session")

@@ -32,10 +32,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd.engines.vllm import KvdConnector
 from kvd.processes import Child, Processes
+from tests.support.patience import NEVER_LOST, PATIENCE
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
 WINDOW = 80
-PATIENCE = 60.0
 LATENT = 576
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
@@ -305,9 +305,10 @@ def _step(worker: KvdConnector, metadata: Any) -> KVConnectorOutput:
 
 
 class Daemons:
-    """Daemons by name."""
+    """Daemons by name; `settings` are those of all, from their next start on."""
 
     def __init__(self, processes: Processes, folder: Path) -> None:
+        self.settings = {"claim_wait": "60", **NEVER_LOST}
         self._processes = processes
         self._folder = folder
         self._running: dict[str, Child] = {}
@@ -315,8 +316,8 @@ class Daemons:
     def start(self, *names: str) -> None:
         """Starts daemons (again); returns when all of them listen."""
         for name in names:
-            flags = {"name": name, "socket": self.socket(name), "claim-wait": "60"}
-            arguments = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+            settings = {"name": name, "socket": self.socket(name), **self.settings}
+            arguments = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", value)]
             self._running[name] = self._processes.start(name, "kvd.cli.main", "serve", *arguments)
         until = time.monotonic() + PATIENCE
         while not all(_listens(self.socket(name)) for name in names):
@@ -330,7 +331,7 @@ class Daemons:
     def kill(self, name: str) -> None:
         """As `kill -9`."""
         os.kill(self._running[name].pid, signal.SIGKILL)
-        assert self._running[name].wait(10)
+        assert self._running[name].wait(PATIENCE)
 
 
 def _listens(path: str) -> bool:

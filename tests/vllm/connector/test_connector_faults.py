@@ -59,6 +59,12 @@ class Pair:
 
 
 @pytest.fixture
+def lost_soon(daemons: Daemons) -> None:
+    """Daemons that miss a dead peer after six seconds."""
+    daemons.settings["heartbeat"] = "2"
+
+
+@pytest.fixture
 def pair(daemons: Daemons, configurations: Any) -> Iterator[Pair]:
     with ExitStack() as stack:
         made = Pair(daemons, configurations("llama"), stack)
@@ -79,6 +85,7 @@ def test_a_prefill_engine_that_ends_after_its_offer_is_still_read(pair: Pair) ->
             assert torch.equal(cache[there], pair.consumer.caches[0][name][here])
 
 
+@pytest.mark.usefixtures("lost_soon")
 def test_a_dead_prefill_daemon_fails_the_load_and_the_next_one_serves(pair: Pair) -> None:
     params = pair.offered("r1")
     pair.daemons.kill("p")
@@ -95,16 +102,13 @@ def test_a_dead_decode_daemon_fails_the_load_and_the_next_one_serves(pair: Pair)
     pair.daemons.kill("d")
     assert not pair.pulled("r1", params)
     pair.daemons.start("d")
+    pair.consumer.run_until(lambda: pair.consumer.workers[0]._worker._client.connected)
     assert pair.pulled("r2", pair.offered("r2"))
     assert pair.same_bytes()
 
 
-def test_a_daemon_started_anew_while_the_engine_idles_costs_no_request(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "kvd.engines.vllm.worker.PATIENCE_SECONDS", 60.0
-    )  # attaching takes as long as the machine likes
+@pytest.mark.usefixtures("patient")
+def test_a_daemon_started_anew_while_the_engine_idles_costs_no_request(pair: Pair) -> None:
     assert pair.pulled("r1", pair.offered("r1"))
     pair.daemons.kill("p")
     pair.daemons.kill("d")

@@ -13,10 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from kvd.engines.vllm import KvdConnector
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.stats import KvdStats
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
+@pytest.mark.real
 def test_vllm_finds_the_connector_by_its_name_alone() -> None:
     (plugin,) = entry_points(group="vllm.general_plugins", name="kvd")
     assert plugin.load() is register
@@ -28,7 +30,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 assert "kvd.engines.vllm.connector" not in sys.modules
 print(KVConnectorFactory.get_connector_class_by_name("KvdConnector").__name__)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert ended.stdout.splitlines()[-1:] == ["KvdConnector"], ended.stderr
 
 

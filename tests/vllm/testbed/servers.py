@@ -61,7 +61,8 @@ class Server(Service):
     def command(self) -> Sequence[str]:
         """As users start it, but that one thread computes: two servers share as few as two cores.
 
-        What it leaves when it is killed is in its folder.
+        And torch compiles nothing: of these models that is one comparison, for which the first request would wait ten
+        seconds. What the server leaves when it is killed is in its folder.
         """
         engine = self.engine
         temporary = self.folder / "tmp"  # for sockets, whose paths must be short
@@ -72,6 +73,7 @@ class Server(Service):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
+            "TORCH_COMPILE_DISABLE": "1",
             "TMPDIR": str(temporary),
             "TESTBED_SHARED_MEMORY": SHARED_MEMORY,
         }

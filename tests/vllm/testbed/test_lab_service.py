@@ -11,6 +11,8 @@ import pytest
 from tests.support.fleet import until
 from tests.vllm.testbed.service import Service
 
+pytestmark = pytest.mark.real
+
 PARENT_OF_A_SPINNER = """
 import subprocess, sys
 print("up", flush=True)
