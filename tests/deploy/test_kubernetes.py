@@ -194,6 +194,7 @@ def test_pods_of_a_node_share_a_folder_of_sockets_and_nothing_else(make: Any) ->
     assert beyond_restricted(spec) == ["sockets"]
     (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "sockets"]
     assert volume == {"name": "sockets", "hostPath": {"path": "/run/kvd-pods", "type": "Directory"}}
+    assert spec["hostUsers"] is False, "daemons that share a user may write to what they lend each other"
 
 
 def test_sockets_have_the_pods_name_so_that_pods_can_share_their_folder(manifests: list[dict[str, Any]]) -> None:

@@ -107,6 +107,7 @@ def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
     first = stage.attach()
     end_offers(stage, "a", "b")
     stage.hang_up()
+    stage.process_ends()
     stage.run(1.0)
     assert len(stage.context.completion._logs["w"].items) == 2
     stage.run(10.0)
