@@ -40,12 +40,18 @@ def _choices(field: FieldInfo) -> str:
     return " One of " + ", ".join(f"`{value}`" for value in values) + "."
 
 
+def _text(field: FieldInfo) -> str:
+    return (field.description or "").replace("|", r"\|") + _choices(field) + _range(field)
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = [getattr(bound, end) for end in ("ge", "le") for bound in field.metadata if hasattr(bound, end)]
+    return " From {:g} to {:g}.".format(*bounds) if bounds else ""
+
+
 def page() -> str:
     """The page as it should be."""
-    rows = (
-        f"| `{name}` | {_default(field)} | {(field.description or '').replace('|', chr(92) + '|')}{_choices(field)} |\n"
-        for name, field in Config.model_fields.items()
-    )
+    rows = (f"| `{name}` | {_default(field)} | {_text(field)} |\n" for name, field in Config.model_fields.items())
     return _HEAD + "".join(rows)
 
 

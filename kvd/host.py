@@ -9,6 +9,8 @@ import struct
 from pathlib import Path
 from typing import Final
 
+from kvd.cgroups import folders
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _CGROUP = Path("/proc/self/cgroup")
@@ -36,10 +38,8 @@ def rdma_devices() -> list[str]:
 def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
     """How many cores this process may use: those of its affinity, or fewer if its cgroup (v2) has a quota."""
     found = len(os.sched_getaffinity(0))
-    (path,) = [line[3:] for line in cgroup.read_text().splitlines() if line.startswith("0::")] or ["/"]
-    own = cgroups / path.lstrip("/")
-    for folder in [own, *own.parents]:
-        if folder.is_relative_to(cgroups) and (folder / "cpu.max").exists():
+    for folder in folders("", cgroup, cgroups):
+        if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
                 found = min(found, math.ceil(int(quota) / int(period)))

@@ -61,6 +61,9 @@ MAX_GROUPS: Final = 256
 MAX_RANKS: Final = 1024
 """Producer ranks in one ticket."""
 
+DAEMON_BYTES: Final = 64 * MIB
+"""Left for the daemon itself where its cgroup has a limit: what its tables and queues grow by beside its pools."""
+
 MAX_POOLS: Final = 1024
 """Pools of one daemon, kept ones included; a daemon serves one GPU, a handful is usual."""
 

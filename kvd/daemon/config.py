@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
@@ -17,6 +17,11 @@ from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import DEFAULT_SOCKET, PEERS, host_of, is_everywhere, is_local, is_unix
 
+_BRIEF = 0.01
+"""Seconds: what is done more often would keep the loop from its work."""
+_LAST_PORT = 65535
+_WEEK = 7 * 24 * 3600.0
+"""Seconds: a pool, or a peer, that nobody needs for so long is not kept."""
 _OPEN = (
     "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
     "(`kvd keys generate` makes a key), pass --insecure, or leave listen out: then peers are this user's daemons on "
@@ -95,32 +100,43 @@ class Config(BaseSettings):
         description="Threads that copy within the host; two if the daemon has two cores.",
     )
     heartbeat: float = Field(
-        1.0, gt=0, le=60, description="Seconds between pings of a peer, which is lost after three without an answer."
+        1.0,
+        ge=_BRIEF,
+        le=60,
+        description="Seconds between pings of a peer, which is lost after three without an answer.",
     )
-    retry: float = Field(0.5, gt=0, le=60, description="Seconds before an unanswered request is resent.")
+    retry: float = Field(0.5, ge=_BRIEF, le=60, description="Seconds before an unanswered request is resent.")
     claim_ttl: float = Field(
         5.0,
-        gt=0,
+        ge=_BRIEF,
         le=600,
         description="Seconds that a silent consumer keeps its claims. Raise it if daemons are paused.",
     )
-    claim_wait: float = Field(10.0, gt=0, le=600, description="Seconds that a claim waits for its offer to be made.")
+    claim_wait: float = Field(
+        10.0, ge=_BRIEF, le=600, description="Seconds that a claim waits for its offer to be made."
+    )
     attach_wait: float = Field(
         10.0,
-        gt=0,
+        ge=_BRIEF,
         le=600,
         description="Seconds a restarted worker waits for its predecessor's process to end, then for its transfers.",
     )
     pool_linger: float = Field(
         600.0,
-        gt=0,
+        ge=_BRIEF,
+        le=_WEEK,
         description="Seconds that a pool is kept after its worker's process has ended. Lower it if memory is short.",
     )
-    peer_idle: float = Field(600.0, gt=0, description="Seconds after which an unused peer is forgotten.")
+    peer_idle: float = Field(600.0, ge=_BRIEF, le=_WEEK, description="Seconds after which an unused peer is forgotten.")
     max_quarantined: int = Field(
-        64, ge=0, description="The daemon is not ready while more pulls than this are in quarantine."
+        64,
+        ge=0,
+        le=limits.MAX_WORKERS * limits.MAX_REQUESTS_PER_WORKER,
+        description="The daemon is not ready while more pulls than this are in quarantine.",
     )
-    drain_grace: float = Field(30.0, ge=0, description="Seconds that running transfers may take after SIGTERM.")
+    drain_grace: float = Field(
+        30.0, ge=0, le=3600, description="Seconds that running transfers may take after SIGTERM."
+    )
     traces: bool = Field(
         False, description="Export OpenTelemetry traces (extra `otel`), as the SDK's `OTEL_...` variables say."
     )
@@ -128,6 +144,13 @@ class Config(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="`auto`: readable on a terminal, JSON elsewhere."
     )
+
+    @field_validator("http", "dns_server")
+    @classmethod
+    def _check_port(cls, value: str | None) -> str | None:
+        if value is not None and int(value.rpartition(":")[2]) > _LAST_PORT:
+            raise ValueError(f"a port is at most {_LAST_PORT}")
+        return value
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:

@@ -55,7 +55,7 @@ _log = structlog.get_logger("kvd")
 _ROUND_SECONDS = 1.0
 """Between rounds of the watchdog."""
 STOP_SECONDS = 15.0
-"""For the parts to stop, after the grace time."""
+"""For the parts to stop, after the grace time; then the process ends without them."""
 _FLUSH_SECONDS = 1.0
 """For the last messages to pass through the actors."""
 _ACKNOWLEDGE_SECONDS = 0.5
@@ -78,6 +78,8 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failure = ""
+        self._part = "an actor"
+        """What is being stopped."""
         self._busy: set[str] = set()
         self._idle = asyncio.Event()
         self._probe: Probe | None = None
@@ -202,7 +204,8 @@ class Daemon:
         """Refuses new work, lets running work finish, tells workers and peers, then stops the parts.
 
         Workers keep their sessions, and the socket its lock, until the transport has ended: only then does this process
-        no longer write to their pools.
+        no longer write to their pools. If a part does not stop (a driver that never returns from a copy), the end of
+        the process ends them, and tells the workers.
         """
         context = self.context
         self.health.set("stopping", self._failure or "the daemon is stopping")
@@ -211,6 +214,17 @@ class Daemon:
             self._log.info("draining", grace=self.config.drain_grace)
             context.gateway.tell(Drain())
             await self._drain(context.leases, context.scheduler, seconds=self.config.drain_grace)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._stop_parts()
+        except TimeoutError:
+            self.fail(f"{self._part} did not stop within {STOP_SECONDS:g} s; the process ends without that")
+            return
+        self._log.info("stopped", failure=self._failure or None)
+
+    async def _stop_parts(self) -> None:
+        """Stops one after the other; `_part` says which."""
+        context, loop = self.context, asyncio.get_running_loop()
         for actor in (context.scheduler, context.leases):
             actor.tell(Stop())
         await self._flush()
@@ -218,15 +232,18 @@ class Daemon:
             await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
         self._peer_sockets.close()
         if self._probe is not None:
+            self._part = "the process that tries NIXL's metadata"
             await self._probe.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._transport.stop)
+        self._part = "the transport"
+        await loop.run_in_executor(None, self._transport.stop)
+        self._part = "the workers' socket"
         context.gateway.tell(Stop())
         await self._flush()
         self._worker_sockets.close()
         if self._traces is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._traces.close)
+            self._part = "the exporter of traces"
+            await loop.run_in_executor(None, self._traces.close)
         self._http.close()
-        self._log.info("stopped", failure=self._failure or None)
 
     async def _drain(self, *actors: Actor, seconds: float) -> None:
         """Waits until these actors have no work left, `seconds` have passed, or a second signal comes."""

@@ -1,17 +1,26 @@
 """The daemon on this host: its socket, who may connect, and its status."""
 
+import contextlib
 import grp
 import os
 import pwd
+import socket
 import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from kvd.doctor.finding import Finding, Level
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
+from kvd.net.unix import Credentials, credentials
+from kvd.protocol.address import POOLS
 from kvd.protocol.status import decode
 
+_SAME_USER: Final = (
+    "nothing, where they trust each other; else run each as a user of its own, with keys "
+    "(docs/security.md, Within a host)"
+)
 _SLOW: Final = "mend what it names, on both sides (`kvd doctor` there says more), and restart one of the two daemons"
 
 
@@ -33,6 +42,7 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
     if identity.pid == 0:
         text = "it runs in another PID namespace"
         findings.append(Finding("daemon", Level.NOTE, text, "run `kvd drain` in its container"))
+    findings.extend(_check_sharing(path, identity))
     if status.ready:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
     for name, reason in sorted(status.not_ready.items()):
@@ -57,6 +67,28 @@ def _check_mode(path: str, found: os.stat_result) -> Finding:
     if not os.access(path, os.R_OK | os.W_OK):
         return Finding("socket", Level.BROKEN, f"{text}: this user may not connect", f"join the group {group}")
     return Finding("socket", Level.OK, text)
+
+
+def _check_sharing(path: str, identity: Credentials) -> list[Finding]:
+    """Looks for daemons of the same user, in the socket's folder and beside it."""
+    own = Path(path).resolve()
+    found = (*own.parent.glob(f"*{POOLS}"), *own.parent.parent.glob(f"*/*{POOLS}"))
+    places = {place.resolve() for place in found} - {Path(f"{own}{POOLS}")}
+    others = sorted(str(place) for place in places if _serves(place, identity.uid))
+    if not others:
+        return []
+    text = f"user {identity.uid} also runs the daemon at {', '.join(others)}: what a daemon lends to another of its "
+    return [Finding("daemon", Level.NOTE, f"{text}user for reading, that one may write to", _SAME_USER)]
+
+
+def _serves(place: Path, uid: int) -> bool:
+    """Whether a process of this user, in our eyes, listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        with contextlib.suppress(OSError):
+            probe.connect(str(place))
+            return credentials(probe).uid == uid
+    return False
 
 
 def _name(lookup: Callable[[], str], number: int) -> str:

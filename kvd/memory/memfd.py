@@ -8,11 +8,13 @@ back to a restarted daemon.
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
+from kvd.memory.room import Room
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _THP_SHARE: Final = 0.9
@@ -83,8 +85,9 @@ class MemfdProvider:
 
     device: Final = ""
 
-    def __init__(self, backing: Backing = Backing.AUTO) -> None:
+    def __init__(self, backing: Backing = Backing.AUTO, room: Room | None = None) -> None:
         self._backing = backing
+        self._room = room or Room()
 
     def footprint(self, size: int) -> int:
         """Bytes of memory that a pool of `size` bytes takes: whole pages of 2 MiB."""
@@ -99,7 +102,7 @@ class MemfdProvider:
 
         Raises:
             BadRequest: `BAD_SPEC`, the size is not positive.
-            Unavailable: `OVERLOADED`, there is too little memory of the configured kind.
+            Unavailable: `OVERLOADED`, there is too little memory of the configured kind, for this process's cgroup too.
 
         """
         if size <= 0:
@@ -111,14 +114,11 @@ class MemfdProvider:
             except OSError as error:
                 if self._backing is Backing.HUGETLB:
                     raise Unavailable(ErrorCode.OVERLOADED, _no_hugetlb(name, length, error)) from error
-        if length > (available := _available_bytes()):
-            raise Unavailable(
-                ErrorCode.OVERLOADED, f"pool {name!r} needs {length} bytes of memory, {available} are available"
-            )
-        try:
-            pool = _create(name, size, huge=self._backing is not Backing.PLAIN)
-        except OSError as error:
-            raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
+        with self._room.taken(name, length) as count:
+            try:
+                pool = _create(name, size, huge=self._backing is not Backing.PLAIN, count=count)
+            except OSError as error:
+                raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
             raise Unavailable(ErrorCode.OVERLOADED, _no_thp(name, length))
@@ -149,10 +149,14 @@ class MemfdProvider:
             raise
 
 
-def _create(name: str, size: int, *, hugetlb: bool = False, huge: bool = False) -> MemfdPool:
+def _create(
+    name: str, size: int, *, hugetlb: bool = False, huge: bool = False, count: Callable[[int], None] | None = None
+) -> MemfdPool:
     kind = os.MFD_HUGETLB | os.MFD_HUGE_2MB if hugetlb else 0
     descriptor = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
     try:
+        if count is not None:
+            count(descriptor)
         os.ftruncate(descriptor, _file_length(size))
         os.fchmod(descriptor, 0o400)  # a peer that gets a read-only descriptor cannot open it again for writing
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
@@ -210,11 +214,6 @@ def _check(descriptor: int, size: int) -> None:
 
 def _file_length(size: int) -> int:
     return -(-size // HUGE_PAGE) * HUGE_PAGE
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
 
 
 def _no_hugetlb(name: str, length: int, error: OSError) -> str:

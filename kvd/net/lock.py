@@ -31,12 +31,20 @@ class PathLock:
             self.release()
             raise
 
-    def release(self) -> None:
-        """Removes the lock's file and drops it; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.unlink(self._path)
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def release(self, *sockets: str) -> None:
+        """Removes these sockets and the lock's file, and drops the lock; a second call does nothing.
+
+        If the lock's file is another one by now, somebody has removed ours and another daemon serves here: then all
+        stays as it is. What cannot be removed is replaced by whoever serves here next.
+        """
+        if self._descriptor < 0:
+            return
+        if _same_file(self._descriptor, self._path) or not os.path.lexists(self._path):
+            for path in (*sockets, self._path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     def _acquire(self, path: str) -> int:
         while True:

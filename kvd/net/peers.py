@@ -280,9 +280,7 @@ class PeerSockets:
             self._router = None
         self._context.term()
         if self._lock is not None and self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            self._lock.release()
+            self._lock.release(self._path)
             self._lock = None
 
     def _stop_guards(self) -> None:

@@ -1,6 +1,5 @@
 """The two local sockets of a daemon: sessions of workers (Unix stream) and their requests (ZMQ over ipc)."""
 
-import contextlib
 import itertools
 import os
 import socket
@@ -127,10 +126,7 @@ class WorkerSockets:
             os.close(self._process)
             self._process = -1
         if self._lock is not None:
-            for path in (self._path, self._zmq_path(self._path)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            self._lock.release()
+            self._lock.release(self._path, self._zmq_path(self._path))
             self._lock = None
 
     @staticmethod

@@ -29,7 +29,7 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"heartbeat": "0"}, r"heartbeat: .*greater than 0.*not '0'"),
+        ({"heartbeat": "0"}, r"heartbeat: .*greater than or equal to 0.01.*not '0'"),
         ({"memory": "gold"}, r"memory: .*'hugetlb'.*not 'gold'"),
         ({"name": "a b"}, r"name: .*pattern.*not 'a b'"),
         ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
@@ -146,3 +146,28 @@ def test_a_configuration_that_the_environment_names_must_be_there_and_be_toml(tm
     file.write_text("name = \n")
     with pytest.raises(BadRequest, match=f"{file}: Invalid value"):
         load({})
+
+
+NUMBERS = [name for name, field in Config.model_fields.items() if field.annotation in (int, float)]
+
+
+def bounds_of(name):
+    metadata = Config.model_fields[name].metadata
+    return [next(getattr(bound, end) for bound in metadata if hasattr(bound, end)) for end in ("ge", "le")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_a_range_and_an_error_that_names_it(name):
+    least, most = bounds_of(name)
+    for wrong in ("nan", "inf", "-inf", "1e18", str(most + 1), str(least - 1)):
+        with pytest.raises(BadRequest) as caught:
+            load({name: wrong})
+        assert caught.value.code is ErrorCode.BAD_CONFIG
+        assert f"{name}: " in caught.value.text
+        assert repr(wrong) in caught.value.text
+
+
+@pytest.mark.parametrize(("name", "value"), [("http", "127.0.0.1:65536"), ("dns_server", "10.0.0.1:99999")])
+def test_so_have_ports(name, value):
+    with pytest.raises(BadRequest, match=f"{name}: .*a port is at most 65535, not '{value}'"):
+        load({name: value})

@@ -1,7 +1,8 @@
 """Renders the Helm templates of this repository where there is no `helm`: the part of the template language they use.
 
-Known are `.Values.x.y`, `.Release.Name`, `$variable`, `if`, `not`, `range` over lists and maps, `define`, `include`,
-`quote`, and `nindent`; whatever else a template says raises. Whitespace is trimmed as Go does at `{{-` and `-}}`.
+Known are `.Values.x.y`, `.Release.Name`, `$variable`, `if`, `not`, `eq`, `range` over lists and maps, `define`,
+`include`, `quote`, and `nindent`; whatever else a template says raises. Whitespace is trimmed as Go does at `{{-` and
+`-}}`.
 """
 
 import json
@@ -98,6 +99,9 @@ class Renderer:
             return dot
         if text.startswith("not "):
             return not self._value(text[4:], dot, variables)
+        if text.startswith("eq "):
+            _, one, other = text.split()
+            return self._value(one, dot, variables) == json.loads(other)
         if text.startswith("$"):
             return variables[text[1:]]
         if not re.fullmatch(r"(\.\w+)+", text):

@@ -1,5 +1,6 @@
 """Single checks of the doctor, on hosts made of files."""
 
+import os
 import re
 import resource
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Level
 from kvd.doctor.memory import check_huge_pages, check_memlock
 from kvd.doctor.samehost import check_copy
+from tests.support.fleet import Fleet
+from tests.support.patience import PATIENCE
 
 MEMINFO = "HugePages_Total: 8\nHugePages_Free: {free}\nHugepagesize: 2048 kB\n"
 
@@ -87,3 +90,14 @@ def test_a_path_that_is_no_socket_is_broken(tmp_path: Path) -> None:
     mode, answer = check_daemon(str(tmp_path / "file"), 1.0)
     assert (mode.level, answer.level) == (Level.BROKEN, Level.BROKEN)
     assert "not a socket" in mode.text
+
+
+def test_daemons_that_share_a_user_are_named_with_what_that_means(fleet: Fleet) -> None:
+    one, other = fleet.daemon("one"), fleet.daemon("other")
+    other.serving()
+    one.serving()
+    (note,) = [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]
+    assert note.level is Level.NOTE
+    assert f"user {os.geteuid()} also runs the daemon at {other.socket}.pools: " in note.text
+    other.kill()  # its socket stays
+    assert not [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]

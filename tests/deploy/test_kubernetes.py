@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvd import limits
 from kvd.actors.gateway.policy import Policy, Rule
 from kvd.daemon.config import Config
 from tests.deploy.gotemplate import Renderer
@@ -25,7 +26,8 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
 CHART = KUBERNETES / "helm/kvd"
 VERSION = "1.34"
-GPU = {"rdma": {"enabled": True}, "gpuClaim": {"enabled": True}, "podMonitor": {"enabled": True}}
+ON = {"enabled": True}
+GPU = {"kvd": {"device": "cuda:0"}, "rdma": ON, "gpuClaim": ON, "podMonitor": ON}
 
 
 @cache
@@ -165,7 +167,14 @@ def test_vllm_may_attach_and_is_another_user_that_cannot_look_into_the_daemon(ma
     (volume,) = [volume for volume in pod(manifests)["volumes"] if volume["name"] == "workers"]
     assert volume["configMap"]["name"] == workers["metadata"]["name"]
     rules = msgspec.toml.decode(workers["data"]["workers.toml"], type=dict[str, list[Rule]])["workers"]
-    assert Policy(owner, rules).permit(user, owner, "vllm-0-0") is None
+    quota = Policy(owner, rules).permit(user, owner, "vllm-0-0")
+    devices = [entry["value"] for entry in sidecar(manifests)["env"] if entry["name"] == "KVD_DEVICE"]
+    limit = sidecar(manifests)["resources"]["limits"]["memory"]
+    if devices == ["cpu"]:
+        assert quota is not None
+        assert 0 < quota + limits.DAEMON_BYTES < int(limit.removesuffix("Gi")) * limits.GIB
+    else:
+        assert quota is None, "a GPU's memory is not the container's"
     assert "secret" not in json.dumps(engine)
 
 
@@ -194,6 +203,7 @@ def test_pods_of_a_node_share_a_folder_of_sockets_and_nothing_else(make: Any) ->
     assert beyond_restricted(spec) == ["sockets"]
     (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "sockets"]
     assert volume == {"name": "sockets", "hostPath": {"path": "/run/kvd-pods", "type": "Directory"}}
+    assert spec["hostUsers"] is False, "daemons that share a user may write to what they lend each other"
 
 
 def test_sockets_have_the_pods_name_so_that_pods_can_share_their_folder(manifests: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Daemons of one host that the kernel keeps apart: in PID and user namespaces of their own, or run as two users."""
 
 import asyncio
+import ctypes
 import errno
 import mmap
 import os
@@ -23,7 +24,7 @@ from kvd.protocol.export import Import
 from kvd.protocol.status import decode
 from kvd.transport.interface import Region
 from kvd.transport.samehost.transport import SameHostTransport
-from tests.e2e.test_other_user import as_nobody
+from tests.e2e.test_other_user import NOBODY, as_nobody
 from tests.support.fleet import Fleet
 from tests.support.keyring import Keyring
 from tests.support.patience import PATIENCE
@@ -38,6 +39,8 @@ pytestmark = [
 ]
 
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+CLONE_NEWUSER = 0x10000000
+PR_SET_DUMPABLE = 4
 USERS = {"p": 65533, "d": 65534}
 BLOCKS = list(range(32))
 SMALL = [40]
@@ -139,6 +142,16 @@ def write_in_vain(metadata):
         return [errno_of(attempt) for attempt in attempts]
 
 
+def write_in_vain_as_a_namesake(metadata):
+    """In a user namespace of its own, where this process has the number that the pool's owner has outside."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_DUMPABLE, 1) == 0  # else its own files in /proc are root's since it became this user
+    assert libc.unshare(CLONE_NEWUSER) == 0
+    Path("/proc/self/uid_map").write_text(f"0 {NOBODY} 1")
+    assert os.geteuid() == 0
+    return write_in_vain(metadata)
+
+
 def errno_of(attempt):
     try:
         attempt()
@@ -147,14 +160,16 @@ def errno_of(attempt):
     return 0
 
 
-async def test_what_a_daemon_of_another_user_imports_cannot_be_written_nor_opened_for_writing(folder):
+@pytest.mark.parametrize("attack", [write_in_vain, write_in_vain_as_a_namesake])
+async def test_what_a_daemon_of_another_user_imports_cannot_be_written_nor_opened_for_writing(folder, attack):
+    """Another user is also who has the same number in another user namespace, as in pods with `hostUsers: false`."""
     pool = MemfdProvider(Backing.PLAIN).allocate("pool", 1 << 20)
     os.pwrite(pool.descriptor, b"kept", 0)
     loop = asyncio.get_running_loop()
     transport = SameHostTransport("p", loop, str(folder / "p.pools"), host="this", threads=1, mode=0o666)
     transport.start(lambda _event: None)
     transport.register(1, Region(pool.base, pool.size, pool.descriptor, length=pool.length))
-    found = await asyncio.to_thread(as_nobody, write_in_vain, transport.metadata.hex())
+    found = await asyncio.to_thread(as_nobody, attack, transport.metadata.hex())
     assert found == [errno.EACCES, errno.EPERM, errno.EACCES, errno.EBADF]
     assert os.pread(pool.descriptor, 4, 0) == b"kept"
     transport.stop()

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fleet import send, until
 from tests.support.patience import PATIENCE
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 BLOCKS, BLOCK_BYTES = 256, 1 << 20
 IDS = list(range(BLOCKS))
@@ -26,6 +26,7 @@ def listens(path):
     return True
 
 
+@pytest.mark.slow
 def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet):
     # Over TCP, where a paused producer stalls a read.
     producer, consumer = fleet.far_daemon("p"), fleet.far_daemon("d", drain_grace="0.1")
@@ -66,3 +67,36 @@ def read_that_hangs(producer, prefill, decode, held):
         pause.close()
         decode.outcome(request)
     raise AssertionError("unreachable")
+
+
+def test_a_daemon_whose_copy_never_ends_ends_without_it_and_says_so(fleet, standin, monkeypatch):
+    standin.set(cpu_visible=1)
+    for name, value in standin.environment.items():
+        monkeypatch.setenv(name, value)
+    producer = fleet.daemon("p", device="cuda:0")
+    consumer = fleet.daemon("d", device="cuda:0", drain_grace="0.1")
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    ticket = prefill.call("offer", name="r", ids=[1])
+    standin.set(hold=1)
+    decode.call("pull", name="r", ticket=ticket, ids=[2], timeout=1.0)
+    assert decode.outcome("r")["quarantined"]
+    send(consumer.child, signal.SIGTERM)
+    assert consumer.child.wait(PATIENCE)
+    assert "the transport did not stop within 15 s; the process ends without that" in consumer.log.read_text()
+    for _ in until("the blocks are free, as the process has ended"):
+        if any(event["kind"] == "Freed" for event in decode.call("wait", timeout=1.0)):
+            break
+
+
+@pytest.mark.parametrize("gone", [".pools", ".pools.lock", ".peers", ".peers.lock", "*"])
+def test_a_daemon_whose_files_somebody_has_removed_stops_in_order(fleet, gone):
+    daemon = fleet.daemon("d")
+    daemon.serving()
+    worker = fleet.worker(daemon, "w")
+    for path in daemon.socket.parent.glob(f"{daemon.socket.name}{gone}"):
+        path.unlink()
+    send(daemon.child, signal.SIGTERM)
+    assert daemon.child.wait(PATIENCE)
+    assert '"event": "stopped"' in daemon.log.read_text()
+    assert "Traceback" not in daemon.log.read_text()
+    worker.kill()

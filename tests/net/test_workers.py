@@ -256,6 +256,27 @@ async def test_a_socket_or_a_locked_lock_that_another_user_laid_is_an_error_that
     os.unlink(path + ".lock")
 
 
+@pytest.mark.parametrize("gone", [".lock", "", ".zmq", "all"])
+async def test_files_that_somebody_has_removed_are_not_missed_when_the_daemon_stops(tmp_path: Path, gone: str) -> None:
+    daemon = Daemon(tmp_path)
+    for name in os.listdir(tmp_path) if gone == "all" else [f"kvd.sock{gone}"]:
+        os.unlink(tmp_path / name)
+    daemon.port.close()
+    daemon.port.close()
+
+
+async def test_a_daemon_whose_lock_was_removed_leaves_the_files_of_its_successor(tmp_path: Path) -> None:
+    first = Daemon(tmp_path)
+    os.unlink(first.path + ".lock")
+    second = Daemon(tmp_path)
+    first.port.close()
+    worker, _ = await second.session()
+    worker.close()
+    assert sorted(os.listdir(tmp_path)) == ["kvd.sock", "kvd.sock.lock", "kvd.sock.zmq"]
+    second.port.close()
+    assert os.listdir(tmp_path) == []
+
+
 class Valve:
     """An intake that admits as many frames as it was given."""
 

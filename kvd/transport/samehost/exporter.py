@@ -115,8 +115,7 @@ class Exporter:
         for export in self._exports.values():
             os.close(export.descriptor)
         self._exports.clear()
-        os.unlink(self._path)
-        self._lock.release()
+        self._lock.release(self._path)
 
     def _accepted(self, accepted: socket.socket) -> None:
         try:
