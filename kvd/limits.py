@@ -308,7 +308,9 @@ ROUTER_ATTEMPTS: Final = 3
 """Servers that fail before a request does: when more fail, the request is likelier at fault than they are."""
 
 ROUTER_REST_SECONDS: Final = 5.0
-"""A server that failed is chosen only if no other is there, for so long."""
+ROUTER_LONGEST_REST_SECONDS: Final = 120.0
+"""A server that failed is chosen only if no other is there, for so long, and each time for twice as long, up to this.
+One that hangs costs a request its deadline each time; one that was away is back in use so late."""
 
 ROUTER_AFFINITY_REQUESTS: Final = 4
 """How many more requests than the least busy server one that knows a prompt's beginning may have, and be chosen."""

@@ -50,7 +50,7 @@ class Body:
         try:
             data = data.removeprefix(codecs.BOM_UTF8)  # as vLLM reads it
             _check_size(data)
-            self.fields: Fields = _decode(data, Fields)
+            self.fields: Fields = decode(data, Fields)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
         if len(self.fields) > limits.ROUTER_FIELDS:
@@ -122,7 +122,7 @@ class Body:
         if name not in self.fields:
             return None
         try:
-            return _decode(self.fields[name], kind)
+            return decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
 
@@ -153,7 +153,7 @@ def _check_size(data: bytes) -> None:
     """
     if len(data) <= limits.ROUTER_FIELDS_BYTES:
         return
-    found: _Long = _decode(data, _Long)
+    found: _Long = decode(data, _Long)
     others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
     if others > limits.ROUTER_FIELDS_BYTES:
         text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
@@ -167,13 +167,13 @@ class _Prefilled(msgspec.Struct):
 def params_of(answer: bytes) -> msgspec.Raw | None:
     """`kv_transfer_params` of a prefill server's answer; None if it has none, or is no JSON object."""
     try:
-        params: msgspec.Raw = _decode(answer, _Prefilled).kv_transfer_params
+        params: msgspec.Raw = decode(answer, _Prefilled).kv_transfer_params
     except msgspec.DecodeError:
         return None
     return params.copy() if bytes(params).startswith(b"{") else None
 
 
-def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
     """`data` as `kind`.
 
     Raises:
@@ -184,6 +184,8 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
         return msgspec.json.decode(data, type=kind)
     except RecursionError as error:
         raise msgspec.DecodeError("it is nested too deeply") from error
+    except UnicodeDecodeError as error:  # of a field's name; values are looked into by servers
+        raise msgspec.DecodeError(f"it is no UTF-8: {error.reason}") from error
 
 
 def _raw(value: object) -> msgspec.Raw:

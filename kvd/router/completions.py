@@ -75,7 +75,7 @@ class Completions:
         headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
         try:
             async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
-                await self._router.answer(Request(request.path, body, headers, time.monotonic()), reply)
+                await self._router.answer(Request(request.path.rstrip("/"), body, headers, time.monotonic()), reply)
         except TimeoutError as error:
             text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
             raise BrokenOff(ErrorCode.DEADLINE, text) from error

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from kvd import limits
+from kvd.router.body import decode
 
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _NULL: Final = msgspec.Raw(b"null")
@@ -66,8 +67,8 @@ def _said(event: bytes) -> Said:
     if data in {b"", b"[DONE]"}:
         return Said.NOTHING
     try:
-        chunk = msgspec.json.decode(data, type=_Chunk)
-    except (msgspec.DecodeError, RecursionError):
+        chunk: _Chunk = decode(data, _Chunk)
+    except msgspec.DecodeError:
         return Said.SOMETHING
     if bytes(chunk.error) != bytes(_NULL):
         return Said.ERROR

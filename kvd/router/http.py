@@ -80,7 +80,7 @@ class HttpServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request of a client."""
-        match "GET" if request.method == "HEAD" else request.method, request.path:
+        match "GET" if request.method == "HEAD" else request.method, request.path.rstrip("/"):
             case "POST", "/v1/completions" | "/v1/chat/completions":
                 return await self._completions.handle(request)
             case "GET", "/v1/models":

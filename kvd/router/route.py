@@ -16,7 +16,7 @@ from kvd.router.cleanup import Cleanup
 from kvd.router.events import Said
 from kvd.router.metrics import Metrics
 from kvd.router.request import Client, Request
-from kvd.router.servers import Server, Servers, rest
+from kvd.router.servers import Server, Servers, ask, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class Attempts:
     """What earlier attempts left: who failed, and the offer of a prefill that no decode server is known to have."""
 
     tried: set[Server] = field(default_factory=set)
+    suspects: set[Server] = field(default_factory=set)
+    """Those of them that failed, unless the request is at fault."""
     params: msgspec.Raw | None = None
     prefill: Server | None = None
     refused_by: Server | None = None
@@ -92,8 +94,10 @@ class Router:
             raise
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
-        chosen = servers.choose(time.monotonic(), tried=attempts.tried, known_by=known_by)
+        now = time.monotonic()
+        chosen = servers.choose(now, tried=attempts.tried, known_by=known_by)
         assert chosen is not None  # noqa: S101  # `_may_retry` saw one
+        ask(chosen, now)
         return chosen
 
     async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
@@ -111,6 +115,7 @@ class Router:
         if attempts.params is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)
+        self._served(server, attempts)
         return True
 
     async def _prefill_answer(self, request: Request, server: Server) -> Whole:
@@ -130,6 +135,7 @@ class Router:
             if said is Said.ERROR:
                 text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
+            self._served(server, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
             if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
@@ -142,9 +148,19 @@ class Router:
             self._cleanup.release(request, attempts.params, avoided, attempts.refused_by)
             attempts.params = None
 
+    def _served(self, server: Server, attempts: Attempts) -> None:
+        """The request can be served: so those of this role that failed are at fault."""
+        served(server)
+        for suspect in [one for one in attempts.suspects if one.role == server.role]:
+            attempts.suspects.remove(suspect)
+            rest(suspect, time.monotonic())
+
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
-        rest(failure.server, time.monotonic())
         attempts.tried.add(failure.server)
+        if failure.lost:
+            rest(failure.server, time.monotonic())
+        else:
+            attempts.suspects.add(failure.server)
         self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
         logger.warning("%s", failure.text)
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_REST_SECONDS
+from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_LONGEST_REST_SECONDS, ROUTER_REST_SECONDS
 
 
 @dataclass(eq=False, slots=True)
@@ -18,6 +18,8 @@ class Server:
     """When it was last chosen, counted in choices."""
     rests_until: float = 0.0
     """Monotonic time until which it is chosen only if there is no other, since it failed."""
+    failures: int = 0
+    """Since it last served a request: how often it failed after it had rested."""
 
     @property
     def name(self) -> str:
@@ -60,5 +62,20 @@ class Servers:
 
 
 def rest(server: Server, now: float) -> None:
-    """Notes that it failed at the monotonic time `now`."""
-    server.rests_until = now + ROUTER_REST_SECONDS
+    """Notes that it failed at the monotonic time `now`: it rests, each time for twice as long until it serves again."""
+    if now < server.rests_until:
+        return  # for another one of the requests that it failed at once
+    server.failures += 1
+    pause = ROUTER_REST_SECONDS * 2.0 ** min(server.failures - 1, 10)
+    server.rests_until = now + min(pause, ROUTER_LONGEST_REST_SECONDS)
+
+
+def ask(server: Server, now: float) -> None:
+    """Notes that it gets a request. If it has failed, that one finds out whether it still does, and others wait."""
+    if server.failures:
+        rest(server, now)
+
+
+def served(server: Server) -> None:
+    """Notes that it served a request."""
+    server.failures, server.rests_until = 0, 0.0

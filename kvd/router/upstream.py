@@ -60,13 +60,17 @@ class Whole:
 class ServerFailed(Unavailable):
     """`server` gave no answer, a broken one, a 5xx or a 429. Raised only before any of its answer was passed on.
 
-    `answer`: what the client gets if nobody else serves it, instead of this error.
+    `answer`: what the client gets if nobody else serves it, instead of this error. `lost`: the server is at fault for
+    certain, since it cannot be reached or broke off; otherwise the request may be one that no server can serve.
     """
 
-    def __init__(self, code: ErrorCode, server: Server, what: str, *, answer: Whole | None = None) -> None:
+    def __init__(
+        self, code: ErrorCode, server: Server, what: str, *, answer: Whole | None = None, lost: bool = False
+    ) -> None:
         super().__init__(code, f"{server.name} {what}")
         self.server = server
         self.answer = answer
+        self.lost = lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +297,7 @@ def _failures_of(server: Server) -> Iterator[None]:
         raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time") from error
     except aiohttp.ClientConnectorError as error:
         text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text) from error
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerFailed(ErrorCode.PEER_LOST, server, f"broke off: {error or type(error).__name__}") from error
+        text = f"broke off: {error or type(error).__name__}"
+        raise ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True) from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import aiohttp
 import pytest
 
+from kvd import limits
 from kvd.cli.main import main
 from tests.router.scripted import BODY, DONE, PATH, decoded, prefilled, scripted
 
@@ -36,12 +38,15 @@ def test_wrong_flags_are_named(flags: list[str], said: str, capsys) -> None:
 @pytest.mark.real
 async def test_it_routes_until_sigterm() -> None:
     async with scripted(prefilled) as prefill, scripted(decoded) as decode:
-        command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", "127.0.0.1:0"]
+        command = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh", sys.executable]
+        command += ["-m", "kvd.cli.main", "router", "--listen", "127.0.0.1:0"]
         command += ["--prefill", prefill.url, "--decode", decode.url + "/"]
         router = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
         try:
             line = (await router.stderr.readline()).decode()
             url = re.search(r"routing on (http://127.0.0.1:\d+) between 1 prefill and 1 decode", line)[1]
+            soft, hard = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+            assert soft == min(hard, limits.ROUTER_OPEN_FILES)
             async with aiohttp.ClientSession() as session:
                 async with session.post(url + PATH, json=BODY) as response:
                     assert (await response.read()).endswith(DONE)

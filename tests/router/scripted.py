@@ -112,6 +112,10 @@ async def failing(server: Scripted, request: web.Request, body: dict[str, Any]) 
     return web.json_response({"error": {"message": "no KV", "code": 500}}, status=500)
 
 
+async def too_large(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"choices": ["x" * 2000], "kv_transfer_params": PARAMS})
+
+
 async def refusing(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
 

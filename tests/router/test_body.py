@@ -62,6 +62,8 @@ def test_numbers_keep_their_digits() -> None:
         (b"[1]", "no JSON object"),
         (b'{"x": %b}' % nested(100_000), "nested too deeply"),
         (b'{"n": %b}' % nested(100_000), "nested too deeply"),
+        (b'{"\xff": 0}', "no UTF-8"),
+        (b'{"n": "\xff"}', "n: "),
         (b'{"n": 0}', "n is 0"),
         (b'{"n": "x"}', "n: "),
         (b'{"n": 1025}', "n is 1025"),

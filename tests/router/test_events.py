@@ -50,6 +50,7 @@ def said(stream: bytes, cuts: list[int] = []) -> Said:  # noqa: B006
         pytest.param(chunk({"role": "assistant"}, finish_reason="stop"), Said.SOMETHING, id="role and end together"),
         pytest.param(b"data: hello\n\n", Said.SOMETHING, id="no JSON"),
         pytest.param(b"data: %b%b\n\n" % (b"[" * 5000, b"]" * 5000), Said.SOMETHING, id="what is nested too deeply"),
+        pytest.param(b'data: {"\xff": 0}\n\n', Said.SOMETHING, id="no UTF-8"),
         pytest.param(ERROR, Said.ERROR, id="an error"),
         pytest.param(PING + ROLE + ERROR + DONE, Said.ERROR, id="an error after the role"),
         pytest.param(ERROR.replace(b"data: ", b"data:"), Said.ERROR, id="without a space"),

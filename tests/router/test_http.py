@@ -80,6 +80,13 @@ async def test_the_models_are_those_of_a_decode_server() -> None:
         assert (status, json.loads(text)["error"]["code"]) == (502, "peer_lost")
 
 
+async def test_a_slash_at_the_end_of_a_path_changes_nothing() -> None:
+    async with routed([prefilled], [decoded]) as stage:
+        assert (await stage.ask(PATH + "/"))[0] == 200
+        assert stage.prefill[0].paths == stage.decode[0].paths == [PATH]
+        assert (await stage.get("/healthz/"))[0] == 200
+
+
 async def test_an_unknown_path_is_answered_with_those_that_there_are() -> None:
     async with routed([prefilled], [decoded]) as stage:
         status, text = await stage.get("/v1/embeddings")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -31,6 +32,7 @@ from tests.router.scripted import (
     routed,
     scripted,
     stalled,
+    too_large,
     vanishing,
     without_params,
 )
@@ -169,6 +171,46 @@ async def test_a_server_that_failed_rests(monkeypatch) -> None:
             assert (await stage.ask())[0] == 200
         assert len(stage.decode[0].bodies) == 1
         assert len(stage.decode[1].asked) == 4
+
+
+@pytest.mark.parametrize("bad", [failing, without_params, too_large, answering(429), hanging])
+async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, monkeypatch) -> None:
+    """It may be one that no server can serve: a client could put all to rest with it."""
+    monkeypatch.setattr(limits, "ROUTER_PREFILL_ANSWER_BYTES", 1000)
+
+    async def only_the_odd_one(server: Scripted, request, body):
+        return await (bad if body["prompt"] == "odd" else prefilled)(server, request, body)
+
+    async with routed([only_the_odd_one] * 4, [decoded], seconds=(0.5, 30)) as stage:
+        assert (await stage.ask(prompt="odd"))[0] >= 400
+        for number in range(8):
+            assert (await stage.ask(prompt=str(number)))[0] == 200
+        even = [len([body for body in server.bodies if body["prompt"] != "odd"]) for server in stage.prefill]
+        assert even == [2] * 4
+
+
+@pytest.mark.parametrize("bad", [vanishing, failing, without_params, too_large, answering(429), hanging])
+async def test_a_server_that_fails_what_another_one_serves_rests(bad, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_PREFILL_ANSWER_BYTES", 1000)
+    async with routed([bad, prefilled], [decoded], seconds=(0.5, 30)) as stage:
+        for _ in range(4):
+            assert (await stage.ask())[0] == 200
+        assert [len(server.bodies) for server in stage.prefill] == [1, 4]
+
+
+async def test_a_server_that_hangs_gets_one_request_after_each_of_its_pauses(monkeypatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
+    async with routed([hanging, prefilled], [decoded], seconds=(0.5, 30)) as stage:
+        for pause in (0.0, 1.0, 2.0, 4.0):
+            asked = len(stage.prefill[0].bodies)
+            now += pause * limits.ROUTER_REST_SECONDS
+            await asyncio.gather(*(stage.ask(prompt=f"{pause} {number}") for number in range(1 + 9 * (pause > 0))))
+            assert len(stage.prefill[0].bodies) == asked + 1
+            now += 0.9 * (pause or 0.5) * limits.ROUTER_REST_SECONDS
+            await stage.ask()
+            assert len(stage.prefill[0].bodies) == asked + 1
+            now -= 0.9 * (pause or 0.5) * limits.ROUTER_REST_SECONDS
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:

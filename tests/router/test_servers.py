@@ -1,10 +1,13 @@
 """Which server gets a request."""
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_REST_SECONDS
-from kvd.router.servers import Servers, rest
+from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_LONGEST_REST_SECONDS, ROUTER_REST_SECONDS
+from kvd.router.servers import Servers, ask, rest, served
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -52,6 +55,47 @@ def test_a_server_that_failed_is_chosen_only_if_no_other_is_there(loads, data) -
         rest(server, 0.0)
     assert (servers.choose(ROUTER_REST_SECONDS / 2) in failed) == (len(failed) == len(loads))
     assert servers.choose(ROUTER_REST_SECONDS).in_flight == min(loads)
+
+
+def test_a_server_that_fails_for_ever_is_asked_more_and_more_seldom() -> None:
+    bad, good = (servers := make([0, 0])).all
+    asked, now = [], 0.0
+    while now < 3600:
+        chosen = servers.choose(now, known_by=bad)
+        ask(chosen, now)
+        if chosen is bad:
+            asked.append(now)
+            now += 2  # until it fails
+            rest(bad, now)
+        else:
+            served(good)
+            now += 0.5
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert pauses[0] < pauses[1] < pauses[2]
+    assert max(pauses) == pytest.approx(ROUTER_LONGEST_REST_SECONDS, abs=3)
+    assert len(asked) < 40
+
+
+@given(st.lists(st.floats(0, 60), min_size=1, max_size=50).map(sorted))
+def test_requests_that_a_server_fails_at_once_count_once(ends) -> None:
+    (server,) = make([0]).all
+    for end in ends:
+        if end < ends[0] + ROUTER_REST_SECONDS:
+            rest(server, end)
+    assert server.failures == 1
+    assert server.rests_until == ends[0] + ROUTER_REST_SECONDS
+
+
+def test_one_request_finds_out_whether_a_server_still_fails_while_others_go_elsewhere() -> None:
+    bad, good = (servers := make([0, 0])).all
+    rest(bad, 0.0)
+    now = ROUTER_REST_SECONDS
+    chosen = [servers.choose(now, known_by=bad)]
+    ask(bad, now)
+    chosen += [servers.choose(now, known_by=bad) for _ in range(5)]
+    assert chosen == [bad] + [good] * 5
+    served(bad)
+    assert servers.choose(now, known_by=bad) is bad
 
 
 @given(LOADS, st.data())
