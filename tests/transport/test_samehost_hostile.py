@@ -5,9 +5,11 @@ import contextlib
 import fcntl
 import os
 import resource
+import signal
 import socket
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
 from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
-from kvd.transport.samehost.importer import import_pools
+from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
+from tests.support.patience import MOMENT
 
 SIZE = 2 << 20
 TOKEN = bytes(16)
@@ -105,9 +108,10 @@ def exporter_that_sends(path: Path, pools: list[ExportedPool], *, sparse: bool =
 
         def send() -> FrameStream:
             stream = FrameStream(listener.accept()[0])
-            for pool in pools:
-                stream.send(encode(pool), (descriptor,))
-            stream.send(encode(Exported(bytes(8), bytes(8))))
+            with contextlib.suppress(BrokenPipeError):  # whoever refuses a pool may have hung up already
+                for pool in pools:
+                    stream.send(encode(pool), (descriptor,))
+                stream.send(encode(Exported(bytes(8), bytes(8))))
             return stream
 
         with ThreadPoolExecutor(1) as thread:
@@ -158,21 +162,45 @@ async def test_exporters_that_do_not_answer_keep_no_other_work_waiting(tmp_path:
         assert agent.events.empty()  # so that did not wait for an import to fail
 
 
-def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: Path) -> None:
-    path = str(tmp_path / "x")
+@contextlib.contextmanager
+def import_in_a_queue(path: str) -> Iterator[tuple[socket.socket, "Future[ImportedPools]", int]]:
+    """A listener with a full queue, an import that waits for its turn there, and the thread that waits."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
         listener.bind(path)
         listener.listen(0)
+        listener.settimeout(MOMENT)
         other.connect(path)
         with ThreadPoolExecutor(1) as thread:
+            ident = thread.submit(threading.get_ident).result()
             importing = thread.submit(import_pools, ExportAddress("x", "this", path, TOKEN), map_host_pool)
             with pytest.raises(TimeoutError):
                 importing.result(timeout=0.1)
-            listener.accept()[0].close()
-            stream = FrameStream(listener.accept()[0])
-            stream.send(encode(Exported(bytes(8), bytes(8))))
-            importing.result().hang_up()
-            stream.close()
+            yield listener, importing, ident
+
+
+def serve_in_turn(listener: socket.socket, importing: "Future[ImportedPools]") -> None:
+    listener.accept()[0].close()
+    stream = FrameStream(listener.accept()[0])
+    stream.send(encode(Exported(bytes(8), bytes(8))))
+    importing.result().hang_up()
+    stream.close()
+
+
+def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: Path) -> None:
+    with import_in_a_queue(str(tmp_path / "x")) as (listener, importing, _):
+        serve_in_turn(listener, importing)
+
+
+def test_an_import_that_was_interrupted_in_a_queue_goes_on_waiting(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with import_in_a_queue(str(tmp_path / "x")) as (listener, importing, thread):
+            signal.pthread_kill(thread, signal.SIGUSR1)
+            with pytest.raises(TimeoutError):
+                importing.result(timeout=0.1)
+            serve_in_turn(listener, importing)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Path) -> None:

@@ -133,8 +133,7 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
     deadline = time.monotonic() + limits.IMPORT_SECONDS
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
-        connected.connect(address.path)
+        _connect(connected, address.path, deadline)
     except OSError as error:
         connected.close()
         why = error.strerror or error
@@ -155,6 +154,20 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
         pools.hang_up()
         raise
     return pools
+
+
+def _connect(connected: socket.socket, path: str, deadline: float) -> None:
+    """Waits until the exporter has room for one more that waits for it. Raises OSError."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
+    while True:
+        connected.connect(path)
+        try:
+            connected.getpeername()
+        except OSError:  # the wait was interrupted, as by SIGSTOP and SIGCONT: Python takes that for a connection
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            return
 
 
 def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
