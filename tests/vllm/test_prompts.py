@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,14 @@ async def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     adapters = [folder / "first", folder / "second"]
     for seed, adapter in enumerate(adapters):
         write_adapter(adapter, seed)
-    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--enable-prompt-embeds", "--lora-modules"]
+    flags = [
+        "--enable-log-requests",
+        "--enable-lora",
+        "--max-lora-rank",
+        str(RANK),
+        "--enable-prompt-embeds",
+        "--lora-modules",
+    ]
     flags += [f"{adapter.name}={adapter}" for adapter in adapters]
     pair = KvdPair(folder / "pair", models, MODEL)
     for server in (pair.prefill, pair.decode):
@@ -98,3 +106,14 @@ async def test_an_answer_for_another_prompt_of_the_same_tokens_is_refused(pair: 
     with pytest.raises(HttpError, match="500"):
         await complete(pair.decode.url, second | {"kv_transfer_params": params})
     assert "does the router mix up requests?" in pair.decode.log.read_text(errors="replace")
+
+
+async def test_the_logs_of_requests_show_no_ticket(pair: KvdPair) -> None:
+    body = make_body(MODEL, make_prompt(LENGTH, seed=5), TOKENS)
+    params = await prefill(pair.prefill.url, body)
+    await complete(pair.decode.url, body | {"kv_transfer_params": params})
+    for server in (pair.prefill, pair.decode):
+        log = server.log.read_text(errors="replace")
+        assert "'do_remote_" in log, "the requests are logged with their parameters"
+        assert re.findall(r"kvd1\.[A-Za-z0-9_-]+", log) == []
+    assert "'kvd_ticket': 'kvd1.(not shown)'" in pair.decode.log.read_text(errors="replace")

@@ -2,16 +2,19 @@
 
 import logging
 
+from kvd.engines.vllm.redaction import keep_tickets_out_of_logs
+
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes `KvdConnector` known to vLLM by name; a second call does nothing.
+    """Makes `KvdConnector` known to vLLM by name, and keeps its tickets out of the logs; a second call does nothing.
 
     It never raises: vLLM calls it wherever kvd is installed, also to serve without kvd, and starts only if it returns.
     """
     try:
         _register_connector()
+        keep_tickets_out_of_logs()
     except Exception as error:  # noqa: BLE001 - of a vLLM with another registry nothing is known
         logger.warning("KvdConnector is not registered, this vLLM is not 0.32 or 0.33: %r", error)
 

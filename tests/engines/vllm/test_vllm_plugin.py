@@ -1,16 +1,26 @@
 """What vLLM calls in each of its processes, wherever kvd is installed."""
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kvd.engines.vllm import plugin
+from kvd.engines.vllm import plugin, redaction
 from kvd.engines.vllm.plugin import register
 
 PACKAGE = "vllm.distributed.kv_transfer.kv_connector"
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is installed for good in a process of vLLM ends with the test."""
+    monkeypatch.setattr(redaction, "_installed", False)
+    factory = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(factory)
 
 
 def vllm_with(monkeypatch: pytest.MonkeyPatch, **factory: Any) -> None:
@@ -62,3 +72,31 @@ def test_a_vllm_whose_registry_is_another_one_starts_without_kvd(
     (record,) = caplog.records
     assert (record.name, record.levelname) == (plugin.__name__, "WARNING")
     assert "KvdConnector is not registered" in record.getMessage()
+
+
+TICKET = "kvd1.k5Sq-_8A"
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "logged"),
+    [
+        ("params: %s", ({"kvd_ticket": TICKET, "x": 1},), "params: {'kvd_ticket': 'kvd1.(not shown)', 'x': 1}"),
+        (f"cut short: {TICKET[:7]}", (), "cut short: kvd1.(not shown)"),
+        (f"two: {TICKET}, {TICKET}", (), "two: kvd1.(not shown), kvd1.(not shown)"),
+        ("%d", ("no number",), None),
+        ("100 %% of %s", ("nothing",), "100 % of nothing"),
+    ],
+)
+def test_tickets_do_not_reach_vllms_log(
+    monkeypatch: pytest.MonkeyPatch, message: str, arguments: tuple[Any, ...], logged: str | None
+) -> None:
+    vllm_with(monkeypatch, _registry={"KvdConnector": None})
+    register()
+    make = logging.getLogRecordFactory()
+    record = make("vllm.entrypoints.logger", logging.INFO, "logger.py", 1, message, arguments, None)
+    if logged is None:  # what logging cannot format either is left to it
+        assert (record.msg, record.args) == (message, arguments)
+    else:
+        assert record.getMessage() == logged
+    other = make("app", logging.INFO, "app.py", 1, TICKET, (), None)
+    assert other.getMessage() == TICKET, "other people's messages are not looked into"
