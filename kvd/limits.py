@@ -142,6 +142,9 @@ one only holds the offer while the request queues, one reads."""
 MAX_CONSUMERS: Final = 1024
 """Consumers that an offer may wait for before it ends; for more, make it without such an end."""
 
+MAX_PULLED_TICKETS: Final = 1024
+"""Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
+
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
 This bounds the work of answering: nobody guesses 128 bits."""

@@ -121,10 +121,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """VLLM added a request."""
         self._scheduler.arrived(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens a pull will bring, and whether it does so between steps."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens a pull will bring, None if that is not known yet, and whether it does so between steps."""
         tokens = self._scheduler.external(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """VLLM gave the request its blocks."""
@@ -136,7 +136,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did in this step."""
-        self._scheduler.received(connector_output.finished_recving or ())
+        self._scheduler.received(connector_output.finished_recving or (), connector_output.failed_recving)
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
             self._scheduler.set_endpoints(meta.endpoints)

@@ -1,11 +1,26 @@
 """The entry point in `vllm.general_plugins`, which vLLM calls in each of its processes."""
 
+import logging
+
+from kvd.engines.vllm.redaction import keep_tickets_out_of_logs
+
+logger = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Makes `KvdConnector` known to vLLM by name; a second call does nothing.
+    """Makes `KvdConnector` known to vLLM by name, and keeps its tickets out of the logs; a second call does nothing.
 
-    MultiConnector finds the class of its parts' statistics by name alone.
+    It never raises: vLLM calls it wherever kvd is installed, also to serve without kvd, and starts only if it returns.
     """
+    try:
+        _register_connector()
+        keep_tickets_out_of_logs()
+    except Exception as error:  # noqa: BLE001 - of a vLLM with another registry nothing is known
+        logger.warning("KvdConnector is not registered, this vLLM is not 0.32 or 0.33: %r", error)
+
+
+def _register_connector() -> None:
+    """MultiConnector finds the class of its parts' statistics by name alone."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415 - vLLM is there only inside of vLLM
         KVConnectorFactory,
     )

@@ -2,8 +2,9 @@
 
 On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. A
 request that is not scheduled at once has its offer held, by every rank's daemon (`take_metadata`). Once vLLM has given
-the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. On
-the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
+the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. Of
+several requests with one ticket (samples of one prompt) one pulls, and the others find its blocks in the prefix cache.
+On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
 
 The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
 token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
@@ -24,7 +25,7 @@ from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndp
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from kvd.layout import Window
-from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES
+from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
 _NULL_BLOCK = 0
@@ -60,6 +61,10 @@ class SchedulerSide:
         self._computed: dict[str, int] = {}
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
+        self._pulling: dict[str, str] = {}
+        """The request for which a ticket is pulled, by ticket: others with the same ticket wait for it."""
+        self._pulled: dict[int, None] = {}
+        """Hashes of tickets that were pulled, the latest last: others with the same find what is still in the cache."""
         self._metadata = StepMetadata()
         self._fresh: list[tuple[dict[str, Any], OfferOrder]] = []
         """This step's tickets, which vLLM has not sent yet."""
@@ -81,11 +86,13 @@ class SchedulerSide:
             if 0 < left_out < request.num_prompt_tokens and not request.get_skip_reading_prefix_cache():
                 _leave_out_last_tokens(request, left_out)
 
-    def external(self, request: Any, computed: int) -> int:
-        """How many tokens a pull will bring after the `computed` ones; 0 to compute them all."""
+    def external(self, request: Any, computed: int) -> int | None:
+        """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
         offered = self._params.get(request.request_id)
-        if offered is None:
+        if offered is None or self._is_here(offered):
             return 0
+        if offered.once and offered.ticket in self._pulling:
+            return None
         self._computed[request.request_id] = computed
         wanted: int = request.num_prompt_tokens - 1
         return max(0, min(offered.tokens, wanted) - computed)
@@ -106,6 +113,8 @@ class SchedulerSide:
         refused = offered.refused
         if len({part.group for part in missing}) < len(missing):
             refused = "the prefix cache holds blocks between the missing ones; kvd does not overwrite them"
+        if offered.once and not refused:
+            self._pulling[offered.ticket] = request.request_id
         self._metadata.pulls.append(
             PullOrder(
                 request.request_id,
@@ -128,6 +137,7 @@ class SchedulerSide:
         pull = self._loading.get(request.request_id)
         if pull is not None:
             self._metadata.cancels.append(pull)
+            self._not_pulled([request.request_id])
             return None
         if not transfer_params.is_producer(request.kv_transfer_params) or request.status.name not in _COMPLETE:
             return None
@@ -143,26 +153,34 @@ class SchedulerSide:
         name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
         order = OfferOrder(request.request_id, name, tokens, held, secret, consumers)
         self._metadata.offers.append(order)
-        params = transfer_params.write(self._ticket(order), tokens, self._prompt(request))
+        params = transfer_params.write(self._ticket(order), tokens, self._prompt(request), consumers)
         self._fresh.append((params, order))
         return params
 
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
-        for request, ticket in self._queued.items():
-            self._holds[request] = hold = self._name(request)
-            self._metadata.holds.append(HoldOrder(request, hold, ticket))
-        self._queued.clear()
+        for request, ticket in list(self._queued.items()):
+            if ticket not in self._pulling:
+                if not self._is_here(self._params[request]):
+                    self._holds[request] = hold = self._name(request)
+                    self._metadata.holds.append(HoldOrder(request, hold, ticket))
+                del self._queued[request]
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
     # --- from the workers -------------------------------------------------------------------------------------------
 
-    def received(self, requests: Iterable[str]) -> None:
-        """The blocks of these requests are no longer written to."""
+    def received(self, requests: Iterable[str], failed: Iterable[str] = ()) -> None:
+        """The blocks of these requests are no longer written to; loads of others, or of the same, have `failed`."""
+        self._not_pulled(failed)
         for request in requests:
             self._loading.pop(request, None)
+        for ticket in [ticket for ticket, request in self._pulling.items() if request not in self._loading]:
+            del self._pulling[ticket]
+            self._pulled[hash(ticket)] = None
+            if len(self._pulled) > MAX_PULLED_TICKETS:
+                del self._pulled[next(iter(self._pulled))]
 
     def set_endpoints(self, endpoints: dict[int, RankEndpoint]) -> None:
         """The daemons of these ranks became known or changed; tickets that are not sent yet name the new ones.
@@ -183,6 +201,15 @@ class SchedulerSide:
         return any(self._unsent.values())
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _is_here(self, offered: TransferParams) -> bool:
+        """Whether another request has pulled this ticket, whose offer then is over."""
+        return offered.once and hash(offered.ticket) in self._pulled
+
+    def _not_pulled(self, requests: Iterable[str]) -> None:
+        """These requests bring nothing: one of those that wait for their tickets may pull."""
+        gone = set(requests)
+        self._pulling = {ticket: request for ticket, request in self._pulling.items() if request not in gone}
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)

@@ -25,6 +25,8 @@ class TransferParams:
     ticket: str = field(repr=False)
     tokens: int
     refused: str = ""
+    once: bool = False
+    """Whether the offer ends when it has been pulled once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,17 @@ def consumers(params: Mapping[str, Any]) -> int:
     return number
 
 
-def write(ticket: str, tokens: int, prompt: Prompt) -> dict[str, Any]:
-    """The prefill engine's answer: a `ticket` for the cache of the first `tokens` tokens of `prompt`."""
+def write(ticket: str, tokens: int, prompt: Prompt, consumers: int = 1) -> dict[str, Any]:
+    """The prefill engine's answer: a `ticket` for the cache of the first `tokens` tokens of `prompt`.
+
+    It is for so many `consumers`.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvd_ticket": ticket,
         "kvd_prompt": prompt.checksum(tokens),
+        "kvd_consumers": consumers,
     }
 
 
@@ -143,4 +149,4 @@ def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
         ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
         refused = f"{ticket_is}, this prompt has {prompt.length} and {ours}; does the router mix up requests?"
         return TransferParams(text, prompt.length, refused + prompt.conditions)
-    return TransferParams(text, ticket.tokens)
+    return TransferParams(text, ticket.tokens, once=params.get("kvd_consumers", 1) == 1)

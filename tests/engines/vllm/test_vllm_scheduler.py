@@ -66,8 +66,8 @@ def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
     return made
 
 
-def prefilled(producer: SchedulerSide, tokens: int, *tables: list[int]) -> dict[str, Any]:
-    request = Request(list(range(tokens)), dict(PREFILL))
+def prefilled(producer: SchedulerSide, tokens: int, *tables: list[int], consumers: int = 1) -> dict[str, Any]:
+    request = Request(list(range(tokens)), PREFILL | {"kvd_consumers": consumers})
     producer.arrived(request)
     request.num_computed_tokens = request.num_prompt_tokens
     params = producer.finished(request, tables)
@@ -78,7 +78,9 @@ def prefilled(producer: SchedulerSide, tokens: int, *tables: list[int]) -> dict[
 def decoded(consumer: SchedulerSide, params: dict[str, Any], tokens: int, computed: int = 0) -> tuple[Request, int]:
     request = Request(list(range(tokens)), params)
     consumer.arrived(request)
-    return request, consumer.external(request, computed)
+    external = consumer.external(request, computed)
+    assert external is not None
+    return request, external
 
 
 def test_a_prefill_ends_in_an_offer_and_a_ticket_of_all_ranks() -> None:
@@ -273,6 +275,88 @@ def test_a_request_that_the_decode_server_rejected_lets_the_producer_go() -> Non
     assert consumer.finished(request, [[]]) is None
     (pull,) = consumer.take_metadata().pulls
     assert (pull.ticket, pull.blocks, pull.waits, pull.refused) == (params["kvd_ticket"], (), False, "")
+
+
+class Samples:
+    """Two requests of a decode engine with one ticket for nine tokens in blocks of four; the first one pulls."""
+
+    def __init__(self, consumers: int = 1) -> None:
+        self.scheduler, self.params = side(), prefilled(side(), 9, [3, 1, 2], consumers=consumers)
+        self.first = self.arrives("first")
+        self.second = self.arrives("second")
+        self.scheduler.allocated(self.first, [table(5, 6, 7)], self.scheduler.external(self.first, 0) or 0)
+
+    def arrives(self, name: str) -> Request:
+        request = Request(list(range(9)), self.params, request_id=name)
+        self.scheduler.arrived(request)
+        return request
+
+
+def test_of_several_requests_with_one_ticket_one_pulls_and_the_others_find_its_blocks_in_the_cache() -> None:
+    """An offer for one consumer ends with the first one's pull: the samples of one prompt share it."""
+    samples = Samples()
+    scheduler, second = samples.scheduler, samples.second
+    assert scheduler.external(second, 0) is None
+    metadata = scheduler.take_metadata()
+    assert (len(metadata.pulls), metadata.holds) == (1, [])
+    scheduler.received(["first"])
+    assert scheduler.external(second, 8) == 0
+    scheduler.allocated(second, [table(5, 6, 8, cached=2)], 0)
+    metadata = scheduler.take_metadata()
+    assert [(pull.request, pull.waits) for pull in metadata.pulls] == [("second", False)]
+    assert metadata.holds == []
+    assert scheduler.external(samples.arrives("a later one"), 0) == 0
+    assert scheduler.take_metadata().holds == []
+
+
+def test_requests_for_which_the_router_had_the_offer_stand_pull_each_for_itself() -> None:
+    samples = Samples(consumers=2)
+    assert samples.scheduler.external(samples.second, 0) == 8
+    samples.scheduler.received(["first"])
+    assert samples.scheduler.external(samples.second, 0) == 8
+
+
+def test_of_tickets_that_were_pulled_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.engines.vllm.scheduler.MAX_PULLED_TICKETS", 1)
+    samples = Samples()
+    samples.scheduler.received(["first"])
+    again = Request(list(range(9)), prefilled(side(), 9, [3, 1, 2]), request_id="again")
+    samples.scheduler.arrived(again)
+    samples.scheduler.allocated(again, [table(5, 6, 7)], 8)
+    samples.scheduler.received(["again"])
+    assert samples.scheduler.external(samples.second, 0) == 8
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["its load fails", "it is aborted"])
+def test_where_the_request_that_pulls_gets_nothing_the_next_one_pulls(fails: bool) -> None:
+    samples = Samples()
+    scheduler, second = samples.scheduler, samples.second
+    if fails:
+        scheduler.received(["first"], ["first"])
+    else:
+        scheduler.finished(samples.first, [[5, 6, 7]])
+    assert scheduler.external(second, 0) == 8
+    scheduler.received(["first"])
+    assert scheduler.external(second, 0) == 8
+    scheduler.allocated(second, [table(8, 9, 10)], 8)
+    scheduler.received(["second"])
+    assert scheduler.external(samples.arrives("third"), 0) == 0
+
+
+def test_a_request_that_waits_for_anothers_pull_and_gets_nothing_is_held_again() -> None:
+    samples = Samples()
+    assert samples.scheduler.take_metadata().holds == []
+    samples.scheduler.received(["first"], ["first"])  # the load failed
+    assert [hold.request for hold in samples.scheduler.take_metadata().holds] == ["second"]
+
+
+def test_a_prompt_that_another_ones_ticket_came_with_does_not_wait_for_its_pull() -> None:
+    samples = Samples()
+    other = Request([7] * 9, samples.params, request_id="mixed up")
+    samples.scheduler.arrived(other)
+    assert samples.scheduler.external(other, 0) == 8
+    samples.scheduler.allocated(other, [table(8, 9, 10)], 8)
+    assert [bool(pull.refused) for pull in samples.scheduler.take_metadata().pulls] == [False, True]
 
 
 def test_an_aborted_prefill_is_not_offered() -> None:

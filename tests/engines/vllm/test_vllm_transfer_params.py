@@ -37,6 +37,11 @@ def test_what_one_engine_writes_the_other_reads_after_a_router_has_carried_it_as
     assert (offered.ticket, offered.tokens, offered.refused) == (TICKET, 4, "")
 
 
+@pytest.mark.parametrize(("consumers", "once"), [(1, True), (2, False), (0, False)])
+def test_the_decode_engine_knows_whether_an_offer_ends_with_its_pull(consumers: int, once: bool) -> None:
+    assert read(write(TICKET, 4, prompt(TOKENS), consumers), prompt(TOKENS)).once is once
+
+
 @pytest.mark.parametrize("tokens", [[5, 6, 7, 9, 9], [5, 6, 7], []])
 def test_a_ticket_of_another_prompt_is_refused_and_kept_to_let_go_of_its_blocks(tokens: list[int]) -> None:
     offered = read(write(TICKET, 4, prompt(TOKENS)), prompt(tokens))

@@ -1,5 +1,6 @@
 """VLLM knows the connector by its name, also as a part of MultiConnector."""
 
+import logging
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -8,7 +9,9 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.entrypoints.serve.utils.request_logger import RequestLogger
 
 from kvd.engines.vllm import KvdConnector
 from kvd.engines.vllm.plugin import register
@@ -48,3 +51,14 @@ def test_what_multi_connector_received_of_this_one_becomes_its_statistics() -> N
     stats = received["KvdConnector"]
     assert isinstance(stats, KvdStats)
     assert stats.data == sent
+
+
+def test_vllms_request_log_shows_a_requests_parameters_without_the_ticket(caplog: pytest.LogCaptureFixture) -> None:
+    register()
+    caplog.set_level(logging.INFO, logger="vllm")
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    params = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_prefill": True, "kvd_ticket": "kvd1.secret"}})
+    RequestLogger(max_log_len=None).log_inputs("r", None, None, None, params, None)
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert "'do_remote_prefill': True, 'kvd_ticket': 'kvd1.(not shown)'" in caplog.text
+    assert "secret" not in caplog.text

@@ -1,8 +1,9 @@
-"""Prompts whose token ids do not say all, with LoRA adapters or of embeddings: another one's answer is refused."""
+"""Requests that are more than token ids: with LoRA adapters, of embeddings, for several samples."""
 
 import base64
 import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest_asyncio
 
 from tests.support.patience import NEVER_LOST
 from tests.vllm.same_tokens import assert_same
-from tests.vllm.testbed.catalog import make_prompt
-from tests.vllm.testbed.client import complete, make_body, prefill
-from tests.vllm.testbed.http import HttpError
+from tests.vllm.testbed.catalog import BLOCK, make_prompt
+from tests.vllm.testbed.client import PATH, complete, make_body, prefill
+from tests.vllm.testbed.http import HttpError, post
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.service import start_all, stop_all
 
@@ -72,7 +73,14 @@ async def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     adapters = [folder / "first", folder / "second"]
     for seed, adapter in enumerate(adapters):
         write_adapter(adapter, seed)
-    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--enable-prompt-embeds", "--lora-modules"]
+    flags = [
+        "--enable-log-requests",
+        "--enable-lora",
+        "--max-lora-rank",
+        str(RANK),
+        "--enable-prompt-embeds",
+        "--lora-modules",
+    ]
     flags += [f"{adapter.name}={adapter}" for adapter in adapters]
     pair = KvdPair(folder / "pair", models, MODEL)
     for server in (pair.prefill, pair.decode):
@@ -98,3 +106,27 @@ async def test_an_answer_for_another_prompt_of_the_same_tokens_is_refused(pair: 
     with pytest.raises(HttpError, match="500"):
         await complete(pair.decode.url, second | {"kv_transfer_params": params})
     assert "does the router mix up requests?" in pair.decode.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("length", [LENGTH, 3 * BLOCK, 3])
+async def test_several_samples_are_served_from_one_offer_also_where_the_router_does_not_say_how_many(
+    pair: KvdPair, length: int
+) -> None:
+    """One of them pulls; the others wait for it, and find its blocks in the prefix cache."""
+    prompt = make_prompt(length, seed=10 + length)
+    expected = await complete(pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone"))
+    body = make_body(MODEL, prompt, TOKENS, n=3, temperature=0.5, top_k=1)
+    params = await prefill(pair.prefill.url, body | {"n": 1})
+    choices = (await post(pair.decode.url, PATH, body | {"kv_transfer_params": params}))["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected.tokens] * 3
+
+
+async def test_the_logs_of_requests_show_no_ticket(pair: KvdPair) -> None:
+    body = make_body(MODEL, make_prompt(LENGTH, seed=5), TOKENS)
+    params = await prefill(pair.prefill.url, body)
+    await complete(pair.decode.url, body | {"kv_transfer_params": params})
+    for server in (pair.prefill, pair.decode):
+        log = server.log.read_text(errors="replace")
+        assert "'do_remote_" in log, "the requests are logged with their parameters"
+        assert re.findall(r"kvd1\.[A-Za-z0-9_-]+", log) == []
+    assert "'kvd_ticket': 'kvd1.(not shown)'" in pair.decode.log.read_text(errors="replace")

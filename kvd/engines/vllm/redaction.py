@@ -1,0 +1,42 @@
+"""Keeps tickets out of vLLM's logs: whoever has one may read what it names, until the offer has ended.
+
+vLLM prints the parameters of requests where it is asked to (`--enable-log-requests`) and where its engine dies, and has
+no hook for what should not be printed. So its messages are looked through as they are logged.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+_TICKET = re.compile(r"kvd1\.[A-Za-z0-9_-]+")
+"""A ticket, or as much of one as a log's bound left of it."""
+
+_installed = False
+
+
+def keep_tickets_out_of_logs() -> None:
+    """From now on; a second call does nothing."""
+    global _installed  # noqa: PLW0603 - of the process, as the factory is
+    if not _installed:
+        logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory()))
+        _installed = True
+
+
+def _redacting(make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
+    def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name.partition(".")[0] == "vllm":
+            _redact(record)
+        return record
+
+    return make_redacted
+
+
+def _redact(record: logging.LogRecord) -> None:
+    try:
+        message = record.getMessage()
+    except Exception:  # noqa: BLE001 - logging itself says what is wrong with the message, and goes on
+        return
+    if "kvd1." in message:
+        record.msg, record.args = _TICKET.sub("kvd1.(not shown)", message), ()
