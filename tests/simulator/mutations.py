@@ -391,7 +391,7 @@ def a_successor_that_dies_takes_the_pool_along(monkeypatch):
     monkeypatch.setattr(PoolsActor, "_stop_waiting", stop_waiting)
 
 
-@mutation(Promise.SURVIVES, first=687)
+@mutation(Promise.SURVIVES, first=352)
 def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 

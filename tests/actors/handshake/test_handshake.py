@@ -394,7 +394,7 @@ def test_a_handshake_that_fails_lets_the_next_begin(monkeypatch):
 
 def test_a_peer_is_met_at_once_while_many_of_another_key_wait_for_their_metadata_to_be_tried(stage):
     added = []
-    stage.dependencies.transport.add_peer = lambda agent, _metadata: added.append(agent)
+    stage.dependencies.transport.add_peer = lambda agent, *_: added.append(agent)
     key, links = "ab" * 32, stage.dependencies.peer_port.links
     hostile = tuple(TicketRank("peer", f"tcp://h{n}:1#{key}", 0, "there", "o", 0, SECRET) for n in range(48))
     stage.pull("h", (), ticket=Ticket(4, hostile, ((Span(0, 0, ids(0)),),)).encode(), timeout=60.0)
