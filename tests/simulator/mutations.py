@@ -223,7 +223,7 @@ def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
     monkeypatch.setattr(pulls.Transfer, "is_stamped", property(names_lease))
 
 
-@mutation(Promise.FENCED, first=293, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=1355, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -454,7 +454,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 2720,
+    "MAX_CLAIMS_PER_OFFER": 4000,
     "MAX_CLAIMS_WAITING": 84,
     "MAX_HANDSHAKES": 54,
     "MAX_REQUESTS_PER_WORKER": 120,
