@@ -31,10 +31,12 @@ from tests.router.scripted import (
     routed,
     scripted,
     stalled,
+    streaming,
     too_large,
     vanishing,
     without_params,
 )
+from tests.support.patience import PATIENCE
 
 
 async def test_a_stream_passes_byte_for_byte_in_order() -> None:
@@ -410,6 +412,44 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
         assert body["kv_transfer_params"] == PARAMS
         assert (body["max_tokens"], body["n"], body["stream"]) == (1, 2, True)
     assert stage.server._router._cleanup._tasks == set()
+
+
+async def test_a_release_does_not_end_before_the_engine_has_it(monkeypatch) -> None:
+    """VLLM sends the head of an answer, and gives its engine the request only then."""
+    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", PATIENCE)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        stream = await streaming(request)
+        begun.set()
+        await go_on.wait()
+        await stream.write(event(0))
+        await asyncio.Event().wait()
+
+    async with routed([prefilled], [answering(400), late]) as stage:
+        assert (await stage.ask())[0] == 400
+        await begun.wait()
+        for _ in range(10):
+            await stage.get("/healthz")
+        assert stage.decode[1].aborted == 0
+        go_on.set()
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+async def test_a_release_whose_engine_is_slow_ends_after_a_moment(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", 0.1)
+
+    async def slow(server: Scripted, request, body):
+        await streaming(request)
+        await asyncio.Event().wait()
+
+    async with routed([prefilled], [answering(400), slow]) as stage:
+        assert (await stage.ask())[0] == 400
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
 async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:
