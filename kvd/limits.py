@@ -338,6 +338,10 @@ be released, which that of an engine aborted in its last step cannot."""
 ROUTER_RELEASE_SECONDS: Final = 10.0
 """For a decode server to take the request that releases an offer."""
 
+ROUTER_TAKEN_SECONDS: Final = 1.0
+"""After the head of its answer: vLLM gives its engine the request milliseconds later, and drops it if its client leaves
+before that. For so long it may go on to load the blocks."""
+
 ROUTER_PROBE_SECONDS: Final = 2.0
 """For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
 

@@ -3,13 +3,16 @@
 An engine that is told to abort a prefill in its last step ends it all the same, and holds the offered blocks until
 their ttl, because the answer with the ticket reaches nobody. So a prefill gets a moment to end. Then a decode server is
 sent the request and aborts it, which releases the offer. The same is done where a decode server has not begun its
-answer: it may have ended the request before its engine had it. If it let go of the offer, that does no harm.
+answer: it may have ended the request before its engine had it. If it let go of the offer, that does no harm. For the
+same reason a release gets a moment after the head of its answer, which vLLM sends before its engine has the request.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Coroutine
+from http import HTTPStatus
 
 import msgspec
 
@@ -18,7 +21,7 @@ from kvd.router.body import params_of
 from kvd.router.metrics import Metrics
 from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
-from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
+from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,16 @@ class Cleanup:
                     asyncio.timeout(limits.ROUTER_RELEASE_SECONDS),
                     self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
                 ):
-                    outcome = "done" if answer.status == 200 else "failed"  # its head: the engine has the request
+                    if answer.status == HTTPStatus.OK:
+                        await _taken(answer)
+                        outcome = "done"
             except (ServerFailed, TimeoutError) as error:
                 logger.warning("an offer was not released, and ends by its ttl: %s", error)
         self._metrics.releases.labels(outcome).inc()
+
+
+async def _taken(answer: Answer) -> None:
+    """Waits until the engine has the request: for its first event, or, if it queues or loads, for a moment."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limits.ROUTER_TAKEN_SECONDS):
+            await answer.part()

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import io
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
-from types import SimpleNamespace
-from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -18,8 +17,9 @@ from kvd.errors import ErrorCode, Unavailable
 from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
 
-_HOP_BY_HOP = frozenset(
+_NOT_PASSED_ON = frozenset(
     {
+        # of the client's connection alone:
         "accept-encoding",  # answers are passed on as they are, and looked into
         "connection",
         "content-length",
@@ -32,6 +32,10 @@ _HOP_BY_HOP = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        # not for clients to set:
+        "content-encoding",  # bodies are written anew, and not encoded
+        "x-data-parallel-rank",  # of vLLM
+        "x-vllm-priority",
     }
 )
 
@@ -39,13 +43,8 @@ _HOP_BY_HOP = frozenset(
 _FOR_CLIENTS = ("Content-Type", "Retry-After")
 """The headers of an answer that are passed on."""
 
-_OF_OPERATORS = frozenset(
-    {
-        "content-encoding",  # bodies are written anew, and not encoded
-        "x-data-parallel-rank",  # which rank of vLLM's: where load is spread is not for clients to say
-        "x-vllm-priority",  # before all others
-    }
-)
+_FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
+"""What aiohttp raises if a server fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +83,15 @@ class Timeouts:
 
 
 class Sent:
-    """Whether a request has left, or begun to, and whether on a connection that was kept."""
+    """Whether a server may have got a request, and whether on a connection that was kept."""
 
     def __init__(self) -> None:
         self.whole = False
         self.reused = False
+
+
+_sending: ContextVar[Sent] = ContextVar("_sending")
+"""What is being sent; whoever makes a connection for it knows nothing else of it."""
 
 
 class Answer:
@@ -126,7 +129,7 @@ class Answer:
             ServerFailed: It says nothing, is broken off or late.
 
         """
-        if self._response.content_type == "text/event-stream":
+        if self.headers["Content-Type"].lower().startswith("text/event-stream"):
             said, first = await self._first_event()
         else:
             first = await self.part()
@@ -136,11 +139,15 @@ class Answer:
         return said, first
 
     async def _first_event(self) -> tuple[Said, bytes]:
-        beginning, said = Beginning(), Said.NOTHING
-        with _failures_of(self._server):
-            async with asyncio.timeout_at(self._deadline):  # comments are no progress
-                while said is Said.NOTHING and (part := await self._response.content.readany()):
-                    said = beginning.add(part)
+        beginning = Beginning()
+        said = beginning.add(await self.part())  # as a rule that is enough
+        if said is Said.NOTHING:
+            try:
+                async with asyncio.timeout_at(self._deadline):  # comments are no progress
+                    while said is Said.NOTHING and (part := await self.part()):
+                        said = beginning.add(part)
+            except TimeoutError as error:
+                raise _failure(self._server, error) from error
         return said, bytes(beginning.held)
 
     async def part(self) -> bytes:
@@ -150,8 +157,10 @@ class Answer:
             ServerFailed: It is broken off or late.
 
         """
-        with _failures_of(self._server):
+        try:
             return await self._response.content.readany()
+        except _FAILURES as error:
+            raise _failure(self._server, error) from error
 
 
 class Upstream:
@@ -165,9 +174,6 @@ class Upstream:
         self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
-        tracing = aiohttp.TraceConfig()
-        tracing.on_request_chunk_sent.append(_note_sent)
-        tracing.on_connection_reuseconn.append(_note_reused)
         self._session = aiohttp.ClientSession(
             # What is in flight, and the releases, bound the connections.
             connector=aiohttp.TCPConnector(
@@ -177,7 +183,6 @@ class Upstream:
             auto_decompress=False,
             read_bufsize=limits.ROUTER_CHUNK_BYTES,
             headers={"Accept-Encoding": "identity"},
-            trace_configs=[tracing],
         )
         return self
 
@@ -199,7 +204,7 @@ class Upstream:
 
         A decode server's answer that is not `streamed` has no deadline here: nothing of it comes before the last token.
 
-        `sent` tells, also while this is cancelled, whether the server got the whole request.
+        `sent` tells, also if this fails, whether the server may have got the request.
 
         Raises:
             ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx or a 429.
@@ -208,8 +213,10 @@ class Upstream:
         begun = asyncio.get_running_loop().time()
         with server.busy():
             timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
-            with _failures_of(server):
+            try:
                 response = await self._posted(server.url + path, body, headers, sent, timing)
+            except _FAILURES as error:
+                raise _failure(server, error) from error
             try:
                 answer = Answer(server, response, begun, self._first)
                 if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
@@ -223,19 +230,26 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """The answer's head. What a kept connection that the server closes just then has swallowed is sent again."""
         while True:
-            sent.reused = False
+            sent.reused = True
+            _sending.set(sent)
             try:
-                return await self._session.post(
+                response = await self._session.post(
                     url,
                     data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
                     headers=headers,
                     timeout=timing,
                     allow_redirects=False,
-                    trace_request_ctx=sent,
                 )
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not sent.reused:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                raise  # it has not got the request
+            except _FAILURES as error:
+                sent.whole = True
+                closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+                if not (closed and sent.reused):
                     raise
+            else:
+                sent.whole = True
+                return response
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
@@ -244,22 +258,25 @@ class Upstream:
             ServerFailed: It does not.
 
         """
-        with _failures_of(server):
+        try:
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
                 return response.status, await response.read()
+        except _FAILURES as error:
+            raise _failure(server, error) from error
 
 
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | _OF_OPERATORS | named)
-    passed = CIMultiDict(kept)
+    dropped = _NOT_PASSED_ON.union(name.strip().lower() for name in headers.get("Connection", "").split(","))
+    passed = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
     passed["Content-Type"] = "application/json"
     return passed
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """One that notices when the other host is no more there, though nothing is to be sent."""
+    if sent := _sending.get(None):
+        sent.reused = False
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     seconds = limits.ROUTER_PROBES * limits.ROUTER_SILENT_SECONDS
@@ -271,17 +288,6 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _chunk: Any) -> None:
-    """A large body has several, of which the first counts: how much of it the server got is not known."""
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.whole = True
-
-
-async def _note_reused(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.reused = True
-
-
 def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
     said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
     whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
@@ -289,15 +295,12 @@ def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
     return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=whole)
 
 
-@contextlib.contextmanager
-def _failures_of(server: Server) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time") from error
-    except aiohttp.ClientConnectorError as error:
-        text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True) from error
-    except (aiohttp.ClientError, OSError) as error:
-        text = f"broke off: {error or type(error).__name__}"
-        raise ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True) from error
+def _failure(server: Server, error: Exception) -> ServerFailed:
+    match error:
+        case TimeoutError():
+            return ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time")
+        case aiohttp.ClientConnectorError():
+            text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
+        case _:
+            text = f"broke off: {error or type(error).__name__}"
+    return ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True)

@@ -32,6 +32,7 @@ from tests.router.scripted import (
     routed,
     scripted,
     stalled,
+    streaming,
     too_large,
     vanishing,
     without_params,
@@ -183,6 +184,7 @@ async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, m
 
     async with routed([only_the_odd_one] * 4, [decoded], seconds=(0.5, 30)) as stage:
         assert (await stage.ask(prompt="odd"))[0] >= 400
+        stage.server._upstream._prefill = aiohttp.ClientTimeout()
         for number in range(8):
             assert (await stage.ask(prompt=str(number)))[0] == 200
         even = [len([body for body in server.bodies if body["prompt"] != "odd"]) for server in stage.prefill]
@@ -192,16 +194,16 @@ async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, m
 @pytest.mark.parametrize("bad", [vanishing, failing, without_params, too_large, answering(429), hanging])
 async def test_a_server_that_fails_what_another_one_serves_rests(bad, monkeypatch) -> None:
     monkeypatch.setattr(limits, "ROUTER_PREFILL_ANSWER_BYTES", 1000)
-    async with routed([bad, prefilled], [decoded], seconds=(0.5, 30)) as stage:
+    async with routed([bad, prefilled], [decoded], seconds=(3, 30)) as stage:
         for _ in range(4):
             assert (await stage.ask())[0] == 200
         assert [len(server.bodies) for server in stage.prefill] == [1, 4]
 
 
-async def test_a_server_that_hangs_gets_one_request_after_each_of_its_pauses(monkeypatch) -> None:
+async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pauses(monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
-    async with routed([hanging, prefilled], [decoded], seconds=(0.5, 30)) as stage:
+    async with routed([failing, prefilled], [decoded]) as stage:
         for pause in (0.0, 1.0, 2.0, 4.0):
             asked = len(stage.prefill[0].bodies)
             now += pause * limits.ROUTER_REST_SECONDS
@@ -281,7 +283,7 @@ async def test_servers_that_are_overloaded_make_the_router_so() -> None:
 @pytest.mark.parametrize("bad", [hanging, vanishing, failing, empty])
 async def test_an_offer_is_released_that_a_decode_server_got_and_did_not_answer(bad) -> None:
     """It may have ended the request before its engine had it, which then lets go of nothing."""
-    async with routed([prefilled], [bad, decoded], seconds=(30, 0.5)) as stage:
+    async with routed([prefilled], [bad, decoded], seconds=(30, 3)) as stage:
         assert (await stage.ask())[0] == 200
         await stage.decode[1].until(lambda server: len(server.releases) == 1)
         assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
@@ -417,6 +419,44 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
         assert body["kv_transfer_params"] == PARAMS
         assert (body["max_tokens"], body["n"], body["stream"]) == (1, 2, True)
     assert stage.server._router._cleanup._tasks == set()
+
+
+async def test_a_release_does_not_end_before_the_engine_has_it(monkeypatch) -> None:
+    """VLLM sends the head of an answer, and gives its engine the request only then."""
+    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", 600.0)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        stream = await streaming(request)
+        begun.set()
+        await go_on.wait()
+        await stream.write(event(0))
+        await asyncio.Event().wait()
+
+    async with routed([prefilled], [answering(400), late]) as stage:
+        assert (await stage.ask())[0] == 400
+        await begun.wait()
+        for _ in range(10):
+            await stage.get("/healthz")
+        assert stage.decode[1].aborted == 0
+        go_on.set()
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+async def test_a_release_whose_engine_is_slow_ends_after_a_moment(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", 0.1)
+
+    async def slow(server: Scripted, request, body):
+        await streaming(request)
+        await asyncio.Event().wait()
+
+    async with routed([prefilled], [answering(400), slow]) as stage:
+        assert (await stage.ask())[0] == 400
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
 async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:

@@ -8,8 +8,11 @@ import pytest
 import pytest_asyncio
 
 from kvd.router.body import Body
-from kvd.router.servers import Server
-from kvd.router.upstream import Sent, Timeouts, Upstream, passed_on
+from kvd.router.cleanup import Cleanup
+from kvd.router.metrics import Metrics
+from kvd.router.request import Request
+from kvd.router.servers import Servers
+from kvd.router.upstream import Timeouts, Upstream, passed_on
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
@@ -96,13 +99,13 @@ async def test_clients_that_disconnect_leave_nothing(routed: Routed) -> None:
 
 
 async def test_an_offer_that_no_decode_server_took_is_released(routed: Routed) -> None:
-    asked = make_body(MODEL, make_prompt(700, seed=3), TOKENS)
-    params = msgspec.Raw(msgspec.json.encode(await prefill(routed.pair.prefill.url, asked)))
-    body = Body(msgspec.json.encode(asked)).for_release(params)
-    decode = Server("decode", routed.pair.decode.url)
-    async with (
-        Upstream(Timeouts(60, 60)) as upstream,
-        upstream.post(decode, PATH, body, passed_on({}), Sent()) as answer,
-    ):
-        assert answer.status == 200
+    decode = Servers("decode", [routed.pair.decode.url])
+    async with Upstream(Timeouts(60, 60)) as upstream:
+        cleanup = Cleanup(decode, upstream, Metrics(decode.all))
+        for number in range(10):
+            asked = make_body(MODEL, make_prompt(700, seed=30 + number), TOKENS)
+            params = msgspec.Raw(msgspec.json.encode(await prefill(routed.pair.prefill.url, asked)))
+            request = Request(PATH, Body(msgspec.json.encode(asked)), passed_on({}), 0.0)
+            cleanup.release(request, params, tried=(), refused_by=None)
+            await cleanup.close()
     await routed.nothing_is_held()
