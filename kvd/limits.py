@@ -42,6 +42,17 @@ largest specs at once, two of the largest tickets."""
 MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
 """The same of all users but root and the daemon's own: some have thousands of user ids."""
 
+RESERVED_DESCRIPTORS: Final = 64
+"""The last ones that the process may have (an eighth, if that is fewer): no connection gets them, for pools, pidfds and
+logs must."""
+
+MAX_CLOSING_PER_USER: Final = 64
+"""Descriptors that processes of one user passed and that are not closed yet, as that may take for ever. With more its
+connections are refused."""
+
+MAX_CLOSING_USERS: Final = 64
+"""Users with a thread of their own that closes such descriptors; all others share one."""
+
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms of the loop."""
 

@@ -277,14 +277,16 @@ class Driver:
             self._connection.open(self._attach, kept)
             self._watch(self._connection.filenos())
         except OSError as error:
-            self._not_connected(error, now)
+            self._not_connected(error.strerror or str(error), now)
+        except Unavailable as error:
+            self._not_connected(error.text, now)
         if self._connection.daemon_exited():
             self.core.on_daemon_gone()
 
-    def _not_connected(self, error: OSError, now: float) -> None:
+    def _not_connected(self, why: str, now: float) -> None:
         if self._connection.phase is not Phase.DOWN:
             self._connection.drop()
-        self._last_error = Unavailable(ErrorCode.DAEMON_LOST, f"cannot connect to {self._path}: {error.strerror}")
+        self._last_error = Unavailable(ErrorCode.DAEMON_LOST, f"cannot connect to {self._path}: {why}")
         self._back_off(now)
 
     def _back_off(self, now: float) -> None:

@@ -100,8 +100,9 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
-        self._open(loop, provider)
-        self._build(loop, provider, policy.Policy(os.geteuid(), rules))
+        workers = policy.Policy(os.geteuid(), rules)
+        self._open(loop, provider, workers)
+        self._build(loop, provider, workers)
         self._watchdog = Watchdog(
             loop,
             _ROUND_SECONDS,
@@ -130,7 +131,7 @@ class Daemon:
         self._directory.stop()
         await self._shut_down()
 
-    def _open(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider) -> None:
+    def _open(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, workers: policy.Policy) -> None:
         """Opens the transport and the sockets."""
         config = self.config
         identity = f"{config.name}#{self.incarnation}"
@@ -144,7 +145,9 @@ class Daemon:
             mode=0o666 if self._trust or config.insecure else 0o600,  # peers of other users; they show a token
         )
         self._transport = RoutedTransport(same_host, self._open_network(identity, loop))
-        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._worker_sockets = WorkerSockets(
+            str(config.socket), mode=int(config.socket_mode, 8), may_pass=workers.may_attach
+        )
         self._peer_sockets = PeerSockets(
             config.listen,
             identity.encode(),

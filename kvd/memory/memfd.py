@@ -11,6 +11,7 @@ import os
 from enum import StrEnum
 from typing import Final
 
+from kvd import foreign
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 
@@ -92,7 +93,7 @@ class MemfdProvider:
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that is not needed."""
-        os.close(descriptor)
+        foreign.close((descriptor,))
 
     def allocate(self, name: str, size: int) -> MemfdPool:
         """A new pool of `size` bytes, zeroed, faulted in and sealed.
@@ -134,6 +135,7 @@ class MemfdProvider:
         """
         try:
             _check(descriptor, size)
+            foreign.kept(descriptor)
             try:
                 mapping = Mapping(descriptor, _file_length(size))
             except OSError as error:
@@ -145,7 +147,7 @@ class MemfdProvider:
                 mapping.close()
                 raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
         except (BadRequest, Unavailable):
-            os.close(descriptor)
+            foreign.close((descriptor,))
             raise
 
 

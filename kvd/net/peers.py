@@ -27,11 +27,13 @@ import zmq
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
+from kvd.net.local.listener import hang_up
 from kvd.net.lock import PathLock
 from kvd.net.options import Kind, apply
 from kvd.net.pump import SocketPump
+from kvd.net.stream import no_descriptor
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
-from kvd.net.unix import MAX_PATH_BYTES, WITNESS, created_with, credentials, user_of
+from kvd.net.unix import MAX_PATH_BYTES, WITNESS, created_with, credentials, take_descriptors, user_of
 
 _ADDRESS = re.compile(
     r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s]+\.peers))"
@@ -188,7 +190,7 @@ class PeerSockets:
             BadRequest: `BAD_TICKET`, the address is malformed, or has a `#key` although we do not use CURVE or none
                 although we do; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
                 user's daemon on this host, or one reached over TCP while we listen on a Unix socket.
-            Unavailable: `OVERLOADED`, no socket can be made for another peer.
+            Unavailable: `OVERLOADED`, no socket or no descriptor can be had for another peer.
 
         """
         on_event = self._on_event
@@ -308,15 +310,21 @@ def _check_own(address: str) -> re.Match[str]:
 
 def _check_user(path: str) -> None:
     """Refuses a path where another user listens; if nobody does yet, each answer is checked instead."""
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-            user = credentials(probe).uid
-        except PermissionError:
-            user = -1
-        except OSError:
-            return
+    try:
+        probe = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    except OSError as error:
+        raise no_descriptor(error) from error
+    probe.setblocking(False)
+    take_descriptors(probe, take=False)
+    try:
+        probe.connect(path)
+        user = credentials(probe).uid
+    except PermissionError:
+        user = -1
+    except OSError:
+        return
+    finally:
+        hang_up(probe)
     if user != os.geteuid():
         who = f"as user {user}" if user >= 0 else "as another user"
         raise BadRequest(

@@ -19,6 +19,12 @@ WITNESS: Final = "Peer-Address"
 _SO_PEERPIDFD: Final = 77
 """A pidfd of whoever connected, in whichever PID namespace; since Linux 6.5."""
 
+_SO_PASSRIGHTS: Final = 83
+"""Whether a socket takes descriptors; since Linux 6.16. Connections have it from the listener that they connect to."""
+
+MAX_PASSED: Final = 253
+"""Descriptors that the kernel passes with one message."""
+
 _UCRED: Final = struct.Struct("=iII")
 
 
@@ -33,6 +39,20 @@ class Credentials(NamedTuple):
 def credentials(connected: socket.socket) -> Credentials:
     """Who was at the other end when the connection was made; if we connected, who listened."""
     return Credentials(*_UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def take_descriptors(sock: socket.socket, *, take: bool) -> bool:
+    """Says whether a socket takes descriptors; False if this kernel lets it take all.
+
+    Refused ones fail at their sender with EPERM; none is ever closed here. An unaccepted connection is its listener's.
+    """
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, int(take))
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        return False
+    return True
 
 
 class Party(NamedTuple):

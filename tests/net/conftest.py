@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvd import foreign
 from kvd.net.interface import PeerAsked
+from tests.support.patience import PATIENCE
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -21,6 +23,9 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     yield
+    for thread in threading.enumerate():
+        if thread.name == foreign.NAME:
+            thread.join(PATIENCE)
     gc.collect()
     assert sorted(os.listdir(tmp_path)) == []
     assert [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()] == []
