@@ -112,11 +112,11 @@ class MemfdProvider:
             except OSError as error:
                 if self._backing is Backing.HUGETLB:
                     raise Unavailable(ErrorCode.OVERLOADED, _no_hugetlb(name, length, error)) from error
-        if length > (available := _available_bytes()):
-            raise Unavailable(
-                ErrorCode.OVERLOADED, f"pool {name!r} needs {length} bytes of memory, {available} are available"
-            )
         try:
+            if length > (available := _available_bytes()):
+                raise Unavailable(
+                    ErrorCode.OVERLOADED, f"pool {name!r} needs {length} bytes of memory, {available} are available"
+                )
             pool = _create(name, size, huge=self._backing is not Backing.PLAIN)
         except OSError as error:
             raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error

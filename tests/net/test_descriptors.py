@@ -5,8 +5,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from kvd.protocol.worker import Refused
 from kvd.transport.samehost.exporter import Exporter
 from tests.net.conftest import Inbox
 from tests.net.test_zmtp import GREETING, SESSION, frame, ready
+from tests.support.descriptors import no_descriptors_left
 from tests.support.lingering import lingering_socket
 
 with socket.socket(socket.AF_UNIX) as probe:
@@ -143,19 +143,6 @@ async def test_what_lingers_holds_up_neither_the_loop_nor_other_sessions(
             assert isinstance(answer, Refused)
             assert (answer.code, "are not closed yet" in answer.text) == (ErrorCode.OVERLOADED, True)
     await asyncio.get_running_loop().shutdown_default_executor()
-
-
-@contextmanager
-def no_descriptors_left() -> Iterator[None]:
-    """This process has as many as it may."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, before[1]))
-    try:
-        yield
-    finally:
-        os.close(taken[0])
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_what_is_passed_where_no_descriptor_is_left_is_an_error_that_says_so() -> None:

@@ -13,13 +13,14 @@ import pytest
 import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
 from tests.net.conftest import Inbox
+from tests.support.descriptors import no_descriptors_left
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
@@ -215,3 +216,11 @@ async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_
             stranger.sendall(b"\x06" + struct.pack(">Q", len(ready)) + ready)
             while data := stranger.recv(65536):
                 assert b"READY" not in data, "it was let in"
+
+
+async def test_a_peer_for_which_no_descriptor_is_left_is_refused_with_that_name(tmp_path: Path) -> None:
+    producer, consumer = Daemon(tmp_path / "p"), Daemon(tmp_path / "d")
+    with running(producer, consumer):
+        with no_descriptors_left(), pytest.raises(Unavailable, match="Too many open files"):
+            consumer.port.connect(producer.port.address)
+        consumer.port.connect(producer.port.address)
