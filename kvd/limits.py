@@ -182,6 +182,17 @@ MAX_PEERS: Final = 4096
 MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
 """Of those, the ones that pulls of one worker led to: a ticket names up to `MAX_RANKS` addresses, perhaps made up."""
 
+MAX_PEERS_PER_PROCESS: Final = 64
+MAX_PEERS_PER_USER: Final = 1024
+"""Connections of one process, and of one user, to the Unix socket for peers; an honest daemon has one or two."""
+
+MAX_STRANGE_PEERS: Final = 256
+"""Those that have not shown an allowed key yet, which takes milliseconds. One more takes the place of the oldest of the
+user who has most of them."""
+
+MAX_PEERS_UNANSWERED: Final = 16
+"""Those that libzmq has not come to accept: it takes descriptors of the reserve."""
+
 MAX_HELLOS_PER_SECOND: Final = 100
 """Hellos of one peer after the first `MAX_PEERS`: replicas may share a key, and each sends one per heartbeat."""
 

@@ -154,6 +154,7 @@ class Daemon:
             config.advertise,
             trust=self._trust,
             on_rejected=Rejections(self.metrics, self._log),
+            folder=str(config.socket.absolute().parent),
         )
         self._traces = _traces(config)
 

@@ -13,9 +13,6 @@ from typing import Final, NamedTuple
 MAX_PATH_BYTES: Final = 107
 """The longest path that the kernel accepts for a Unix socket."""
 
-WITNESS: Final = "Peer-Address"
-"""The property of a ZMQ message with what libzmq read from SO_PEERCRED: text that ends in `:uid:gid:pid`."""
-
 _SO_PEERPIDFD: Final = 77
 """A pidfd of whoever connected, in whichever PID namespace; since Linux 6.5."""
 
@@ -90,11 +87,6 @@ def _pidfds_differ() -> bool:
     finally:
         os.close(anonymous)
         os.close(pidfd)
-
-
-def user_of(witness: bytes) -> int:
-    """The user in a message's `WITNESS`; -1 if there is none."""
-    return int(witness.rsplit(b":", 3)[1]) if witness else -1
 
 
 @contextlib.contextmanager
