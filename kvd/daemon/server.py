@@ -170,8 +170,16 @@ class Daemon:
             self._probe = Probe(nixl_name())
         except ImportError as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
+        devices, ports = self.config.network_devices(), self.config.transport_ports
+        transport = NixlTransport(agent, loop, examine=self._probe, devices=devices, ports=ports)
+        self._log.warning(
+            "the transport is unprotected",
+            devices=os.environ["UCX_NET_DEVICES"],
+            ports=os.environ["UCX_TCP_PORT_RANGE"],
+            risk="whoever reaches these reads and writes all memory of this daemon, or ends it, with or without a key",
+        )
         self._probe.start()
-        return NixlTransport(agent, loop, examine=self._probe, devices=self.config.network_devices())
+        return transport
 
     def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
         """Builds the actors, and lets workers and peers in."""
