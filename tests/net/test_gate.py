@@ -18,7 +18,7 @@ from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed, KeyPair
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
-from kvd.net.unix import Party
+from kvd.net.unix import Party, take_descriptors
 from tests.net.conftest import Inbox
 from tests.net.test_descriptors import refusing
 from tests.net.test_zmtp import HANDSHAKE, frame
@@ -193,6 +193,8 @@ async def test_where_the_kernel_cannot_refuse_it_the_connection_ends_and_others_
     for module in ("listener", "relay", "passage"):
         monkeypatch.setattr(f"kvd.net.local.{module}.take_descriptors", lambda _sock, take: False)
     link = await talk(consumer, producer)
+    assert producer.port._gate is not None
+    take_descriptors(producer.port._gate._listener._socket, take=True)
     with lingering_socket() as stuck, stranger(producer.path, HANDSHAKE[:64]) as hostile:
         socket.send_fds(hostile, [frame(b"hello")], [stuck])
         os.close(stuck)
