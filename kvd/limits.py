@@ -45,6 +45,17 @@ largest specs at once, two of the largest tickets."""
 MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
 """The same of all users but root and the daemon's own: some have thousands of user ids."""
 
+RESERVED_DESCRIPTORS: Final = 64
+"""The last ones that the process may have (an eighth, if that is fewer): no connection gets them, for pools, pidfds and
+logs must."""
+
+MAX_CLOSING_PER_USER: Final = 64
+"""Descriptors that processes of one user passed and that are not closed yet, as that may take for ever. With more its
+connections are refused."""
+
+MAX_CLOSING_USERS: Final = 64
+"""Users with a thread of their own that closes such descriptors; all others share one."""
+
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms of the loop."""
 
@@ -183,6 +194,17 @@ MAX_PEERS: Final = 4096
 MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
 """Of those, the ones that pulls of one worker led to: a ticket names up to `MAX_RANKS` addresses, perhaps made up."""
 
+MAX_PEERS_PER_PROCESS: Final = 64
+MAX_PEERS_PER_USER: Final = 1024
+"""Connections of one process, and of one user, to the Unix socket for peers; an honest daemon has one or two."""
+
+MAX_STRANGE_PEERS: Final = 256
+"""Those that have not shown an allowed key yet, which takes milliseconds. One more takes the place of the oldest of the
+user who has most of them."""
+
+MAX_PEERS_UNANSWERED: Final = 16
+"""Those that libzmq has not come to accept: it takes descriptors of the reserve."""
+
 MAX_HELLOS_PER_SECOND: Final = 100
 """Hellos of one peer after the first `MAX_PEERS`: replicas may share a key, and each sends one per heartbeat."""
 
@@ -218,14 +240,15 @@ MAX_HTTP_CONNECTIONS: Final = 64
 MAX_HTTP_REQUEST_BYTES: Final = 16 * KIB
 """Request line and headers together."""
 
-HTTP_BACKLOG: Final = 128
-"""Connections that the kernel queues while the thread is busy with a scrape."""
+HTTP_BACKLOG: Final = 1024
+"""Connections that the kernel queues while the thread is busy, or rests: at 0.14 ms each, a probe among as many waits
+0.7 s. One more is dropped by the kernel, and its client waits a second before it tries again."""
 
 HTTP_SECONDS: Final = 10.0
 """Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
 
-HTTP_SHARE: Final = 0.1
-"""Of one core, for the HTTP port while it is asked without a pause: some hundred answers a second. The daemon's loop
+HTTP_SHARE: Final = 0.2
+"""Of one core, for the HTTP port while it is asked without a pause: hundreds of answers a second. The daemon's loop
 waits for the interpreter meanwhile."""
 
 METRICS_PER_SECOND: Final = 20

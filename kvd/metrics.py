@@ -53,7 +53,7 @@ class Metrics:
         self.peers_lost = counter("kvd_peers_lost_total", "Times that a peer was lost.")
         self.peers_rejected = counter(
             "kvd_peers_rejected_total",
-            "Connections and messages of refused daemons (unknown_key, wrong_name, no_handshake).",
+            "Connections and messages of refused daemons, by reason (unknown_key, too_many, ...).",
             "reason",
         )
         self.peer_paths = gauge("kvd_peer_paths", "Peers that this daemon reads from, by the kind of path.", "kind")

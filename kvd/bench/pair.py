@@ -167,7 +167,8 @@ class Pair:
     def _start_daemon(self, side: str) -> Child:
         flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
         if side in self._places:
-            flags += ["--listen", f"tcp://{self._places[side].address}:{_PORT}", "--insecure"]
+            address = self._places[side].address
+            flags += ["--listen", f"tcp://{address}:{_PORT}", "--insecure", "--unprotected-transport", address]
         return self._processes.start(
             side, "kvd.cli.main", "serve", *flags, within=[*self._within(side), *self._daemons_within]
         )

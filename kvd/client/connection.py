@@ -8,8 +8,8 @@ from enum import Enum, auto
 
 import zmq
 
+from kvd import foreign
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
-from kvd.net.frames import close_descriptors
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Credentials, credentials
@@ -67,6 +67,7 @@ class Connection:
         Raises:
             OSError: nobody listens, or we may not connect.
             Unavailable: `NOT_PERMITTED`, somebody else than the pool's lender listens.
+            Unavailable: `OVERLOADED`, no descriptor is left.
 
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -78,7 +79,7 @@ class Connection:
         except (OSError, Unavailable):
             sock.close()
             raise
-        self._stream = FrameStream(sock)
+        self._stream = FrameStream(sock, patient=True)  # a connection that is not accepted takes no descriptor yet
         self.phase = Phase.ATTACHING
         self._stream.send(codec.encode(attach), () if descriptor is None else (descriptor,))
 
@@ -101,7 +102,7 @@ class Connection:
     def flush(self) -> None:
         """Sends more of the session's last frame; `receive_session` reports a loss."""
         if self._stream is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Unavailable):
                 self._stream.flush()
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
@@ -131,7 +132,7 @@ class Connection:
                     return answer
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
         finally:
-            close_descriptors(descriptors)
+            foreign.close(descriptors)
 
     def attach(self, attached: Attached, process: int) -> None:
         """Connects the request socket with the session id from the daemon; owns the pidfd `process` from now on.

@@ -279,7 +279,8 @@ class Driver:
             text = f"cannot connect to {self._path}: {error.strerror}"
             self._not_connected(Unavailable(ErrorCode.DAEMON_LOST, text), now)
         except Unavailable as error:
-            self.core.on_stranger(error)
+            if error.code is ErrorCode.NOT_PERMITTED:
+                self.core.on_stranger(error)
             self._not_connected(error, now)
         if self._connection.daemon_exited():
             self.core.on_daemon_gone()

@@ -7,11 +7,14 @@ sealed, tells nothing about itself, and cannot be emptied: whoever has mapped it
 import contextlib
 import ctypes
 import os
+from functools import cache
 from typing import Any, Self
 
+from kvd import foreign
 from kvd.cuda.device import Device
 from kvd.cuda.driver import api, call
 from kvd.cuda.streams import Stream
+from kvd.errors import BadRequest, ErrorCode
 
 
 class Mapping:
@@ -161,3 +164,31 @@ def _access(device: Device, *, writable: bool) -> Any:
     flags = driver.CUmemAccess_flags
     access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
     return access
+
+
+@cache
+def export_kind(device: Device) -> tuple[int, int]:
+    """What an export of this driver looks like: open /dev/nvidiactl. Tried out, so that we know that it works."""
+    mapping = Mapping.allocate(device, granule(device))
+    try:
+        descriptor = mapping.export()
+    finally:
+        mapping.close()
+    try:
+        return foreign.kind(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_export(device: Device, descriptor: int) -> None:
+    """Checks that a descriptor that came from elsewhere may be an export; the driver would ask any file for its memory.
+
+    Raises:
+        BadRequest: `BAD_POOL`, it is another kind of file.
+
+    """
+    kind, own = foreign.kind(descriptor), export_kind(device)
+    if kind != own:
+        text = f"the descriptor is of file type {kind[0]:#o}, device {kind[1]:#x}, this driver's exports are of "
+        text += f"{own[0]:#o}, {own[1]:#x}: give back the one that kvd lent"
+        raise BadRequest(ErrorCode.BAD_POOL, text)

@@ -15,7 +15,7 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import BadRequest, ErrorCode
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, PEERS, host_of, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, PEERS, is_everywhere, is_local, is_unix
 
 _BRIEF = 0.01
 """Seconds: what is done more often would keep the loop from its work."""
@@ -26,6 +26,11 @@ _OPEN = (
     "lets whoever can reach it, on loopback every user of this host, read every pool; set curve_key and curve_peers "
     "(`kvd keys generate` makes a key), pass --insecure, or leave listen out: then peers are this user's daemons on "
     "this host"
+)
+_UNPROTECTED = (
+    "is for peers on other hosts, which read pools through UCX. That has no keys: whoever reaches its port reads and "
+    "writes all memory of this daemon, or ends it. Say with unprotected_transport by which IP address of this host, on "
+    "a network of hosts that you trust; or listen on a Unix socket or loopback only"
 )
 _ONLY_TCP = "insecure applies to tcp:// only, and without `listen` peers use a Unix socket; set `listen`, too"
 
@@ -80,6 +85,17 @@ class Config(BaseSettings):
     )
     insecure: bool = Field(
         False, description="Allow tcp:// without CURVE: whoever can reach the port may read every pool."
+    )
+    unprotected_transport: str = Field(
+        "",
+        pattern=r"^[0-9A-Fa-f.:]*$",
+        description="IP address by whose interface peers on other hosts read, needed where `listen` is for them. "
+        "Whoever reaches it reads and writes all memory of this daemon, or ends it, with or without a key.",
+    )
+    transport_ports: str = Field(
+        "9930-9961",
+        pattern=r"^\d{1,5}-\d{1,5}$",
+        description="TCP ports of that transport, two for each daemon of the host: open them to hosts that you trust.",
     )
     http: str = Field(
         "127.0.0.1:0",
@@ -193,6 +209,20 @@ class Config(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if is_local(self.listen):
+            if self.unprotected_transport:
+                text = f"unprotected_transport ({self.unprotected_transport}) is for peers on other hosts, and listen"
+                raise ValueError(f"{text} ({self.listen}) is reached from this one only; leave one of them out")
+            return self
+        if not self.unprotected_transport:
+            raise ValueError(f"listen ({self.listen}) {_UNPROTECTED}")
+        first, last = map(int, self.transport_ports.split("-"))
+        if not 0 < first < last < 1 << 16:
+            raise ValueError(f"transport_ports ({self.transport_ports}) are no two or more ports in ascending order")
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -207,15 +237,18 @@ class Config(BaseSettings):
         file = _read_file(settings_cls, Path(path)) if path else None
         return (init_settings, env_settings, *([file] if file else []))
 
-    def network_devices(self) -> list[str] | None:
-        """UCX names of the devices that may reach the network's transport; None for any.
+    def network_devices(self) -> list[str]:
+        """UCX names of the devices that the network's transport uses: an interface, and every port of an RDMA device.
 
-        Peers on other hosts come by the interface of `listen` (of `advertise` if `listen` is a wildcard) and by every
-        port of an RDMA device.
+        Raises:
+            BadRequest: `BAD_CONFIG`, no interface of this host has the address.
+
         """
-        address = self.advertise or self.listen if is_everywhere(self.listen) else self.listen
-        interface = interface_of(host_of(address))
-        return None if interface is None else [interface, *rdma_ports()]
+        interface = interface_of(self.unprotected_transport)
+        if interface is None:
+            text = f"unprotected_transport: no interface of this host has the address {self.unprotected_transport!r}"
+            raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}; `ip address` lists them")
+        return [interface, *rdma_ports()]
 
     def actor_settings(self, incarnation: int) -> Settings:
         """The settings that the actors share with the configuration."""

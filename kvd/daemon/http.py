@@ -51,7 +51,7 @@ class HttpServer:
             "Requests to the HTTP port that are no HTTP, or have a header that says nothing; answered with status 4xx.",
             registry=registry,
         )
-        self._open: dict[asyncio.StreamWriter, str] = {}
+        self._open: dict[asyncio.Task[None], str] = {}
         """Remote address by connection, oldest first."""
         self._used = self._rested = 0.0
         """Seconds of a core that this thread has used, and when it has rested for them."""
@@ -88,17 +88,18 @@ class HttpServer:
 
     async def _accept(self) -> None:
         self._socket.setblocking(False)
-        serving: set[asyncio.Task[None]] = set()
         while True:
             try:
-                accepted, _ = await self._loop.sock_accept(self._socket)
+                accepted, (address, *_) = await self._loop.sock_accept(self._socket)
             except OSError as error:  # no descriptor is left, or the client has gone already
                 _log.warning("HTTP connection not accepted", error=str(error))
                 await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
+            if len(self._open) >= limits.MAX_HTTP_CONNECTIONS:
+                self._make_room()
             task = asyncio.create_task(self._connected(accepted))
-            serving.add(task)
-            task.add_done_callback(serving.discard)
+            self._open[task] = address
+            task.add_done_callback(self._closed)
             await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
 
     def _rest(self, now: float, used: float) -> float:
@@ -108,30 +109,28 @@ class HttpServer:
         return self._rested - now
 
     async def _connected(self, accepted: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=accepted)
-        if len(self._open) >= limits.MAX_HTTP_CONNECTIONS:
-            self._make_room()
-        self._open[writer] = str(writer.get_extra_info("peername", ("",))[0])
         # A time-out or a lost connection concerns nobody.
-        with contextlib.suppress(TimeoutError, OSError):
+        with accepted, contextlib.suppress(TimeoutError, OSError):
+            accepted.setblocking(False)
             async with asyncio.timeout(limits.HTTP_SECONDS):
-                await self._converse(reader, writer)
-        self._open.pop(writer, None)
-        writer.transport.abort()
+                await self._converse(accepted)
+
+    def _closed(self, task: "asyncio.Task[None]") -> None:
+        self._open.pop(task, None)
 
     def _make_room(self) -> None:
         """Closes the oldest connection of the address with the most."""
         ((busiest, _),) = collections.Counter(self._open.values()).most_common(1)
-        oldest = next(writer for writer, address in self._open.items() if address == busiest)
+        oldest = next(task for task, address in self._open.items() if address == busiest)
         del self._open[oldest]
-        oldest.transport.abort()
+        oldest.cancel()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, accepted: socket.socket) -> None:
         """Answers one request; then the client closes."""
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.MAX_HTTP_REQUEST_BYTES)
         try:
             while (event := connection.next_event()) is h11.NEED_DATA:
-                connection.receive_data(await reader.read(limits.MAX_HTTP_REQUEST_BYTES))
+                connection.receive_data(await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES))
         except h11.RemoteProtocolError as error:
             self._malformed.inc()
             answer = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode())
@@ -141,11 +140,11 @@ class HttpServer:
             answer = self._answer(event)
         headers = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body))), ("Connection", "close")]
         head = h11.Response(status_code=answer.status, reason=answer.status.phrase, headers=headers)
-        for part in (head, h11.Data(data=answer.body), h11.EndOfMessage()):
-            writer.write(connection.send(part) or b"")
-        writer.write_eof()
-        await writer.drain()
-        while await reader.read(limits.MAX_HTTP_REQUEST_BYTES):  # closing first would cut the answer short
+        parts = [connection.send(part) or b"" for part in (head, h11.Data(data=answer.body), h11.EndOfMessage())]
+        await self._loop.sock_sendall(accepted, b"".join(parts))
+        accepted.shutdown(socket.SHUT_WR)
+        # Closing first would cut the answer short.
+        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):
             pass
 
     def _answer(self, request: h11.Request) -> _Answer:

@@ -102,8 +102,9 @@ class Daemon:
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
-        self._open(loop, provider)
-        self._build(loop, provider, policy.Policy(os.geteuid(), rules))
+        workers = policy.Policy(os.geteuid(), rules)
+        self._open(loop, provider, workers)
+        self._build(loop, provider, workers)
         self._watchdog = Watchdog(
             loop,
             _ROUND_SECONDS,
@@ -132,7 +133,7 @@ class Daemon:
         self._directory.stop()
         await self._shut_down()
 
-    def _open(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider) -> None:
+    def _open(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, workers: policy.Policy) -> None:
         """Opens the transport and the sockets."""
         config = self.config
         identity = f"{config.name}#{self.incarnation}"
@@ -146,13 +147,16 @@ class Daemon:
             mode=0o666 if self._trust or config.insecure else 0o600,  # peers of other users; they show a token
         )
         self._transport = RoutedTransport(same_host, self._open_network(identity, loop))
-        self._worker_sockets = WorkerSockets(str(config.socket), mode=int(config.socket_mode, 8))
+        self._worker_sockets = WorkerSockets(
+            str(config.socket), mode=int(config.socket_mode, 8), may_pass=workers.may_attach
+        )
         self._peer_sockets = PeerSockets(
             config.listen,
             identity.encode(),
             config.advertise,
             trust=self._trust,
             on_rejected=Rejections(self.metrics, self._log),
+            folder=str(config.socket.absolute().parent),
         )
         self._traces = _traces(config)
 
@@ -168,8 +172,16 @@ class Daemon:
             self._probe = Probe(nixl_name())
         except ImportError as error:
             raise BadRequest(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
+        devices, ports = self.config.network_devices(), self.config.transport_ports
+        transport = NixlTransport(agent, loop, examine=self._probe, devices=devices, ports=ports)
+        self._log.warning(
+            "the transport is unprotected",
+            devices=os.environ["UCX_NET_DEVICES"],
+            ports=os.environ["UCX_TCP_PORT_RANGE"],
+            risk="whoever reaches these reads and writes all memory of this daemon, or ends it, with or without a key",
+        )
         self._probe.start()
-        return NixlTransport(agent, loop, examine=self._probe, devices=self.config.network_devices())
+        return transport
 
     def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
         """Builds the actors, and lets workers and peers in."""

@@ -5,6 +5,7 @@ them. Without such a socket nothing is sent or kept, and the daemon serves just 
 `sdnotify` sends no descriptors, blocks and forgets what was refused, and `systemd-python` needs systemd's headers.
 """
 
+import array
 import hashlib
 import os
 import socket
@@ -28,6 +29,10 @@ class Notifier:
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._path = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        self._socket: socket.socket | None = None
+        if self._path:  # one for good: the watchdog must be fed where no descriptor is left
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)  # a service manager that hangs must not hang the loop
         self._status = ""
         self._owed: deque[tuple[str, int]] = deque()
         """What the socket refused and must still get, in order, each with a descriptor or -1."""
@@ -61,15 +66,23 @@ class Notifier:
         """Makes systemd close what was stored under `name`."""
         self._owe(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
+    def close(self) -> None:
+        """Says nothing any more."""
+        if self._socket is not None:
+            self._socket.close()
+
     def _owe(self, text: str, descriptor: int = -1) -> None:
         """Sends what must arrive: systemd kills a start that it never hears of."""
-        if not self._path:
+        self._pay()
+        if not self._owed and self._send(text, descriptor):
             return
         if len(self._owed) >= _MAX_OWED:
             _log.error("systemd has not taken notifications for long; this one is lost", text=text)
             return
-        self._owed.append((text, -1 if descriptor < 0 else os.dup(descriptor)))
-        self._pay()
+        try:
+            self._owed.append((text, -1 if descriptor < 0 else os.dup(descriptor)))
+        except OSError as error:
+            _log.error("systemd gets no duplicate of a pool's descriptor; it is lost", text=text, reason=str(error))
 
     def _pay(self) -> None:
         while self._owed and self._send(*self._owed[0]):
@@ -79,16 +92,14 @@ class Notifier:
 
     def _send(self, text: str, descriptor: int) -> bool:
         """Whether the socket took it; true without a socket."""
-        if not self._path:
+        if self._socket is None:
             return True
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.setblocking(False)  # a service manager that hangs must not hang the loop
-            try:
-                sock.connect(self._path)
-                socket.send_fds(sock, [text.encode()], () if descriptor < 0 else (descriptor,))
-            except OSError as error:
-                _log.warning("systemd does not take notifications", text=text.partition("\n")[0], error=str(error))
-                return False
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+        try:  # `socket.send_fds` takes an address and ignores it
+            self._socket.sendmsg([text.encode()], [] if descriptor < 0 else [rights], 0, self._path)
+        except OSError as error:
+            _log.warning("systemd does not take notifications", text=text.partition("\n")[0], error=str(error))
+            return False
         return True
 
 

@@ -6,12 +6,12 @@ has unmapped them.
 """
 
 import os
-import stat
 from typing import Final
 
+from kvd import foreign
 from kvd.cuda.device import device
 from kvd.cuda.mark import MARK_BYTES, is_pool, mark
-from kvd.cuda.memory import Mapping, granule
+from kvd.cuda.memory import Mapping, check_export, export_kind, granule
 from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
 
 _NO_EXPORT: Final = frozenset(
@@ -79,7 +79,7 @@ class CudaProvider:
             raise Unavailable(ErrorCode.NO_DEVICE, obstacle)
         self.device = self._device.uuid
         self._granule = granule(self._device)
-        self._kind = self._export_kind()
+        export_kind(self._device)  # so that a driver that exports nothing is found out now
 
     def footprint(self, size: int) -> int:
         """Bytes of memory that a pool of `size` bytes takes: with its mark, in whole granules (2 MiB)."""
@@ -87,7 +87,7 @@ class CudaProvider:
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that is not needed."""
-        os.close(descriptor)
+        foreign.close((descriptor,))
 
     def allocate(self, name: str, size: int) -> CudaPool:
         """A new pool of `size` bytes, zeroed.
@@ -128,17 +128,15 @@ class CudaProvider:
 
         """
         try:
-            return CudaPool(self._import(descriptor, size), descriptor, size)
+            mapping = self._import(descriptor, size)
         except (BadRequest, Unavailable):
-            os.close(descriptor)
+            foreign.close((descriptor,))
             raise
+        foreign.kept(descriptor)
+        return CudaPool(mapping, descriptor, size)
 
     def _import(self, descriptor: int, size: int) -> Mapping:
-        kind = _kind(descriptor)
-        if kind != self._kind:
-            text = f"the descriptor is of file type {kind[0]:#o}, device {kind[1]:#x}, this driver's exports are of "
-            text += f"{self._kind[0]:#o}, {self._kind[1]:#x}: give back the one that kvd lent"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+        check_export(self._device, descriptor)
         try:
             mapping = Mapping.map_descriptor(self._device, descriptor, self.footprint(max(size, 0)), writable=True)
         except DeviceError as error:
@@ -160,21 +158,3 @@ class CudaProvider:
         if not is_pool(mapping, size):
             text = f"the memory is no pool of {size} bytes, or its pool has ended meanwhile; attach without it"
             raise BadRequest(ErrorCode.BAD_POOL, text)
-
-    def _export_kind(self) -> tuple[int, int]:
-        """What an export of this driver looks like: open /dev/nvidiactl. Tried out, so that we know that it works."""
-        mapping = Mapping.allocate(self._device, self._granule)
-        try:
-            descriptor = mapping.export()
-        finally:
-            mapping.close()
-        try:
-            return _kind(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _kind(descriptor: int) -> tuple[int, int]:
-    """The type of the file behind a descriptor and, of a device, its number."""
-    status = os.fstat(descriptor)
-    return stat.S_IFMT(status.st_mode), status.st_rdev

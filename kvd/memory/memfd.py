@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
+from kvd import foreign
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 from kvd.memory.room import Room
@@ -95,7 +96,7 @@ class MemfdProvider:
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that is not needed."""
-        os.close(descriptor)
+        foreign.close((descriptor,))
 
     def allocate(self, name: str, size: int) -> MemfdPool:
         """A new pool of `size` bytes, zeroed, faulted in and sealed.
@@ -114,11 +115,11 @@ class MemfdProvider:
             except OSError as error:
                 if self._backing is Backing.HUGETLB:
                     raise Unavailable(ErrorCode.OVERLOADED, _no_hugetlb(name, length, error)) from error
-        with self._room.taken(name, length) as count:
-            try:
+        try:
+            with self._room.taken(name, length) as count:
                 pool = _create(name, size, huge=self._backing is not Backing.PLAIN, count=count)
-            except OSError as error:
-                raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
+        except OSError as error:
+            raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
             raise Unavailable(ErrorCode.OVERLOADED, _no_thp(name, length))
@@ -134,6 +135,7 @@ class MemfdProvider:
         """
         try:
             _check(descriptor, size)
+            foreign.kept(descriptor)
             try:
                 mapping = Mapping(descriptor, _file_length(size))
             except OSError as error:
@@ -145,7 +147,7 @@ class MemfdProvider:
                 mapping.close()
                 raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
         except (BadRequest, Unavailable):
-            os.close(descriptor)
+            foreign.close((descriptor,))
             raise
 
 

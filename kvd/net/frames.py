@@ -4,12 +4,11 @@ The kernel delivers descriptors with the first byte of the `sendmsg` that carrie
 that `sendmsg`. So descriptors that arrive with some bytes belong to the last frame that begins in them.
 """
 
-import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvd import limits
+from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode
 
 HEADER: Final = struct.Struct("<I")
@@ -70,18 +69,16 @@ class FrameSplitter:
                 self._descriptors = ()
             self._keep(arrived)
         except BadRequest:
-            for descriptor in arrived:
-                if descriptor not in self._descriptors:
-                    os.close(descriptor)
+            foreign.close(descriptor for descriptor in arrived if descriptor not in self._descriptors)
             for frame in frames:
-                close_descriptors(frame.descriptors)
+                foreign.close(frame.descriptors)
             self.close()
             raise
         return frames
 
     def close(self) -> None:
         """Closes the descriptors of the incomplete frame."""
-        close_descriptors(self._descriptors)
+        foreign.close(self._descriptors)
         self._descriptors = ()
         self._bytes.clear()
 
@@ -105,9 +102,3 @@ class FrameSplitter:
                 ErrorCode.BAD_MESSAGE,
                 f"{len(self._descriptors)} descriptors with one frame, {MAX_DESCRIPTORS} is the bound",
             )
-
-
-def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Closes each of them."""
-    for descriptor in descriptors:
-        os.close(descriptor)

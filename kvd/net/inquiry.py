@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.stream import FrameStream
-from kvd.net.unix import credentials, peer_pidfd
+from kvd.net.unix import credentials, peer_pidfd, take_descriptors
 from kvd.protocol.codec import encode, session_replies
 from kvd.protocol.worker import Refused, SessionReply, Status, StatusRequest
 
@@ -26,6 +26,7 @@ class Inquiry:
     def __init__(self, path: str) -> None:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            take_descriptors(connected, take=False)
             connected.connect(os.fsencode(path))
         except PermissionError as error:
             connected.close()

@@ -11,13 +11,13 @@ Each link has its own routing id, `<daemon>#<incarnation>#<token>`, so that two 
 each other's connection; others cannot either, as they would have to guess the token.
 """
 
-import contextlib
 import itertools
 import os
 import re
 import resource
 import secrets
 import socket as sockets
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,16 +27,17 @@ import zmq
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
+from kvd.net.local.gate import Gate
+from kvd.net.local.passage import Passage
+from kvd.net.local.relay import PrivateListener, finish
 from kvd.net.lock import PathLock
-from kvd.net.options import Kind, apply
+from kvd.net.options import LINGER_MS, Kind, apply
+from kvd.net.places import check_address, check_own, check_user
 from kvd.net.pump import SocketPump
+from kvd.net.stream import no_descriptor
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
-from kvd.net.unix import MAX_PATH_BYTES, WITNESS, created_with, credentials, user_of
+from kvd.net.unix import credentials
 
-_ADDRESS = re.compile(
-    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s]+\.peers))"
-    r"(#(?P<key>[0-9a-f]{64}))?"
-)
 _TCP_WITHOUT_KEYS = (
     "is reached over TCP, where nothing proves who answers; give both daemons `curve_key` and `curve_peers`, and this "
     "one `listen` at tcp://, or that and `--insecure` if everybody on the network is trusted"
@@ -44,8 +45,10 @@ _TCP_WITHOUT_KEYS = (
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 _OWN_SOCKETS = 8
 """Sockets of a context besides the links: for peers, the ZAP handler, monitors."""
-DESCRIPTORS_PER_LINK = 4
-"""The socket's own, its connection's, one for the peer's connection to us, and as many for everything else."""
+_DESCRIPTORS_OVER_TCP = 4
+"""The socket's own, its connection's, one for the peer's connection to us, and one for everything else."""
+DESCRIPTORS_PER_LINK = 12
+"""The same where both go over a Unix socket and through relays: six, three, and three for the peer's pools."""
 _SHARED_BYTES = 4096
 """Longer answers (welcomes) share one copy, however many peers leave them unread."""
 
@@ -57,6 +60,8 @@ class _Link:
     pump: SocketPump
     key: bytes | None
     """Its public key; None without CURVE."""
+    passage: Passage | None
+    """None over TCP."""
 
 
 class PeerSockets:
@@ -64,7 +69,7 @@ class PeerSockets:
 
     `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `identity`
     names this daemon and its incarnation to every peer, 1 to 220 bytes. `advertise` is the address that peers use, if
-    it is not the bound one.
+    it is not the bound one. `folder` is one where sockets can be made, that of the Unix socket unless it is given.
     With `trust`, both ends of every connection prove an allowed key; `on_rejected` is told about those that do not.
     Without, a daemon at a Unix socket connects only to Unix sockets, and one at `tcp://` trusts its network.
     """
@@ -77,17 +82,21 @@ class PeerSockets:
         *,
         trust: Trust | None = None,
         on_rejected: OnRejected = lambda _rejection: None,
+        folder: str | None = None,
     ) -> None:
-        match = _check_own(listen)
+        match = check_own(listen)
         if advertise is not None:
-            _check_own(advertise)
+            check_own(advertise)
         elif match["host"] in _EVERY_HOST:
             raise BadRequest(
                 ErrorCode.BAD_CONFIG, f"{listen!r} listens on every address: say which one peers reach (`advertise`)"
             )
         self._listen = listen
         self._path: str | None = match["path"]
+        self._folder = folder or (os.path.dirname(self._path) if self._path else tempfile.gettempdir())
         self._lock: PathLock | None = None
+        self._gate: Gate | None = None
+        self._inner: PrivateListener | None = None
         self._identity = identity
         self._advertise = advertise
         self._trust = trust
@@ -131,9 +140,14 @@ class PeerSockets:
 
     def _bind(self, socket: "zmq.Socket[bytes]") -> None:
         try:
-            with created_with(0o666 if self._trust else 0o600) if self._path else contextlib.nullcontext():
+            if self._path is not None:
+                self._inner = PrivateListener(self._folder)
+                socket.setsockopt(zmq.USE_FD, self._inner.socket.detach())
+                socket.bind(f"ipc://{self._inner.path}")
+                self._gate = Gate(self._path, self._inner, self._on_rejected, own_user=self._trust is None)
+            else:
                 socket.bind(self._listen)
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             self._stop_guards()
             socket.close(0)
             self.close()
@@ -155,19 +169,14 @@ class PeerSockets:
             if self._may_speak(parts[0], key):
                 received(parts, key)
 
-        def received_by_user(parts: list[bytes]) -> None:
-            if self._is_ours(user_of(parts.pop())):
-                received(parts)
-
         if self._trust is not None:
             return SocketPump(socket, received_with_key, witness="User-Id", intake=self._intake)
-        if self._path is not None:
-            return SocketPump(socket, received_by_user, witness=WITNESS, intake=self._intake)
         return SocketPump(socket, received, intake=self._intake)
 
-    def _is_ours(self, user: int) -> bool:
-        """Whether a message over a Unix socket comes from our own user; reports it if not."""
-        if user == os.geteuid():
+    def _is_ours(self, connected: sockets.socket) -> bool:
+        """Whether a daemon that we have connected to over a Unix socket may be a peer; reports it if not."""
+        user = credentials(connected).uid
+        if self._trust is not None or user == os.geteuid():
             return True
         self._on_rejected(Rejection(Reason.OTHER_USER, address=f"user {user}"))
         return False
@@ -188,42 +197,46 @@ class PeerSockets:
             BadRequest: `BAD_TICKET`, the address is malformed, or has a `#key` although we do not use CURVE or none
                 although we do; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
                 user's daemon on this host, or one reached over TCP while we listen on a Unix socket.
-            Unavailable: `OVERLOADED`, no socket can be made for another peer.
+            Unavailable: `OVERLOADED`, no socket or no descriptor can be had for another peer.
 
         """
         on_event = self._on_event
         if on_event is None:
             raise RuntimeError("start the sockets before connecting")
-        match = _check(address, ErrorCode.BAD_TICKET)
+        match = check_address(address, ErrorCode.BAD_TICKET)
         key = self._server_key(match)
-        by_user = self._trust is None and match["path"] is not None
-        if by_user:
-            _check_user(match["path"])
+        if self._trust is None and match["path"] is not None:
+            check_user(match["path"])
         socket = self._new_dealer()
         apply(socket, Kind.PEER_DEALER)
         socket.setsockopt(zmq.ROUTING_ID, self._identity + b"#" + secrets.token_hex(8).encode())
         if self._trust is not None and key is not None:
             self._trust.secure_client(socket, key)
+        passage = None
         try:
-            socket.connect(match["place"])
+            if match["path"] is not None:
+                passage = Passage(match["path"], self._folder, self._is_ours)
+            socket.connect(passage.address if passage else match["place"])
         except zmq.ZMQError as error:
             socket.close(0)
             raise BadRequest(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
+        except OSError as error:
+            socket.close(0)
+            raise no_descriptor(error) from error
         link = next(self._numbers)
 
         def received(parts: list[bytes]) -> None:
-            ours = not by_user or self._is_ours(user_of(parts.pop()))
-            if ours and self._still_allowed(key):
+            if self._still_allowed(key):
                 on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
 
-        pump = SocketPump(socket, received, witness=WITNESS if by_user else "", intake=self._intake)
-        self._links[link] = _Link(pump, key)
+        self._links[link] = _Link(SocketPump(socket, received, intake=self._intake), key, passage)
         return link
 
     def _new_dealer(self) -> "zmq.Socket[bytes]":
         """Makes a link's socket, but leaves descriptors for sessions and metrics."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self._links) >= most // DESCRIPTORS_PER_LINK:
+        each = DESCRIPTORS_PER_LINK if self._path else _DESCRIPTORS_OVER_TCP
+        if len(self._links) >= most // each:
             text = f"{len(self._links)} peers are as many as {most} open files allow; raise LimitNOFILE (ulimit -n)"
             raise Unavailable(ErrorCode.OVERLOADED, text)
         try:
@@ -268,10 +281,13 @@ class PeerSockets:
         known = self._links.pop(link, None)
         if known is not None:
             known.pump.close(linger_ms=0)
+            if known.passage is not None:
+                known.passage.close()
 
     def close(self) -> None:
         """Closes everything, after at most `kvd.net.options.LINGER_MS`."""
-        for link in self._links.values():
+        links = list(self._links.values())
+        for link in links:
             link.pump.close()
         self._links.clear()
         self._stop_guards()
@@ -279,6 +295,16 @@ class PeerSockets:
             self._router.close()
             self._router = None
         self._context.term()
+        passages = [link.passage for link in links if link.passage is not None]
+        finish((relay for passage in passages for relay in passage.relays), LINGER_MS / 1000)
+        for passage in passages:
+            passage.close()
+        if self._gate is not None:
+            self._gate.close(LINGER_MS / 1000)
+            self._gate = None
+        if self._inner is not None:
+            self._inner.close()
+            self._inner = None
         if self._lock is not None and self._path is not None:
             self._lock.release(self._path)
             self._lock = None
@@ -295,42 +321,3 @@ class PeerSockets:
 def _shared(frame: bytes) -> zmq.Frame:
     """A frame that libzmq sends to many peers without a copy for each."""
     return zmq.Frame(frame, copy=True)
-
-
-def _check_own(address: str) -> re.Match[str]:
-    match = _check(address, ErrorCode.BAD_CONFIG)
-    if match["key"] is not None:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; leave it out")
-    return match
-
-
-def _check_user(path: str) -> None:
-    """Refuses a path where another user listens; if nobody does yet, each answer is checked instead."""
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-            user = credentials(probe).uid
-        except PermissionError:
-            user = -1
-        except OSError:
-            return
-    if user != os.geteuid():
-        who = f"as user {user}" if user >= 0 else "as another user"
-        raise BadRequest(
-            ErrorCode.NOT_PERMITTED,
-            f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
-            "one user; run both as one, or give both `curve_key` and `curve_peers`",
-        )
-
-
-def _check(address: str, code: ErrorCode) -> re.Match[str]:
-    match = _ADDRESS.fullmatch(address)
-    if match is None or int(match["port"] or 0) > 65535:
-        raise BadRequest(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
-    path = match["path"]
-    if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
-        raise BadRequest(
-            code, f"path {path[:200]!r} of a Unix socket is not the shortest spelling, or above {MAX_PATH_BYTES} bytes"
-        )
-    return match

@@ -1,26 +1,47 @@
 """Frames over a non-blocking Unix stream socket; both ends of a session use it."""
 
 import array
+import contextlib
+import errno
 import os
+import resource
 import socket
 from collections import deque
 from typing import Final
 
-from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, close_descriptors, pack
+from kvd import foreign, limits
+from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
+from kvd.net.unix import MAX_PASSED
 
 RECEIVE_BYTES: Final = 16 * 1024
 """Bytes per read. As many empty frames as fit take 18 times as much memory, for each session."""
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED * array.array("i").itemsize)
+"""For all that the kernel passes: it would close what it does not deliver, here and now."""
+
+_NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
+"""Why a descriptor cannot be passed although the connection is well."""
 
 
 class FrameStream:
-    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes."""
+    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes.
 
-    def __init__(self, sock: socket.socket, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
+    `owner` is the user at the other end, if it may pass descriptors: those, and the socket, which may hold some, are
+    closed by `kvd.foreign`. A `patient` one has what it sends with descriptors wait until the other end takes any.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        bound: int = limits.MAX_MESSAGE_BYTES,
+        *,
+        owner: int | None = None,
+        patient: bool = False,
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._owner = owner
+        self._patient = patient
         self._splitter = FrameSplitter(bound)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outgoing_bytes = 0
@@ -44,11 +65,20 @@ class FrameStream:
 
         Raises:
             BadRequest: `TOO_LARGE`, the frame is above the bound; nothing was sent.
+            Unavailable: `OVERLOADED`, no descriptor is left, or none can be passed; what waited is dropped.
             OSError: the connection is gone; what waited is dropped.
 
         """
         data = pack(content)
-        self._outgoing.append((memoryview(data), tuple(os.dup(descriptor) for descriptor in descriptors)))
+        copies: tuple[int, ...] = ()
+        try:
+            for descriptor in descriptors:
+                copies += (os.dup(descriptor),)
+        except OSError as error:
+            foreign.close(copies)
+            self._drop_outgoing()
+            raise no_descriptor(error) from error
+        self._outgoing.append((memoryview(data), copies))
         self._outgoing_bytes += len(data)
         self.flush()
 
@@ -56,6 +86,7 @@ class FrameStream:
         """Sends what waits, as far as the kernel takes it now.
 
         Raises:
+            Unavailable: `OVERLOADED`, no descriptor can be passed; what waited is dropped.
             OSError: the connection is gone; what waited is dropped.
 
         """
@@ -65,10 +96,14 @@ class FrameStream:
                 sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError as error:
+                if self._patient and isinstance(error, PermissionError):
+                    return
                 self._drop_outgoing()
+                if error.errno in _NONE_LEFT:
+                    raise no_descriptor(error) from error
                 raise
-            close_descriptors(descriptors)
+            foreign.close(descriptors)
             self._outgoing_bytes -= sent
             if sent == len(data):
                 self._outgoing.popleft()
@@ -80,6 +115,7 @@ class FrameStream:
 
         Raises:
             BadRequest: not a frame (`FrameSplitter.feed`); close the stream.
+            Unavailable: `OVERLOADED`, no descriptor is left for what was passed; close the stream.
 
         """
         try:
@@ -88,12 +124,14 @@ class FrameStream:
             return []
         except OSError:
             return None
-        descriptors = array.array("i")
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        descriptors = _descriptors_in(ancillary)
+        if self._owner is not None:
+            foreign.received(self._owner, descriptors)
         if flags & socket.MSG_CTRUNC:
-            close_descriptors(tuple(descriptors))
+            foreign.close(descriptors)
+            raise no_descriptor(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+        if len(descriptors) > MAX_DESCRIPTORS:
+            foreign.close(descriptors)
             raise BadRequest(ErrorCode.BAD_MESSAGE, f"more than {MAX_DESCRIPTORS} descriptors with one frame")
         if not data:
             return None
@@ -103,10 +141,45 @@ class FrameStream:
         """Closes the socket and every descriptor that is still here."""
         self._drop_outgoing()
         self._splitter.close()
-        self._socket.close()
+        if self._owner is None or self._socket.fileno() < 0:
+            self._socket.close()
+            return
+        with contextlib.suppress(OSError):  # the other end has gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        foreign.close_of(self._owner, self._socket.detach())
 
     def _drop_outgoing(self) -> None:
         for _data, descriptors in self._outgoing:
-            close_descriptors(descriptors)
+            foreign.close(descriptors)
         self._outgoing.clear()
         self._outgoing_bytes = 0
+
+
+def no_descriptor(error: OSError) -> Unavailable:
+    """The error for want of descriptors, with the kernel's name for it and the limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{error.strerror}: of this process, or on their way from its user's; at most {most} may be (LimitNOFILE)"
+    return Unavailable(ErrorCode.OVERLOADED, text)
+
+
+def receive_without_descriptors(connected: socket.socket, buffer: memoryview, uid: int) -> int:
+    """Reads from a process of user `uid` where the kernel refuses no descriptors; the number of bytes.
+
+    Raises:
+        BadRequest: `BAD_MESSAGE`, descriptors came along, which are closed by `kvd.foreign`.
+        OSError: nothing can be read.
+
+    """
+    size, ancillary, _, _ = connected.recvmsg_into([buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    if ancillary:
+        foreign.close_of(uid, *_descriptors_in(ancillary))
+        raise BadRequest(ErrorCode.BAD_MESSAGE, "descriptors came along; this socket takes none")
+    return size
+
+
+def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> "array.array[int]":
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return descriptors

@@ -29,6 +29,8 @@ class Reason(StrEnum):
     """its key is allowed, but for another daemon's name"""
     OTHER_USER = "other_user"
     """it came over a Unix socket and runs as another user"""
+    TOO_MANY = "too_many"
+    """its user or process has too many connections, or no descriptor is left for another"""
     NO_HANDSHAKE = "no_handshake"
     """it failed before showing a key: NULL or PLAIN security, our key unknown to it, or garbage"""
 
@@ -120,6 +122,8 @@ class ZapHandler:
         key = parts[6] if len(parts) == 7 and parts[5] == b"CURVE" and parts[2] == ZAP_DOMAIN else b""
         number = parts[1] if len(parts) > 1 else b""
         address = parts[3].decode(errors="replace") if len(parts) > 3 else ""
+        if address.startswith(":") and not address.startswith("::"):
+            address = ""  # a Unix socket's: user and process are our own, of the relay
         if len(key) == KEY_BYTES and self._trust.name_of(key) is not None:
             self._pump.send([_ZAP_VERSION, number, b"200", b"OK", key.hex().encode(), b""])
             return

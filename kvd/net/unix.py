@@ -14,14 +14,16 @@ from typing import Final, NamedTuple
 MAX_PATH_BYTES: Final = 107
 """The longest path that the kernel accepts for a Unix socket."""
 
-WITNESS: Final = "Peer-Address"
-"""The property of a ZMQ message with what libzmq read from SO_PEERCRED: text that ends in `:uid:gid:pid`."""
-
 _SO_PEERPIDFD: Final = 77
 """A pidfd of whoever connected, in whichever PID namespace; since Linux 6.5."""
 
 _CLOCK_SECONDS: Final = 2.0
 """By how much the clock may have been set meanwhile."""
+_SO_PASSRIGHTS: Final = 83
+"""Whether a socket takes descriptors; since Linux 6.16. Connections have it from the listener that they connect to."""
+
+MAX_PASSED: Final = 253
+"""Descriptors that the kernel passes with one message."""
 
 _UCRED: Final = struct.Struct("=iII")
 
@@ -37,6 +39,20 @@ class Credentials(NamedTuple):
 def credentials(connected: socket.socket) -> Credentials:
     """Who was at the other end when the connection was made; if we connected, who listened."""
     return Credentials(*_UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def take_descriptors(sock: socket.socket, *, take: bool) -> bool:
+    """Says whether a socket takes descriptors; False if this kernel lets it take all.
+
+    Refused ones fail at their sender with EPERM; none is ever closed here. An unaccepted connection is its listener's.
+    """
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, int(take))
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        return False
+    return True
 
 
 class Party(NamedTuple):
@@ -74,11 +90,6 @@ def _pidfds_differ() -> bool:
     finally:
         os.close(anonymous)
         os.close(pidfd)
-
-
-def user_of(witness: bytes) -> int:
-    """The user in a message's `WITNESS`; -1 if there is none."""
-    return int(witness.rsplit(b":", 3)[1]) if witness else -1
 
 
 @contextlib.contextmanager

@@ -5,17 +5,30 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
-from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import close_descriptors
+from kvd import foreign
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.net.frames import pack
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
-from kvd.net.local.listener import MAX_CONNECTIONS, Listener
+from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.router import Router
 from kvd.net.local.session import Session
 from kvd.net.local.unfinished import UnfinishedBytes
 from kvd.net.lock import PathLock, refuse_other_files
-from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials
+from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, take_descriptors
+from kvd.protocol.codec import encode
+from kvd.protocol.worker import Refused
+
+
+def _refusal(error: KvdError) -> bytes:
+    return pack(encode(Refused(error.code, error.text)))
+
+
+_NO_DESCRIPTORS: Final = _refusal(
+    Unavailable(ErrorCode.OVERLOADED, "the daemon has no descriptors left for connections; raise its LimitNOFILE")
+)
 
 
 class WorkerSockets:
@@ -30,13 +43,17 @@ class WorkerSockets:
 
     """
 
-    def __init__(self, path: str, mode: int = 0o600) -> None:
+    def __init__(
+        self, path: str, mode: int = 0o600, may_pass: Callable[[int, int], bool] = lambda _uid, _gid: True
+    ) -> None:
+        """`may_pass` says whether a user of these ids may attach, and so may pass a pool's descriptor."""
         if len(os.fsencode(self._zmq_path(path))) > MAX_PATH_BYTES:
             raise BadRequest(
                 ErrorCode.BAD_CONFIG, f"socket path {path!r} is too long: with `.zmq` at most {MAX_PATH_BYTES} bytes"
             )
         self._path = path
         self._mode = mode
+        self._may_pass = may_pass
         self._router: Router | None = None
         self._listeners: list[Listener] = []
         self._lock: PathLock | None = None
@@ -71,7 +88,7 @@ class WorkerSockets:
         try:
             with created_with(self._mode):
                 self._listeners.append(Listener(self._zmq_path(self._path), self._router.accept, intake))
-                self._listeners.append(Listener(self._path, self._accepted, intake))
+                self._listeners.append(Listener(self._path, self._accepted, intake, _NO_DESCRIPTORS))
         except OSError as error:
             self.close()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
@@ -101,7 +118,7 @@ class WorkerSockets:
 
     def discard(self, descriptors: tuple[int, ...]) -> None:
         """Closes the descriptors of a frame that is not used."""
-        close_descriptors(descriptors)
+        foreign.close(descriptors)
 
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False if its queue is full or it is not connected."""
@@ -137,13 +154,21 @@ class WorkerSockets:
         self._on_event(WorkerFrame(session, frame, uid))
 
     def _accepted(self, accepted: socket.socket) -> None:
-        if len(self._sessions) >= MAX_CONNECTIONS:
-            accepted.close()
-            return
         pid, uid, gid = credentials(accepted)
+        if len(self._sessions) >= MAX_CONNECTIONS:
+            hang_up(accepted)
+            return
+        try:
+            foreign.check(uid)
+        except Unavailable as error:
+            hang_up(accepted, _refusal(error))
+            return
+        passes = self._may_pass(uid, gid)
+        owner = uid if not take_descriptors(accepted, take=passes) or passes else None
         connection = next(self._numbers)
+        unfinished = UnfinishedBytes(uid, self._unfinished)
         self._sessions[connection] = Session(
-            accepted, connection, self._session_event, self._intake, UnfinishedBytes(uid, self._unfinished)
+            accepted, connection, self._session_event, self._intake, unfinished, owner=owner
         )
         watched = self._peers is not None and self._peers.watch(connection, accepted, pid)
         self._on_event(SessionOpened(connection, pid, uid, gid, watched))

@@ -9,6 +9,8 @@ from kvd.cli.main import main
 from kvd.daemon.config import Config, load
 from kvd.errors import BadRequest, ErrorCode
 
+NETWORK = {"listen": "tcp://10.0.0.7:1", "insecure": "true", "unprotected_transport": "10.0.0.7"}
+
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch):
     file = tmp_path / "kvd.toml"
@@ -51,6 +53,21 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
             {"listen": "tcp://10.0.0.7:1", "advertise": "tcp://127.0.0.1:1", "insecure": "true"},
             r"on another host it means that host itself; set it to an address",
         ),
+        (
+            {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
+            r"has no keys: whoever reaches its port reads and writes all memory of this daemon, or ends it. "
+            r"Say with unprotected_transport",
+        ),
+        ({"unprotected_transport": "10.0.0.7"}, r"and listen \(ipc:.*\) is reached from this one only"),
+        (
+            {"listen": "tcp://10.0.0.7:1", "insecure": "true", "unprotected_transport": "eth0"},
+            r"unprotected_transport: .*pattern.*not 'eth0'",
+        ),
+        (
+            {**NETWORK, "transport_ports": "9961-9930"},
+            r"transport_ports \(9961-9930\) are no two or more ports in ascending order",
+        ),
+        ({**NETWORK, "transport_ports": "9930-99300"}, r"transport_ports \(9930-99300\) are no two"),
         ({"curve_key": "/k"}, r"curve_key and curve_peers need each other"),
         ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
     ],
@@ -66,12 +83,17 @@ def test_a_wrong_value_is_named_with_what_it_may_be(flags, text):
     [
         {"listen": "ipc:///run/kvd/decode.peers"},
         {"listen": "tcp://127.0.0.2:7071", "insecure": "true"},
-        {"listen": "tcp://0.0.0.0:7071", "insecure": "true"},
-        {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
+        {"listen": "tcp://0.0.0.0:7071", "insecure": "true", "unprotected_transport": "10.0.0.7"},
+        {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p", "unprotected_transport": "fd00::7"},
     ],
 )
 def test_a_unix_socket_curve_or_an_explicit_word_is_enough_to_listen(flags):
     assert load(flags).listen == flags["listen"]
+
+
+def test_an_address_that_this_host_does_not_have_opens_no_transport():
+    with pytest.raises(BadRequest, match=r"no interface of this host has the address '192\.0\.2\.77'; `ip address`"):
+        load({**NETWORK, "unprotected_transport": "192.0.2.77"}).network_devices()
 
 
 def test_peers_connect_to_a_unix_socket_beside_that_of_the_workers_unless_told_otherwise(tmp_path, monkeypatch):

@@ -34,8 +34,10 @@ def test_systemds_store_keeps_a_gpus_pool_for_the_next_daemon():
         assert ended.returncode == -signal.SIGKILL
         assert any("FDPOLL=0" in text for text in systemd.read())
         received = {name: os.dup(descriptor) for name, descriptor in systemd.kept.items()}
-        store = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), received)
+        notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+        store = DescriptorStore(notifier, received)
         pool = provider_for("cuda:0").adopt(store.take("w", 1000, b"spec"), SIZE)
         assert pool._mapping.read(9, 4) == b"kept"
         pool.free()
+        notifier.close()
         systemd.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.elsewhere import network_settings
 from tests.support.fleet import Fleet, until
 from tests.support.ports import own_address
 
@@ -16,7 +17,7 @@ def test_a_daemon_of_host_memory_loads_neither_torch_nor_cuda_and_nixl_only_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on standard error for each module
-    settings = {"listen": f"tcp://{own_address()}:0", "insecure": "true"} if network else {}
+    settings = network_settings(own_address()) if network else {}
     with Fleet(tmp_path) as fleet:
         daemon = fleet.daemon("light", **settings)
         for _ in until("the daemon serves"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.daemon.systemd import DescriptorStore, Notifier
+from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import PATIENCE
 
 
@@ -45,6 +46,21 @@ class Systemd:
             os.close(descriptor)
 
 
+_OPEN: list[Notifier] = []
+
+
+def telling(path: str) -> Notifier:
+    _OPEN.append(Notifier({"NOTIFY_SOCKET": path}))
+    return _OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[Systemd]:
     end = Systemd(tmp_path / "notify")
@@ -64,7 +80,7 @@ def handed_over(systemd: Systemd) -> dict[str, int]:
 
 
 def test_readiness_status_watchdog_and_end_are_told_as_systemd_reads_them(systemd: Systemd) -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    notifier = telling(systemd.path)
     notifier.ready()
     notifier.status("serving")
     notifier.status("serving")
@@ -78,19 +94,40 @@ def test_readiness_status_watchdog_and_end_are_told_as_systemd_reads_them(system
     ]
 
 
+def test_the_watchdog_is_fed_and_pools_are_kept_where_no_descriptor_is_left(systemd: Systemd) -> None:
+    notifier, pool = telling(systemd.path), memfd(b"kept")
+    with no_descriptors_left():
+        notifier.feed()
+        notifier.store("a", pool)
+    assert systemd.read() == ["WATCHDOG=1", "FDSTORE=1\nFDPOLL=0\nFDNAME=a"]
+    assert os.pread(systemd.kept["a"], 4, 0) == b"kept"
+    os.close(pool)
+
+
+def test_a_pool_that_cannot_be_kept_for_a_manager_that_does_not_listen_stops_nothing(tmp_path: Path) -> None:
+    notifier, pool = telling(str(tmp_path / "notify")), memfd(b"kept")
+    with no_descriptors_left():
+        notifier.store("a", pool)
+    systemd = Systemd(tmp_path / "notify")
+    notifier.feed()
+    assert systemd.read() == ["WATCHDOG=1"]
+    systemd.close()
+    os.close(pool)
+
+
 def test_nothing_is_said_where_nobody_listens() -> None:
     notifier = Notifier({})
     notifier.ready()
 
 
 def test_a_service_manager_that_does_not_read_does_not_block_the_daemon(systemd: Systemd) -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    notifier = telling(systemd.path)
     for _ in range(10_000):
         notifier.feed()
 
 
 def test_what_the_socket_refuses_is_said_again_in_order_with_the_next_answer_of_everything(tmp_path: Path) -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    notifier = telling(str(tmp_path / "notify"))
     pool = memfd(b"kept")
     notifier.ready()
     notifier.store("a", pool)
@@ -122,13 +159,13 @@ def test_what_the_socket_refuses_is_said_again_in_order_with_the_next_answer_of_
 
 def test_a_stored_pool_is_not_polled_as_a_gpus_memory_is_a_device_with_news(systemd: Systemd) -> None:
     pool = memfd(b"kept")
-    Notifier({"NOTIFY_SOCKET": systemd.path}).store("a", pool)
+    telling(systemd.path).store("a", pool)
     os.close(pool)
     assert systemd.read() == ["FDSTORE=1\nFDPOLL=0\nFDNAME=a"]
 
 
 def test_a_socket_that_is_full_takes_the_rest_later(systemd: Systemd) -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
+    notifier = telling(systemd.path)
     kernel_keeps = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
     names = [f"pool-{number}" for number in range(3 * kernel_keeps)]
     for name in names:
@@ -142,9 +179,9 @@ def test_a_socket_that_is_full_takes_the_rest_later(systemd: Systemd) -> None:
 
 def test_a_stored_pool_comes_back_to_the_same_worker_only(systemd: Systemd) -> None:
     pool = memfd(b"kept")
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("engine:0/@a", 1000, b"spec", pool)
+    DescriptorStore(telling(systemd.path), {}).keep("engine:0/@a", 1000, b"spec", pool)
     os.close(pool)
-    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
     assert successor.take("engine:0/@b", 1000, b"spec") == -1
     assert successor.take("engine:0/@a", 1001, b"spec") == -1
     taken = successor.take("engine:0/@a", 1000, b"spec")
@@ -218,9 +255,9 @@ def test_a_pool_that_could_not_be_had_at_once_is_there_for_the_next_attempt_and_
 
 def test_a_worker_with_another_layout_gives_its_old_pool_up(systemd: Systemd) -> None:
     pool = memfd(b"old")
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("w", 0, b"spec", pool)
+    DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", pool)
     os.close(pool)
-    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
     assert successor.take("w", 0, b"other spec") == -1
     assert successor.unclaimed == 0
     systemd.read()
@@ -229,13 +266,13 @@ def test_a_worker_with_another_layout_gives_its_old_pool_up(systemd: Systemd) ->
 
 def test_an_ended_pool_and_one_that_nobody_came_for_are_given_back(systemd: Systemd) -> None:
     pools = [memfd(b"a"), memfd(b"b")]
-    store = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {})
+    store = DescriptorStore(telling(systemd.path), {})
     for worker, pool in zip("ab", pools, strict=True):
         store.keep(worker, 0, b"spec", pool)
         os.close(pool)
     store.drop("a")
     store.drop("a")
-    successor = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
     assert len(systemd.kept) == 1
     successor.drop_unclaimed()
     systemd.read()

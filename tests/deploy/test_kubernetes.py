@@ -159,6 +159,37 @@ def test_the_daemon_has_keys(manifests: list[dict[str, Any]]) -> None:
         assert secret["defaultMode"] == 0o440
 
 
+def test_each_port_is_open_to_those_who_need_it_and_the_transports_to_pods_of_the_same_name_alone(
+    manifests: list[dict[str, Any]],
+) -> None:
+    (policy,) = of_kind(manifests, "NetworkPolicy")
+    (deployment,) = of_kind(manifests, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    variables = {entry["name"]: entry.get("value") for entry in sidecar(manifests)["env"]}
+    first, last = map(int, variables["KVD_TRANSPORT_PORTS"].split("-"))
+    opened = {}
+    for rule in policy["spec"]["ingress"]:
+        (source,) = rule["from"]
+        (name,) = source["podSelector"].get("matchLabels", {}).items() or [
+            (each["key"], *each["values"]) for each in source["podSelector"]["matchExpressions"]
+        ]
+        opened[name] = {(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]}
+        assert ("namespaceSelector" in source) is (name[1] == "prometheus")
+    key = "app.kubernetes.io/name"
+    assert opened == {
+        (key, labels[key]): {(9920, 9920), (first, last)},
+        (key, "kvd-router"): {(8000, 8000)},
+        (key, "prometheus"): {(9910, 9910)},
+    }
+    containers = [sidecar(manifests), *pod(manifests)["containers"]]
+    ports = {port["containerPort"] for container in containers for port in container["ports"]}
+    assert ports == {9910, 9920, 8000}
+    assert not ports & set(range(first, last + 1))
+    assert variables["KVD_UNPROTECTED_TRANSPORT"] == "$(POD_IP)"
+
+
 def test_vllm_may_attach_and_is_another_user_that_cannot_look_into_the_daemon(manifests: list[dict[str, Any]]) -> None:
     (engine,) = pod(manifests)["containers"]
     user, owner = engine["securityContext"]["runAsUser"], pod(manifests)["securityContext"]["runAsUser"]

@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import subprocess
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.daemon.config import Config
+from kvd.daemon.config import Config, load
 from kvd.daemon.server import STOP_SECONDS
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/kvd@.service"
@@ -36,3 +37,35 @@ def test_systemd_kills_no_daemon_within_the_grace_time_that_it_has_by_default() 
     grace = Config.model_fields["drain_grace"].default
     (limit,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)
     assert int(limit) >= grace + STOP_SECONDS
+
+
+def test_the_daemon_has_no_interface_but_loopback_until_the_drop_in_names_the_one_of_its_peers() -> None:
+    assert re.findall(r"^RestrictNetworkInterfaces=(.*)$", UNIT.read_text(), re.MULTILINE) == ["lo"]
+    network = (UNIT.parent / "drop-ins/network.conf").read_text()
+    assert len(re.findall(r"^RestrictNetworkInterfaces=\S+$", network, re.MULTILINE)) == 1
+    variables = dict(re.findall(r"^Environment=KVD_(\w+)=(\S+)$", network, re.MULTILINE))
+    flags = {name.lower(): value.replace("%i", "0") for name, value in variables.items()}
+    config = load({**flags, "curve_key": "/k", "curve_peers": "/p"})
+    assert config.unprotected_transport in config.listen
+    listening = {9910 + instance for instance in range(10)} | {9920 + instance for instance in range(10)}
+    first, last = map(int, config.transport_ports.split("-"))
+    assert not listening & set(range(first, last + 1))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_every_line_of_the_drop_ins_is_one_that_systemd_knows(tmp_path: Path) -> None:
+    folder = tmp_path / "kvd@.service.d"
+    folder.mkdir()
+    unit = UNIT.read_text().replace("/opt/kvd/bin/kvd", "/bin/true")
+    (tmp_path / "kvd@.service").write_text(unit)
+    for drop_in in (UNIT.parent / "drop-ins").iterdir():
+        shutil.copy(drop_in, folder)
+    ran = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "kvd@0.service")],
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert not [line for line in ran.stderr.splitlines() if ".service.d/" in line], ran.stderr

@@ -25,6 +25,7 @@ from kvd.protocol.status import decode
 from kvd.transport.interface import Region
 from kvd.transport.samehost.transport import SameHostTransport
 from tests.e2e.test_other_user import NOBODY, as_nobody
+from tests.support.elsewhere import network_settings
 from tests.support.fleet import Fleet
 from tests.support.keyring import Keyring
 from tests.support.patience import PATIENCE
@@ -107,7 +108,7 @@ def test_daemons_of_two_users_with_keys_copy_within_the_host_and_prove_by_messag
 
 def test_a_peer_of_this_host_whose_sockets_are_not_mounted_is_read_over_the_network_and_called_slow(hosts, folder):
     (folder / "hidden").mkdir()
-    address = {"listen": f"tcp://{own_address()}:0", "insecure": "true"}
+    address = network_settings(own_address())
     producer = hosts.daemon("p", socket=str(folder / "hidden/p.sock"), **address)
     hide = f'mount -t tmpfs none {folder / "hidden"} && exec "$@"'
     consumer = hosts.daemon("d", within=("unshare", "--mount", "sh", "-c", hide, "sh"), **address)

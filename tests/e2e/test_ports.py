@@ -1,8 +1,12 @@
 """Which ports a daemon opens: those of its configuration, and no others."""
 
+import json
+
 import pytest
 
-from tests.support.ports import endpoint, listening
+from kvd.host import interface_of
+from tests.support.elsewhere import network_settings
+from tests.support.ports import endpoint, listening, own_address
 
 pytestmark = pytest.mark.real
 
@@ -26,3 +30,18 @@ def test_daemons_of_one_host_open_no_port_but_their_own_and_move_blocks_all_the_
     assert decode.call("values", ids=IDS) == [9] * BLOCKS
     for daemon in daemons:
         assert listening(daemon.child.pid) == expected(daemon)
+
+
+def test_a_daemon_of_several_hosts_opens_its_transport_where_it_was_told_to_and_says_so_at_its_start(fleet):
+    address = own_address()
+    daemon = fleet.daemon("p", **network_settings(address))
+    known = expected(daemon)
+    ports = listening(daemon.child.pid) - known
+    first, last = map(int, daemon.flags["transport-ports"].split("-"))
+    assert ports
+    assert all(host == address and first <= port <= last for host, port in ports)
+    entries = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
+    (warning,) = [entry for entry in entries if entry["event"] == "the transport is unprotected"]
+    assert warning["ports"] == daemon.flags["transport-ports"]
+    assert interface_of(address) in warning["devices"].split(",")
+    assert "reads and writes all memory of this daemon, or ends it, with or without a key" in warning["risk"]

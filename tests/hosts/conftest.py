@@ -29,7 +29,10 @@ def whole_stage(tmp_path_factory):
         start = {host.name: ring.daemon(host.name) for host in hosts}
         daemons = {
             host.name: start[host.name](
-                within=host.within, listen=f"tcp://{host.address}:{PORT}", heartbeat=str(HEARTBEAT)
+                within=host.within,
+                listen=f"tcp://{host.address}:{PORT}",
+                unprotected_transport=host.address,
+                heartbeat=str(HEARTBEAT),
             )
             for host in hosts
         }

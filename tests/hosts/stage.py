@@ -96,6 +96,7 @@ class Stage:
         self.daemons[name].kill()
         self.hosts[name].readdress(address)
         self.daemons[name].flags["listen"] = f"tcp://{address}:{PORT}"
+        self.daemons[name].flags["unprotected-transport"] = address
         self.daemons[name].start()
         for _ in until(f"the worker of {name} is attached again"):
             if any(event["kind"] == "Reattached" for event in self.workers[name].call("wait", timeout=1)):

@@ -10,6 +10,7 @@ import pytest
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.mapping import HUGE_PAGE
 from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
+from tests.support.descriptors import no_descriptors_left
 
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
@@ -266,3 +267,8 @@ def test_hugetlb_pages_of_a_pool_that_ends_can_be_had_again_though_its_worker_ke
         second = provider.allocate("second", hugetlb_pages * HUGE_PAGE)
         second.close()
         assert mapped[0] == 0
+
+
+def test_a_pool_for_which_no_descriptor_is_left_is_refused_with_that_name() -> None:
+    with no_descriptors_left(), pytest.raises(Unavailable, match="Too many open files"):
+        MemfdProvider().allocate("p", HUGE_PAGE)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvd import foreign
 from kvd.net.interface import PeerAsked
-from tests.support.patience import MOMENT
+from tests.support.patience import MOMENT, PATIENCE
 
 HERE = Path(__file__).parent
 
@@ -37,6 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     before = threading.enumerate()
     yield
+    for thread in threading.enumerate():
+        if thread.name == foreign.NAME:
+            thread.join(PATIENCE)
     gc.collect()
     assert sorted(os.listdir(tmp_path)) == []
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []

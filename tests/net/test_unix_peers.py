@@ -1,5 +1,6 @@
 """Daemons of one host: a Unix socket each, and the kernel's word on whose process is at the other end."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -8,19 +9,22 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
 from tests.net.conftest import Inbox
-from tests.support.patience import MOMENT
+from tests.net.test_zmtp import HANDSHAKE, frame
+from tests.support.descriptors import no_descriptors_left
+from tests.support.patience import PATIENCE
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
@@ -116,13 +120,13 @@ async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:
 async def test_another_user_is_not_heard_even_where_the_socket_lets_it_connect(open_folder: Path) -> None:
     producer, consumer = Daemon(open_folder / "p"), Daemon(open_folder / "d")
     producer.path.chmod(0o666)
+    thief = socket.socket(socket.AF_UNIX)
 
     def ask() -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
-            thief.connect(f"ipc://{producer.path}")
-            thief.send(b"hello")
+        thief.connect(str(producer.path))
+        thief.sendall(HANDSHAKE + frame(b"hello"))
 
-    with running(producer, consumer), another_user(ask):
+    with thief, running(producer, consumer), another_user(ask):
         link = consumer.port.connect(producer.port.address)
         while not producer.rejected:
             consumer.port.ask(link, b"mine")
@@ -157,10 +161,9 @@ async def test_another_user_that_takes_the_place_of_a_daemon_is_not_believed(ope
     consumer.port.ask(link, b"hello")
 
     def answer() -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as thief:
-            thief.bind(f"ipc://{path}")
-            sender, _ = thief.recv_multipart()
-            thief.send_multipart([sender, b"welcome"])
+        thief = zmq.Context().socket(zmq.ROUTER)
+        thief.bind(f"ipc://{path}")
+        Thread(target=lambda: thief.send_multipart([thief.recv_multipart()[0], b"welcome"])).start()
 
     with running(consumer), another_user(answer):
         await consumer_rejects(consumer)
@@ -211,11 +214,25 @@ async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_
         + bytes(2 * limits.MAX_PEER_REQUEST_BYTES)
     )
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    with running(producer), socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(MOMENT)
-        stranger.connect(str(producer.path))
-        stranger.sendall(greeting)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stranger.sendall(b"\x06" + struct.pack(">Q", len(ready)) + ready)
-            while data := stranger.recv(65536):
-                assert b"READY" not in data, "it was let in"
+
+    def attack() -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(PATIENCE)
+            stranger.connect(str(producer.path))
+            stranger.sendall(greeting)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stranger.sendall(b"\x06" + struct.pack(">Q", len(ready)) + ready)
+                while data := stranger.recv(65536):
+                    assert b"READY" not in data, "it was let in"
+
+    with running(producer):
+        await asyncio.to_thread(attack)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_a_peer_for_which_no_descriptor_is_left_is_refused_with_that_name(tmp_path: Path) -> None:
+    producer, consumer = Daemon(tmp_path / "p"), Daemon(tmp_path / "d")
+    with running(producer, consumer):
+        with no_descriptors_left(), pytest.raises(Unavailable, match="Too many open files"):
+            consumer.port.connect(producer.port.address)
+        consumer.port.connect(producer.port.address)

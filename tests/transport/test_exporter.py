@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd import limits
+from kvd import foreign, limits
 from kvd.errors import KvdError, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping
 from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
-from kvd.net.frames import Frame, close_descriptors
+from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Party
 from kvd.protocol.codec import encode, exports
@@ -189,7 +189,7 @@ async def test_what_is_not_read_holds_two_descriptors_on_their_way_and_no_more(
             frames += await asyncio.to_thread(next_frames, stream)
         assert len({frame.content for frame in frames}) == MANY + 1
         for frame in frames:
-            close_descriptors(frame.descriptors)
+            foreign.close(frame.descriptors)
     served.hang_up()
     exporter.close()
 
@@ -216,7 +216,7 @@ async def test_a_pool_that_has_ended_before_its_turn_came_is_left_out(path: str,
         inodes = {os.fstat(frame.descriptors[0]).st_ino for frame in frames[:-1]}
         assert inodes == {os.fstat(pools[0].descriptor).st_ino}
         for frame in frames:
-            close_descriptors(frame.descriptors)
+            foreign.close(frame.descriptors)
     exporter.close()
 
 

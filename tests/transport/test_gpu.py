@@ -1,13 +1,17 @@
 """The order in which a GPU's copies, the end of a read and the look at its stamp come."""
 
 import ctypes
+import os
 from queue import Queue
 
 import numpy as np
+import pytest
 
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
+from kvd.errors import BadRequest
 from kvd.plan import Descriptors
+from kvd.protocol.export import ExportedPool
 from kvd.transport.interface import Landed, ReadRequest
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.gpu import Gpu
@@ -52,3 +56,14 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     threads.stop()
     assert isinstance(ended, Landed), ended
     assert ended.stamp == 7
+
+
+@over_standin()
+def test_what_a_peer_lends_is_checked_to_be_an_export_before_the_driver_asks_it_anything():
+    gpu, asked = Gpu(device(0).uuid), []
+    Mapping.map_descriptor = lambda *_, **__: asked.append(1)
+    pool = ExportedPool(bytes(8), LENGTH, LENGTH, device(0).uuid)
+    for descriptor, kind in ((os.open("/dev/null", os.O_RDONLY), "0o20000, device 0x103"), (os.pipe()[0], "0o10000")):
+        with pytest.raises(BadRequest, match=f"of file type {kind}"):
+            gpu.map_pool(pool, descriptor)
+    assert not asked

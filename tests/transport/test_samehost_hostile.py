@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import BadRequest
+from kvd import limits
+from kvd.errors import BadRequest, Unavailable
 from kvd.memory.memfd import SEALS, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
@@ -23,6 +24,7 @@ from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Regist
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
+from tests.support.lingering import lingering_socket
 from tests.support.patience import MOMENT
 
 SIZE = 2 << 20
@@ -243,3 +245,61 @@ async def test_a_peer_whose_folder_is_reached_through_a_link_is_imported(tmp_pat
     with Agent(tmp_path / "run", "p") as producer, Agent(tmp_path, "c") as consumer:
         consumer.transport.add_peer("p", producer.transport.metadata, f"ipc://{tmp_path}/link/p.peers")
         assert isinstance(await consumer.events.get(), PeerAdded)
+
+
+@contextlib.contextmanager
+def exporter_that_lends_sockets(path: Path) -> Iterator[None]:
+    """An exporter that lends everybody, as a pool, a socket that lingers."""
+    pool = encode(ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE))
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as lingering:
+        listener.bind(str(path))
+        listener.listen(64)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as streams:
+                while True:
+                    stream = FrameStream(listener.accept()[0])
+                    streams.callback(stream.close)
+                    stuck = lingering.enter_context(lingering_socket())
+                    stream.send(pool, (stuck,))
+                    os.close(stuck)  # not the last one
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(serve)
+            try:
+                yield
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
+
+
+async def test_what_a_hostile_exporter_lends_holds_no_import_thread_however_long_it_takes_to_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CLOSING_PER_USER", 1000)  # here all are one user's
+    with (
+        exporter_that_lends_sockets(tmp_path / "x"),
+        Agent(tmp_path, "a") as agent,
+        Agent(tmp_path, "b") as honest,
+    ):
+        many = 2 * limits.MAX_HANDSHAKES
+        for number in range(many):
+            metadata = encode(ExportAddress(f"x{number}", "this", str(tmp_path / "x"), TOKEN))
+            agent.transport.add_peer(f"x{number}", metadata)
+        failed = [await agent.events.get() for _ in range(many)]
+        assert {"cannot be mapped" in event.reason for event in failed if isinstance(event, PeerFailed)} == {True}
+        agent.transport.add_peer("b", honest.transport.metadata)
+        assert isinstance(await agent.events.get(), PeerAdded)
+        monkeypatch.setattr(limits, "MAX_CLOSING_PER_USER", 10)
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)))
+        refused = await agent.events.get()
+        assert isinstance(refused, PeerFailed)
+        assert "are not closed yet" in refused.reason
+
+
+def test_an_import_without_a_descriptor_left_fails_with_that_name_and_at_once(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "x"))
+        listener.listen()
+        address = ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)
+        with descriptors_taken(below=256, limit=256), pytest.raises(Unavailable, match="Too many open files"):
+            import_pools(address, map_host_pool)

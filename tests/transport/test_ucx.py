@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd.transport.nixl.ucx import TCP_SETTINGS, choose_settings, set_by_operator
+from tests.support.elsewhere import network_settings
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port, own_address
 
@@ -32,6 +33,14 @@ def test_other_hosts_come_by_the_devices_named_and_those_that_the_operator_named
     assert chosen(["eth0"], UCX_NET_DEVICES="eth1")["UCX_NET_DEVICES"] == "eth1"
 
 
+def test_the_transport_listens_on_ports_of_the_range_that_is_named_unless_the_operator_named_another() -> None:
+    environment: dict[str, str] = {}
+    choose_settings(environment, ["eth0"], "9930-9961")
+    assert environment["UCX_TCP_PORT_RANGE"] == "9930-9961"
+    choose_settings(environment, ["eth0"], "1-2")
+    assert environment["UCX_TCP_PORT_RANGE"] == "9930-9961"
+
+
 def test_devices_that_nobody_knows_leave_ucx_its_own_choice() -> None:
     assert chosen(None).keys().isdisjoint({"UCX_TLS", "UCX_NET_DEVICES"})
 
@@ -48,10 +57,10 @@ def test_a_variable_under_which_ucx_does_not_start_ends_the_daemon_in_one_line_t
 ) -> None:
     pytest.importorskip("nixl_cu12", reason="nixl is not installed")
     name, _, value = variable.partition("=")
-    listen = f"tcp://{own_address()}:{free_port()}"
-    serve = [sys.executable, "-m", "kvd.cli.main", "serve", "--socket", str(tmp_path / "s"), "--listen", listen]
+    settings = {"socket": str(tmp_path / "s"), **network_settings(own_address(), free_port())}
+    flags = [part for key, flag in settings.items() for part in (f"--{key}", flag)]
     ended = subprocess.run(
-        [*serve, "--insecure"],
+        [sys.executable, "-m", "kvd.cli.main", "serve", *flags],
         env=os.environ | {name: value},
         capture_output=True,
         text=True,

@@ -55,6 +55,12 @@ class Policy:
         """Whether this is root or the daemon's own user, for whom room is kept."""
         return uid in (self.owner, _ROOT)
 
+    def may_attach(self, uid: int, gid: int) -> bool:
+        """Whether this user may attach under some name."""
+        return self.is_privileged(uid) or any(
+            rule.uid in (None, uid) and rule.gid in (None, gid) for rule in self.rules
+        )
+
     def permit(self, uid: int, gid: int, pool: str) -> int | None:
         """The bytes that all pools of this user may have together, None if unbounded.
 

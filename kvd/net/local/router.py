@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvd import limits
+from kvd import foreign, limits
 from kvd.errors import KvdError
 from kvd.net.interface import Intake
 from kvd.net.local import zmtp
-from kvd.net.local.listener import MAX_CONNECTIONS
+from kvd.net.local.listener import MAX_CONNECTIONS, hang_up
 from kvd.net.local.reader import FrameReader
 from kvd.net.local.unfinished import UnfinishedBytes
 from kvd.net.options import HANDSHAKE_MS, LINGER_MS
-from kvd.net.stream import RECEIVE_BYTES
-from kvd.net.unix import credentials
+from kvd.net.stream import RECEIVE_BYTES, receive_without_descriptors
+from kvd.net.unix import credentials, take_descriptors
 
 MAX_UNSENT_BYTES: Final = limits.MAX_MESSAGE_BYTES
 """Bytes waiting for a worker that does not read; beyond it `send` refuses."""
@@ -49,10 +49,10 @@ class Router:
     def accept(self, accepted: socket.socket) -> None:
         """Takes a connection over, or closes it if it or its user would have too many."""
         uid = credentials(accepted).uid
-        if self._has_room(uid):
+        if self._has_room(uid) and foreign.waiting(uid) < limits.MAX_CLOSING_PER_USER:
             self.connections.add(_Connection(accepted, uid, self))
         else:
-            accepted.close()
+            hang_up(accepted)
 
     def send(self, identity: bytes, message: bytes) -> bool:
         """Sends without blocking; False if the queue is full or nobody has that routing id."""
@@ -90,6 +90,7 @@ class _Connection(FrameReader[zmtp.Received]):
         super().__init__(accepted.fileno(), router.intake)
         self.socket = accepted
         self.uid = uid
+        self._refuses = take_descriptors(accepted, take=False)
         self._router = router
         self._identity: bytes | None = None
         self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES)
@@ -125,7 +126,10 @@ class _Connection(FrameReader[zmtp.Received]):
         self._deadline.cancel()
         self.stop()
         self.loop.remove_writer(self.socket.fileno())
-        self.socket.close()
+        if self._refuses:
+            self.socket.close()
+        else:
+            hang_up(self.socket)
         self._unfinished.release()
         self._router.connections.discard(self)
         if self._identity is not None:
@@ -133,7 +137,10 @@ class _Connection(FrameReader[zmtp.Received]):
 
     def receive(self) -> bool:
         try:
-            size = self.socket.recv_into(self._router.buffer)
+            if self._refuses:
+                size = self.socket.recv_into(self._router.buffer)
+            else:
+                size = receive_without_descriptors(self.socket, self._router.buffer, self.uid)
         except BlockingIOError:
             return True
         except OSError:

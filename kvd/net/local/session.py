@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from kvd import limits
-from kvd.errors import KvdError
-from kvd.net.frames import Frame, close_descriptors
+from kvd import foreign, limits
+from kvd.errors import KvdError, Unavailable
+from kvd.net.frames import Frame
 from kvd.net.interface import Intake, SessionClosed, SessionFrame
 from kvd.net.local.reader import FrameReader
 from kvd.net.local.unfinished import UnfinishedBytes
@@ -33,9 +33,13 @@ class Session(FrameReader[Frame]):
         on_event: Callable[[SessionFrame | SessionClosed], None],
         intake: Intake,
         unfinished: UnfinishedBytes,
+        *,
+        owner: int | None = None,
     ) -> None:
+        """`owner` is the user that opened it, if it may pass descriptors."""
         super().__init__(accepted.fileno(), intake)
-        self._stream = FrameStream(accepted, limits.MAX_SESSION_FRAME_BYTES)
+        self._stream = FrameStream(accepted, limits.MAX_SESSION_FRAME_BYTES, owner=owner)
+        self._owner = owner
         self._connection = connection
         self._on_event = on_event
         self._unfinished = unfinished
@@ -48,8 +52,13 @@ class Session(FrameReader[Frame]):
         """Sends a frame, and duplicates of `descriptors`; hangs up on a worker that leaves too much unread."""
         if self._stream.fileno() < 0:
             return
-        with contextlib.suppress(OSError):  # the read side reports a broken connection
+        try:
             self._stream.send(frame, descriptors)
+        except Unavailable as error:
+            self.loop.call_soon(self._fail, error)  # never inside the caller's own call
+            return
+        except OSError:  # the read side reports a broken connection
+            return
         if self._stream.waiting > MAX_WAITING_BYTES:
             self.close()
             self.loop.call_soon(self._on_event, SessionClosed(self._connection))  # never inside the caller's own call
@@ -76,7 +85,7 @@ class Session(FrameReader[Frame]):
         self._stream.close()
         self._unfinished.release()
         while self.frames:
-            close_descriptors(self.frames.popleft().descriptors)
+            foreign.close(self.frames.popleft().descriptors)
 
     def admits(self) -> bool:
         """Delivers nothing of a worker that does not read its answers."""
@@ -88,6 +97,8 @@ class Session(FrameReader[Frame]):
         frames = self._stream.receive()
         self.frames.extend(frames or ())
         self._unfinished.set(self._stream.unfinished)
+        if self._owner is not None:
+            foreign.check(self._owner)
         return frames is not None
 
     def deliver(self, frame: Frame) -> None:
@@ -102,16 +113,25 @@ class Session(FrameReader[Frame]):
         self.close()
         self._on_event(SessionClosed(self._connection, error))
 
+    def _fail(self, error: KvdError) -> None:
+        if self._stream.fileno() >= 0:
+            self.lost(error)
+
     def _finished(self) -> None:
         self.close()
         if self._on_finished is not None:
             self._on_finished(self)
 
     def _flush(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             self._stream.flush()
-            if self._stream.waiting:
-                return
+        except Unavailable as error:
+            self.lost(error)
+            return
+        except OSError:
+            pass  # the read side reports a broken connection
+        if self._stream.waiting:
+            return
         self.loop.remove_writer(self._stream.fileno())
         if self._on_finished is not None:
             self._finished()

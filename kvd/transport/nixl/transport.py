@@ -34,17 +34,17 @@ STOP_SECONDS = 5.0
 """How long `stop` waits for posted slices: 64 MiB take 10 ms at memory speed, seconds over a bad network."""
 
 
-def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
+def open_agent(name: str, devices: Collection[str] | None = None, ports: str | None = None) -> Any:
     """A NIXL agent with the UCX backend and no progress thread: the caller makes the progress.
 
-    `devices` are as in `choose_settings`; those of the first agent in a process hold for all.
+    `devices` and `ports` are as in `choose_settings`; those of the first agent in a process hold for all.
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
         BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
 
     """
-    choose_settings(os.environ, devices)
+    choose_settings(os.environ, devices, ports)
     nixl = load_nixl()
     try:
         return make_agent(nixl, name)
@@ -76,9 +76,10 @@ class NixlTransport:
         *,
         examine: Examine = accept,
         devices: Collection[str] | None = None,
+        ports: str | None = None,
     ) -> None:
-        """No metadata is loaded that `examine` finds fault with; `devices` are as in `choose_settings`."""
-        handle = open_agent(agent, devices)
+        """No metadata is loaded that `examine` finds fault with; `devices` and `ports` are as in `choose_settings`."""
+        handle = open_agent(agent, devices, ports)
         failures = failures_of(load_nixl())
         self._agent = agent
         self._metadata: bytes = handle.get_agent_metadata()

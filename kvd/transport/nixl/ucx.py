@@ -1,7 +1,8 @@
 """UCX's settings, made before NIXL loads it: which devices it may be reached by, how it sends, what it logs.
 
-UCX's TCP transport listens on every interface that it may use and authenticates nobody; random bytes have killed the
-process. So it is kept to the interface that other hosts use, and a daemon whose peers are all on its host runs no NIXL.
+UCX's TCP transport listens on every interface that it may use and authenticates nobody: whoever connects reads and
+writes any address of the process, and random bytes have killed it. So it is kept to the interface and the ports that
+the operator names, and a daemon whose peers are all on its host runs no NIXL.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ ENVIRONMENT: Final = {
 """Read once, when NIXL and UCX are loaded."""
 
 
-def choose_settings(environment: MutableMapping[str, str], devices: Collection[str] | None) -> None:
+def choose_settings(
+    environment: MutableMapping[str, str], devices: Collection[str] | None, ports: str | None = None
+) -> None:
     """Adds our settings. What the operator set stays; if that includes one of TCP's sizes, both are left alone.
 
-    `devices` are the network devices by which other hosts reach this one, in UCX's spelling; None if any may be used.
+    `devices` are the network devices by which other hosts reach this one, in UCX's spelling, and `ports` a range of TCP
+    ports, such as `9930-9961`; None if any may be used.
     """
     chosen = dict(ENVIRONMENT)
     if not TCP_SETTINGS.keys() & environment:
         chosen |= TCP_SETTINGS
     if devices is not None:
         chosen["UCX_NET_DEVICES"] = ",".join(devices)
+    if ports is not None:
+        chosen["UCX_TCP_PORT_RANGE"] = ports
     for variable, value in chosen.items():
         environment.setdefault(variable, value)
 

@@ -15,22 +15,27 @@ from typing import Final
 
 from msgspec import Struct
 
-from kvd import limits
+from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
-from kvd.net.frames import Frame, close_descriptors
+from kvd.net.frames import Frame, pack
 from kvd.net.interface import OPEN
-from kvd.net.local.listener import Listener
+from kvd.net.local.listener import Listener, hang_up
 from kvd.net.local.pace import Pace
 from kvd.net.local.reader import FrameReader
 from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
-from kvd.net.unix import Party, created_with, party_at
+from kvd.net.unix import Party, created_with, party_at, take_descriptors
 from kvd.protocol.codec import encode, import_requests
 from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused
 from kvd.transport.interface import Region
 
 _FRAME_BYTES: Final = 64
 """More than a request takes."""
+
+
+_NO_DESCRIPTORS: Final = pack(
+    encode(ImportRefused(ErrorCode.OVERLOADED, "that daemon has no descriptors left for peers; raise its LimitNOFILE"))
+)
 
 
 class _Export(Struct, frozen=True):
@@ -69,7 +74,7 @@ class Exporter:
         self._path = path
         try:
             with created_with(mode):
-                self._listener = Listener(path, self._accepted, Pace())
+                self._listener = Listener(path, self._accepted, Pace(), _NO_DESCRIPTORS)
         except OSError as error:
             self._lock.release()
             raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
@@ -121,10 +126,10 @@ class Exporter:
         try:
             who = party_at(accepted)
         except OSError:  # the process has ended
-            accepted.close()
+            hang_up(accepted)
             return
         if not self._has_room(who):
-            accepted.close()
+            hang_up(accepted)
             return
         if sum(map(len, self._asking.values())) >= limits.MAX_IMPORTS_ASKING:
             of_busiest = max(self._asking.values(), key=len)
@@ -137,6 +142,8 @@ class Exporter:
 
     def _has_room(self, who: Party) -> bool:
         own = self._shares[who] if who.process else 0
+        if foreign.waiting(who.uid) >= limits.MAX_CLOSING_PER_USER:
+            return False
         within = own < limits.MAX_IMPORTS_PER_PROCESS and self._of_user[who.uid] < limits.MAX_IMPORTS_PER_USER
         return within and len(self._importers) < limits.MAX_PEERS
 
@@ -203,7 +210,8 @@ class _Importer(FrameReader[Frame]):
     def __init__(self, accepted: socket.socket, who: Party, exporter: Exporter) -> None:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is: two frames like ours
         self.who = who
-        self._stream = FrameStream(accepted, _FRAME_BYTES)
+        owner = None if take_descriptors(accepted, take=False) else who.uid
+        self._stream = FrameStream(accepted, _FRAME_BYTES, owner=owner)
         self._exporter = exporter
         self._served = False
         self._left: deque[int] = deque()
@@ -221,7 +229,7 @@ class _Importer(FrameReader[Frame]):
 
     def deliver(self, frame: Frame) -> None:
         """Sends what the token covers; whoever asks twice, or for nothing that there is, is hung up on."""
-        close_descriptors(frame.descriptors)
+        foreign.close(frame.descriptors)
         if self._served:
             self.close()
             return
@@ -249,6 +257,8 @@ class _Importer(FrameReader[Frame]):
                 self._stream.send(self._exporter.end)
             else:
                 self.loop.remove_writer(self._stream.fileno())
+        except Unavailable as error:
+            self._refuse(error)
         except OSError:
             self.close()
 

@@ -13,7 +13,7 @@ import structlog
 
 from kvd.cuda.copies import copy, pin, unpin
 from kvd.cuda.device import Device, device_of
-from kvd.cuda.memory import Mapping
+from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError
 from kvd.protocol.export import ExportedPool
@@ -61,6 +61,7 @@ class Gpu:
         """
         if not pool.device:
             return self._pinned(map_host_pool(pool, descriptor), pool.length)
+        check_export(self._device, descriptor)
         mapping = Mapping.map_descriptor(self._device, descriptor, pool.length, writable=False)
 
         def close() -> None:

@@ -9,10 +9,11 @@ import struct
 import time
 from typing import Final
 
-from kvd import limits
+from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
-from kvd.net.frames import Frame, close_descriptors
-from kvd.net.stream import FrameStream
+from kvd.net.frames import Frame
+from kvd.net.stream import FrameStream, no_descriptor
+from kvd.net.unix import credentials
 from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
@@ -131,7 +132,10 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
 
     """
     deadline = time.monotonic() + limits.IMPORT_SECONDS
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise no_descriptor(error) from error
     try:
         _connect(connected, address.path, deadline)
     except OSError as error:
@@ -139,9 +143,11 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
         why = error.strerror or error
         text = f"{address.path} cannot be reached ({why}): mount the daemons' sockets at one path, open to both users"
         raise Unavailable(ErrorCode.TRANSPORT, text) from error
-    stream = FrameStream(connected, _FRAME_BYTES)
+    uid = credentials(connected).uid
+    stream = FrameStream(connected, _FRAME_BYTES, owner=uid)
     pools = ImportedPools(stream)
     try:
+        foreign.check(uid)
         with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
             pools.process = ProcessMemory(connected)
         stream.send(encode(Import(address.token)))
@@ -197,5 +203,5 @@ def _complete(pools: ImportedPools, frames: list[Frame], map_pool: MapPool) -> b
                 complete = True
     finally:
         for frame in frames:
-            close_descriptors(frame.descriptors)
+            foreign.close(frame.descriptors)
     return complete

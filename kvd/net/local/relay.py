@@ -1,0 +1,177 @@
+"""Passes bytes between a peer's Unix socket and one of libzmq's.
+
+libzmq accepts whoever comes, aborts the process where no descriptor is left for that, and receives descriptors that
+come with a message in its only thread. So it has sockets that only this process can connect to, and peers have ours.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvd.errors import BadRequest
+from kvd.net.local.listener import hang_up
+from kvd.net.options import BACKLOG
+from kvd.net.stream import receive_without_descriptors
+from kvd.net.unix import credentials, take_descriptors
+
+CHUNK_BYTES: Final = 64 * 1024
+_buffer: Final = memoryview(bytearray(CHUNK_BYTES))
+"""Each read is passed on, or copied, at once."""
+
+
+class PrivateListener:
+    """Listens at `path`, of which only this process knows the way: the file in `folder` is gone before it listens.
+
+    Raises:
+        OSError: nothing can be made in the folder, or no descriptor is left.
+
+    """
+
+    def __init__(self, folder: str) -> None:
+        with contextlib.ExitStack() as undo:
+            self.socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self.socket.setblocking(False)
+            inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # the path of a socket is short
+            undo.callback(os.close, inside)
+            name = f"/proc/self/fd/{inside}/.{secrets.token_hex(8)}"
+            self.socket.bind(name)
+            try:
+                self._door = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            finally:
+                os.unlink(name)
+            self.socket.listen(BACKLOG)
+            undo.pop_all()
+            os.close(inside)
+        self.path = f"/proc/self/fd/{self._door}"
+
+    def close(self) -> None:
+        """Listens no more, unless the socket has been given away."""
+        self.socket.close()
+        os.close(self._door)
+
+
+class Relay:
+    """Passes bytes between `outside`, of a peer, and `inside`, until one of them ends; then it closes both."""
+
+    def __init__(self, outside: socket.socket, inside: socket.socket, on_end: "Callable[[Relay], None]") -> None:
+        self._outside, self._inside = outside, inside
+        self._on_end = on_end
+        self._refuses = take_descriptors(outside, take=False)
+        self._uid = credentials(outside).uid
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+        self.inbound = _Half(self._loop, outside, inside, self._receive, self.close)
+        self.outbound = _Half(self._loop, inside, outside, lambda: inside.recv_into(_buffer), self.close)
+
+    def _receive(self) -> int:
+        if self._refuses:
+            return self._outside.recv_into(_buffer)
+        return receive_without_descriptors(self._outside, _buffer, self._uid)
+
+    def close(self) -> None:
+        """Ends both connections; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for each in (self._outside, self._inside):
+            self._loop.remove_reader(each.fileno())
+            self._loop.remove_writer(each.fileno())
+        self._inside.close()
+        if self._refuses:
+            self._outside.close()
+        else:
+            hang_up(self._outside)
+        self._on_end(self)
+
+    def finish(self, until: float) -> None:
+        """Sends what libzmq has left, without the loop and until then at most, and closes."""
+        poller = select.poll()
+        poller.register(self._outside, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            while self.outbound.step() and poller.poll(max(0.0, until - time.monotonic()) * 1000):
+                pass
+        self.close()
+
+
+class _Half:
+    """One direction of a relay. `receive` reads into the buffer; `end` is called when no more comes."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: socket.socket,
+        target: socket.socket,
+        receive: Callable[[], int],
+        end: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._source, self._target = source, target
+        self._receive = receive
+        self._end = end
+        self.bytes = 0
+        """How many have come."""
+        self._rest = b""
+        """What came and is not sent; while there is some, no more is read."""
+        loop.add_reader(source.fileno(), self._read)
+
+    def step(self) -> bool:
+        """Sends the rest, or reads once and sends; False at the end.
+
+        Raises:
+            OSError: one of the two connections is gone.
+
+        """
+        if not self._rest:
+            try:
+                size = self._receive()
+            except BlockingIOError:
+                return True
+            except BadRequest:  # descriptors came along
+                return False
+            if not size:
+                return False
+            self.bytes += size
+            sent = self._send(_buffer[:size])
+            self._rest = bytes(_buffer[sent:size])
+        else:
+            self._rest = self._rest[self._send(self._rest) :]
+        return True
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._target.send(data)
+        except BlockingIOError:
+            return 0
+
+    def _read(self) -> None:
+        if not self._try():
+            self._end()
+        elif self._rest:
+            self._loop.remove_reader(self._source.fileno())
+            self._loop.add_writer(self._target.fileno(), self._write)
+
+    def _write(self) -> None:
+        if not self._try():
+            self._end()
+        elif not self._rest:
+            self._loop.remove_writer(self._target.fileno())
+            self._loop.add_reader(self._source.fileno(), self._read)
+
+    def _try(self) -> bool:
+        try:
+            return self.step()
+        except OSError:
+            return False
+
+
+def finish(relays: Iterable[Relay], seconds: float) -> None:
+    """Lets the relays send what is left, for so long together."""
+    until = time.monotonic() + seconds
+    for relay in list(relays):
+        relay.finish(until)

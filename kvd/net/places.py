@@ -1,0 +1,78 @@
+"""Addresses of peers, as configurations and tickets give them, and who listens there."""
+
+import os
+import re
+import socket
+
+from kvd.errors import BadRequest, ErrorCode
+from kvd.net.local.listener import hang_up
+from kvd.net.stream import no_descriptor
+from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
+
+_ADDRESS = re.compile(
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s]+\.peers))"
+    r"(#(?P<key>[0-9a-f]{64}))?"
+)
+
+
+def check_own(address: str) -> re.Match[str]:
+    """The parts of our own address: `place`, and `host` and `port` or `path`.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it is malformed, or has a key.
+
+    """
+    match = check_address(address, ErrorCode.BAD_CONFIG)
+    if match["key"] is not None:
+        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; leave it out")
+    return match
+
+
+def check_user(path: str) -> None:
+    """Refuses a path where another user listens; if nobody does yet, each connection is checked instead.
+
+    Raises:
+        BadRequest: `NOT_PERMITTED`, another user does.
+        Unavailable: `OVERLOADED`, no descriptor is left to find out.
+
+    """
+    try:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise no_descriptor(error) from error
+    probe.setblocking(False)
+    take_descriptors(probe, take=False)
+    try:
+        probe.connect(path)
+        user = credentials(probe).uid
+    except PermissionError:
+        user = -1
+    except OSError:
+        return
+    finally:
+        hang_up(probe)
+    if user != os.geteuid():
+        who = f"as user {user}" if user >= 0 else "as another user"
+        raise BadRequest(
+            ErrorCode.NOT_PERMITTED,
+            f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
+            "one user; run both as one, or give both `curve_key` and `curve_peers`",
+        )
+
+
+def check_address(address: str, code: ErrorCode) -> re.Match[str]:
+    """The parts of an address, and its `key`.
+
+    Raises:
+        BadRequest: `code`, it is malformed.
+
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"] or 0) > 65535:
+        raise BadRequest(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
+    path = match["path"]
+    if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
+        raise BadRequest(
+            code, f"path {path[:200]!r} of a Unix socket is not the shortest spelling, or above {MAX_PATH_BYTES} bytes"
+        )
+    return match
