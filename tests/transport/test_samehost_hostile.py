@@ -16,7 +16,8 @@ from kvd.errors import BadRequest
 from kvd.memory.memfd import SEALS, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
-from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
+from kvd.protocol.types import Message
 from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.mapped import map_host_pool
@@ -215,3 +216,26 @@ async def test_a_peer_whose_folder_is_reached_through_a_link_is_imported(tmp_pat
     with Agent(tmp_path / "run", "p") as producer, Agent(tmp_path, "c") as consumer:
         consumer.transport.add_peer("p", producer.transport.metadata, f"ipc://{tmp_path}/link/p.peers")
         assert isinstance(await consumer.events.get(), PeerAdded)
+
+
+@pytest.mark.parametrize(
+    ("late", "reason"),
+    [
+        (Withdrawn((4096).to_bytes(8, "little")), "0x1000 is withdrawn that was not lent"),
+        (Exported(bytes(8), bytes(8)), "Exported after all of its pools had come"),
+    ],
+)
+async def test_an_exporter_that_says_what_it_should_not_is_lost(tmp_path: Path, late: Message, reason: str) -> None:
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "x.pools"))
+        listener.listen()
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)))
+        connected, _ = await asyncio.to_thread(listener.accept)
+        stream = FrameStream(connected)
+        stream.send(encode(Exported(bytes(8), bytes(8))))
+        assert isinstance(await agent.events.get(), PeerAdded)
+        stream.send(encode(late))
+        lost = await agent.events.get()
+        assert isinstance(lost, PeerFailed)
+        assert reason in lost.reason
+        stream.close()

@@ -25,7 +25,7 @@ from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Credentials, created_with, credentials
 from kvd.protocol.codec import encode, import_requests
-from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused
+from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused, Withdrawn
 from kvd.transport.interface import Region
 
 _FRAME_BYTES: Final = 64
@@ -82,10 +82,13 @@ class Exporter:
         self._exports[self._last] = _Export(message, lent)
 
     def remove(self, pool: int) -> None:
-        """Exports a pool no longer. Those who have it mapped keep it."""
+        """Exports a pool no longer, and tells those who were sent it; nobody can make them unmap it."""
         registration = self._registrations.pop(pool, None)
         if registration is not None:
-            os.close(self._exports.pop(registration).descriptor)
+            export = self._exports.pop(registration)
+            os.close(export.descriptor)
+            for importer in [importer for importer in self._importers if registration in importer.lent]:
+                importer.withdraw(registration, export.message)
 
     def token(self, pools: tuple[int, ...] | None = None) -> bytes:
         """A token for `pools`, or for all, as they are registered now; the same one while that does not change."""
@@ -123,8 +126,8 @@ class Exporter:
         who = self._importers.pop(importer)
         self._shares -= Counter([who])
 
-    def frames_for(self, token: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
-        """What the holder of `token` is sent: frames, each with its descriptors.
+    def covered_by(self, token: bytes) -> set[int]:
+        """The registrations that the holder of `token` may have.
 
         Raises:
             BadRequest: `NOT_PERMITTED`, there is no such token (any more).
@@ -133,7 +136,11 @@ class Exporter:
         covered = self._tokens.get(token)
         if covered is None:
             raise BadRequest(ErrorCode.NOT_PERMITTED, "the token covers no pool here; say hello again for a new one")
-        exports = [self._exports[registration] for registration in sorted(covered & self._exports.keys())]
+        return set(covered & self._exports.keys())
+
+    def frames_for(self, registrations: set[int]) -> list[tuple[bytes, tuple[int, ...]]]:
+        """What they are sent for these: frames, each with its descriptors."""
+        exports = [self._exports[registration] for registration in sorted(registrations)]
         frames = [(encode(export.message), (export.descriptor,)) for export in exports]
         return [*frames, (encode(Exported(ctypes.addressof(self._word).to_bytes(8, "little"), self._word.raw)), ())]
 
@@ -145,6 +152,8 @@ class _Importer(FrameReader[Frame]):
         self._stream = FrameStream(accepted, _FRAME_BYTES)
         self._exporter = exporter
         self._served = False
+        self.lent: set[int] = set()
+        """Registrations that it was sent and that stand."""
         super().__init__(accepted.fileno(), OPEN)
         self._patience = self.loop.call_later(limits.IMPORT_SECONDS, self._unless_served)
 
@@ -163,12 +172,20 @@ class _Importer(FrameReader[Frame]):
         self._served = True
         try:
             request: Import = import_requests.decode(frame.content)
-            frames = self._exporter.frames_for(request.token)
+            self.lent = self._exporter.covered_by(request.token)
         except KvdError as error:
             with contextlib.suppress(OSError):
                 self._stream.send(encode(ImportRefused(error.code, error.text)))
             self.close()
             return
+        self._send(self._exporter.frames_for(self.lent))
+
+    def withdraw(self, registration: int, pool: ExportedPool) -> None:
+        """Asks it to unmap a pool that it was sent."""
+        self.lent.remove(registration)
+        self._send([(encode(Withdrawn(pool.base)), ())])
+
+    def _send(self, frames: list[tuple[bytes, tuple[int, ...]]]) -> None:
         with contextlib.suppress(OSError):  # the read side reports a broken connection
             for content, descriptors in frames:
                 self._stream.send(content, descriptors)
