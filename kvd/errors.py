@@ -95,6 +95,14 @@ class DeviceError(Unavailable):
         self.lost = lost
 
 
+class NoMemory(Unavailable):
+    """There is too little memory for a pool; `lacks` bytes more would do."""
+
+    def __init__(self, text: str, lacks: int) -> None:
+        super().__init__(ErrorCode.OVERLOADED, text)
+        self.lacks = lacks
+
+
 class InternalError(KvdError):
     """kvd's own fault: an invariant did not hold."""
 

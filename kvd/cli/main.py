@@ -14,6 +14,7 @@ COMMANDS = {
     "status": "show a daemon: pools, peers, leases, transfers, paths",
     "top": "watch a daemon live in the terminal",
     "doctor": "check this host for what kvd needs, and say how to fix it",
+    "pools": "give the memory of a pool back whose worker is gone",
     "drain": "stop a daemon once its work is finished",
     "keys": "make and show the keys by which daemons know each other",
     "demo": "run prefill in one process and decode in another, with kvd between them",

@@ -147,6 +147,7 @@ _RANK = TicketRank("node-a", "tcp://10.0.0.1:7100", 5, "prefill.0", "req-1", 0, 
 _EXAMPLES: tuple[Message, ...] = (
     worker.Attach("decode.0", bytes(range(16)), b"spec"),
     worker.Detach(),
+    worker.End("prefill.0"),
     worker.Attached(
         session=bytes(16),
         endpoint="ipc:///run/kvd/requests.sock",

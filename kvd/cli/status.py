@@ -23,10 +23,12 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_daemon_flags(parser: argparse.ArgumentParser) -> None:
+def add_daemon_flags(parser: argparse.ArgumentParser, timeout: float = 5.0) -> None:
     """Adds the flags that say which daemon, and how long to wait for it."""
     parser.add_argument("--socket", metavar="PATH", help="the daemon's session socket (default: as for `kvd serve`)")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="time limit (default: 5)")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout, metavar="SECONDS", help=f"time limit (default: {timeout:g})"
+    )
 
 
 def socket_of(args: argparse.Namespace) -> str:

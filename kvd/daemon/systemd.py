@@ -169,6 +169,11 @@ class DescriptorStore:
         for name in list(self._received):
             self._forget(name)
 
+    def give_up(self, uid: int) -> None:
+        """See `PoolStore`."""
+        for name in [name for name in self._received if name.startswith(f"pool-{uid}-")]:
+            self._forget(name)
+
     def _forget_others(self, worker: str, uid: int, wanted: str) -> None:
         """Frees the worker's pools of other layouts: it came back without them, and their bytes are useless."""
         for name in [name for name in self._received if name.startswith(_prefix(worker, uid)) and name != wanted]:

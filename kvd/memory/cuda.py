@@ -12,7 +12,7 @@ from kvd import foreign
 from kvd.cuda.device import device
 from kvd.cuda.mark import MARK_BYTES, is_pool, mark
 from kvd.cuda.memory import Mapping, check_export, export_kind, granule
-from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
+from kvd.errors import BadRequest, DeviceError, ErrorCode, NoMemory, Unavailable
 
 _NO_EXPORT: Final = frozenset(
     f"CUDA_ERROR_{name}"
@@ -94,7 +94,8 @@ class CudaProvider:
 
         Raises:
             BadRequest: `BAD_SPEC`, the size is not positive.
-            Unavailable: `OVERLOADED`, the GPU has too little memory; `NO_DEVICE`, it does not work.
+            NoMemory: the GPU has too little.
+            Unavailable: `NO_DEVICE`, it does not work.
 
         """
         if size <= 0:
@@ -110,7 +111,7 @@ class CudaProvider:
                 f"pool {name!r} needs {length} bytes of {self._device}, {free} of {total} are free ({error.text}): "
                 "stop what uses the rest, wait for `pool_linger`, or give the engine a smaller cache"
             )
-            raise Unavailable(ErrorCode.OVERLOADED, text) from error
+            raise NoMemory(text, max(1, length - free)) from error
         try:
             mapping.zero()
             mark(mapping, size)

@@ -62,7 +62,7 @@ class MemoryProvider(Protocol):
         """A new pool of `size` bytes, zeroed and faulted in.
 
         Raises:
-            Unavailable: `OVERLOADED`, there is too little memory.
+            NoMemory: there is too little.
 
         """
 
@@ -94,6 +94,9 @@ class PoolStore(Protocol):
     def drop(self, worker: str) -> None:
         """The worker's pool has ended, or what `take` gave is no pool: keeps it no longer."""
 
+    def give_up(self, uid: int) -> None:
+        """Keeps the pools no longer that workers of this user had under the last daemon and have not claimed."""
+
 
 class NoStore:
     """Keeps nothing: workers bring their pools back or get new ones."""
@@ -106,4 +109,7 @@ class NoStore:
         """Keeps nothing."""
 
     def drop(self, worker: str) -> None:
+        """Has nothing."""
+
+    def give_up(self, uid: int) -> None:
         """Has nothing."""

@@ -6,6 +6,7 @@ back to a restarted daemon.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, NoMemory, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 from kvd.memory.room import Room
 
@@ -103,7 +104,7 @@ class MemfdProvider:
 
         Raises:
             BadRequest: `BAD_SPEC`, the size is not positive.
-            Unavailable: `OVERLOADED`, there is too little memory of the configured kind, for this process's cgroup too.
+            NoMemory: there is too little of the configured kind, on the host or within this process's cgroup.
 
         """
         if size <= 0:
@@ -114,15 +115,20 @@ class MemfdProvider:
                 return _create(name, size, hugetlb=True)
             except OSError as error:
                 if self._backing is Backing.HUGETLB:
-                    raise Unavailable(ErrorCode.OVERLOADED, _no_hugetlb(name, length, error)) from error
+                    raise NoMemory(_no_hugetlb(name, length, error), length) from error
         try:
             with self._room.taken(name, length) as count:
                 pool = _create(name, size, huge=self._backing is not Backing.PLAIN, count=count)
         except OSError as error:
-            raise Unavailable(ErrorCode.OVERLOADED, f"pool {name!r} of {length} bytes: {error}") from error
+            text = f"pool {name!r} of {length} bytes: {error}"
+            if error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise NoMemory(text, length) from error
+            raise Unavailable(
+                ErrorCode.OVERLOADED, text
+            ) from error  # descriptors, of which a smaller pool takes as many
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
-            raise Unavailable(ErrorCode.OVERLOADED, _no_thp(name, length))
+            raise NoMemory(_no_thp(name, length), length)
         return pool
 
     def adopt(self, descriptor: int, size: int) -> MemfdPool:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvd import limits
 from kvd.cgroups import memory_limits
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import NoMemory
 
 _PAGE_TABLES: Final = 512
 """The part of a mapping that the kernel takes for its page tables: 8 bytes for each page of 4 KiB."""
@@ -56,7 +56,7 @@ class Room:
         Call what it gives with the descriptor of the file whose pages are to be counted.
 
         Raises:
-            Unavailable: `OVERLOADED`, there is too little; the text has both figures.
+            NoMemory: there is too little; the text has both figures.
 
         """
         taker = _Taker(length + length // _PAGE_TABLES)
@@ -68,7 +68,7 @@ class Room:
                 if left < found.bytes:
                     text += f", beside {found.bytes - left} for other pools that are being made"
                 text += f" (page tables take another {taker.bytes - length}): give the engine a smaller cache, or the "
-                raise Unavailable(ErrorCode.OVERLOADED, f"{text}daemon more memory")
+                raise NoMemory(f"{text}daemon more memory", taker.bytes - left)
             self._takers.add(taker)
         try:
             yield taker.count

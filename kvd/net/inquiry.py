@@ -11,7 +11,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
 from kvd.net.stream import FrameStream
 from kvd.net.unix import credentials, peer_pidfd, take_descriptors
 from kvd.protocol.codec import encode, session_replies
-from kvd.protocol.worker import Refused, SessionReply, Status, StatusRequest
+from kvd.protocol.worker import Detached, End, Refused, SessionReply, SessionRequest, Status, StatusRequest
 
 
 class Inquiry:
@@ -80,17 +80,32 @@ class Inquiry:
 
         """
         self._calls += 1
-        try:
-            self._stream.send(encode(StatusRequest(self._calls)))
-        except OSError as error:
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
-        deadline = time.monotonic() + timeout
+        deadline = self._send(StatusRequest(self._calls), timeout)
         while True:
             for reply in self._receive(deadline):
                 if isinstance(reply, Status) and reply.call == self._calls:
                     return reply.report
-                if isinstance(reply, Refused):
-                    raise error_from_code(reply.code, reply.text)
+
+    def end_pool(self, name: str, timeout: float) -> None:
+        """Ends a pool whose worker is gone.
+
+        Raises:
+            BadRequest: there is none of that name; `NOT_PERMITTED`, it is another user's.
+            Unavailable: `POOL_BUSY`, a worker has it; `DEADLINE`, not within `timeout` seconds, it may end later;
+                `DAEMON_LOST`, the daemon hung up.
+
+        """
+        deadline = self._send(End(name), timeout)
+        while not any(isinstance(reply, Detached) for reply in self._receive(deadline)):
+            pass
+
+    def _send(self, request: SessionRequest, timeout: float) -> float:
+        """Sends a request; returns when its answer is overdue."""
+        try:
+            self._stream.send(encode(request))
+        except OSError as error:
+            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
+        return time.monotonic() + timeout
 
     def _receive(self, deadline: float) -> list[SessionReply]:
         waiting = max(0.0, deadline - time.monotonic())
@@ -99,7 +114,11 @@ class Inquiry:
         frames = self._stream.receive()
         if frames is None:
             raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up")
-        return [session_replies.decode(frame.content) for frame in frames]
+        replies = [session_replies.decode(frame.content) for frame in frames]
+        for reply in replies:
+            if isinstance(reply, Refused):
+                raise error_from_code(reply.code, reply.text)
+        return replies
 
     def close(self) -> None:
         """Hangs up."""

@@ -1,7 +1,8 @@
 """Messages of the export socket, over which daemons of one host lend each other pools for reading.
 
 The importing daemon connects, shows a token and gets each pool that the token covers, with its descriptor beside the
-message, then `Exported`. The connection stays open: its end says that the exporting daemon has ended.
+message, then `Exported`. The connection stays open: `Withdrawn` says that one of them has ended, the connection's end
+that the exporting daemon has.
 """
 
 from typing import Annotated
@@ -62,4 +63,13 @@ class ImportRefused(Message, frozen=True, tag="refused"):
     text: Text
 
 
-Export = ExportedPool | Exported | ImportRefused
+class Withdrawn(Message, frozen=True, tag="withdrawn"):
+    """The pool that was lent with this `base` has ended, or was registered anew: unmap it once no read uses it.
+
+    A GPU's memory is free only when all have.
+    """
+
+    base: Word
+
+
+Export = ExportedPool | Exported | ImportRefused | Withdrawn

@@ -47,6 +47,15 @@ class Detach(Message, frozen=True, tag="detach"):
     """Gives the pool back. Answered by `Detached` once nothing reads from or writes to it."""
 
 
+class End(Message, frozen=True, tag="end"):
+    """Ends the pool of a worker that is gone, for its user or the daemon's; of a session without a pool.
+
+    Answered by `Detached` once nothing reads from or writes to it.
+    """
+
+    worker: Name
+
+
 # --- session socket, daemon to worker -------------------------------------------------------------------------------
 
 
@@ -226,5 +235,5 @@ class Status(Message, frozen=True, tag="status"):
 
 
 Reply = Offered | Error | Notifications | Status
-SessionRequest = Attach | Detach | StatusRequest
+SessionRequest = Attach | Detach | End | StatusRequest
 SessionReply = Attached | Detached | Refused | Status

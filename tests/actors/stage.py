@@ -60,7 +60,7 @@ class Memory:
 class Stage:
     """Everything outside the actors; `sent` and `asked` hold what they said."""
 
-    def __init__(self, rights=everything, speaks_for=anybody, **settings):
+    def __init__(self, rights=everything, speaks_for=anybody, rules=(), **settings):
         self.loop = VirtualLoop()
         self.failures = []
         self.to_workers, self.on_sessions, self.to_peers, self.answers = [], [], [], []
@@ -92,7 +92,7 @@ class Stage:
             draw_session=self._draw,
             describe=lambda: {"daemon": "d"},
             transport_died=self.failures.append,
-            policy=Policy(1000),
+            policy=Policy(1000, rules),
             stamps=SimStamps(lambda _words: STAMPS),
             rights=rights,
             speaks_for=speaks_for,
@@ -118,8 +118,8 @@ class Stage:
 
     # --- workers
 
-    def connect(self, connection=1, pid=1, watched=True):
-        self.context.gateway.tell(SessionOpened(connection, pid, 1000, 1000, watched))
+    def connect(self, connection=1, pid=1, watched=True, uid=1000):
+        self.context.gateway.tell(SessionOpened(connection, pid, uid, uid, watched))
         self.run()
 
     def session(self, message, connection=1, descriptors=()):

@@ -32,7 +32,7 @@ RANK = ticket.TicketRank("d1", "sim://d1", 1, "p", "o", 0, bytes(16))
 TICKET = ticket.Ticket(16, (RANK,), (SPANS,)).encode()
 INFO = peer.PoolInfo("p", 1, bytes(8), 256, SPEC)
 SEEDS = {
-    "session": [encode(worker.Attach("w", bytes(16), SPEC)), encode(worker.Detach())],
+    "session": [encode(worker.Attach("w", bytes(16), SPEC)), encode(worker.Detach()), encode(worker.End("w"))],
     "worker": [
         encode(worker.Offer(1, "r", 16, SPANS, 5.0, bytes(16))),
         encode(worker.Pull(2, "q", TICKET, SPANS, 1.0)),

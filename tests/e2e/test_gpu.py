@@ -63,6 +63,28 @@ def test_a_pool_that_the_worker_gives_back_is_memory_of_the_gpu_again(machine, f
         fleet.worker(daemon, name, blocks=40, block_bytes=1 << 20).call("detach")
 
 
+@pytest.mark.parametrize("way", ["detached", "killed"])
+def test_memory_of_a_pool_that_others_have_read_is_the_gpus_again_when_it_ends(machine, fleet, way):
+    """An engine that comes back with another size finds room: daemons that have the old pool mapped unmap it."""
+    machine.set(total_memory=64 << 20, device_count=2)
+    producer, consumer = fleet.daemon("p", device="cuda:0"), fleet.daemon("d", device="cuda:1")
+    prefill = fleet.worker(producer, "prefill", blocks=40, block_bytes=1 << 20)
+    decode = fleet.worker(consumer, "decode", blocks=40, block_bytes=1 << 20)
+    decode.call("pull", name="r", ticket=prefill.call("offer", name="r", ids=[1]), ids=[2])
+    assert decode.outcome("r")["kind"] == "Done"
+    if way == "detached":
+        prefill.call("detach")
+    prefill.kill()
+    again = fleet.worker(producer, "prefill", blocks=36, block_bytes=1 << 20)
+    again.call("fill", ids=[1], value=9)
+    ticket = again.call("offer", name="s", ids=[1])
+    for turn, _ in enumerate(until("the new pool is read")):  # the consumer hears of it when it asks again
+        decode.call("pull", name=f"s{turn}", ticket=ticket, ids=[3])
+        if decode.outcome(f"s{turn}")["kind"] == "Done":
+            break
+    assert decode.call("values", ids=[3]) == [9]
+
+
 BLOCKS, BLOCK_BYTES = 64, 1 << 16
 SOURCE, TARGET = list(range(0, BLOCKS, 2)), list(range(1, BLOCKS, 2))
 

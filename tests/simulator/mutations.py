@@ -379,6 +379,11 @@ def a_pool_is_given_up_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolsActor, "_linger", linger)
 
 
+@mutation(Promise.SURVIVES, first=394, needs=Piece.CROWDED_HOSTS)
+def a_pool_makes_room_though_its_process_lives(monkeypatch):
+    monkeypatch.setattr(PoolRecord, "is_spare", property(lambda self: self.state is PoolState.KEPT))
+
+
 @mutation(Promise.SURVIVES, first=191, needs=Piece.DYING_SUCCESSORS)
 def a_successor_that_dies_takes_the_pool_along(monkeypatch):
     monkeypatch.setattr(PoolRecord, "forsaken", property(lambda self: False))

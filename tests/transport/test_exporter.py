@@ -21,7 +21,7 @@ from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Party
 from kvd.protocol.codec import encode, exports
-from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
 from kvd.transport.interface import Region
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
@@ -95,6 +95,62 @@ async def test_a_token_gives_the_pools_that_it_was_drawn_for_and_no_others(
     assert rest.find(pools[0].base) is None  # it is another registration
     rest.hang_up()
     exporter.close()
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvd:")
+
+
+async def test_who_was_sent_a_pool_is_told_of_its_end_and_unmaps_it(
+    exporter: Exporter, path: str, pools: list[MemfdPool]
+) -> None:
+    """A GPU's memory is free only then."""
+    every, second = await imported(path, exporter.token()), await imported(path, exporter.token((1,)))
+    before = mappings()
+    exporter.remove(0)
+    assert every.hear()
+    assert mappings() == before - 1
+    assert every.find(pools[0].base) is None
+    assert every.find(pools[1].base) is not None
+    assert second.hear()  # nothing
+    for one in (every, second):
+        one.hang_up()
+    exporter.close()
+
+
+async def test_a_pool_that_has_ended_stays_mapped_while_a_read_uses_it(
+    exporter: Exporter, path: str, pools: list[MemfdPool]
+) -> None:
+    got = await imported(path, exporter.token())
+    before = mappings()
+    got.use(pools[0].base)
+    got.use(pools[0].base)
+    exporter.remove(0)
+    assert got.hear()
+    got.release(pools[0].base)
+    assert mappings() == before
+    assert got.find(pools[0].base) is None  # for no other read
+    got.release(pools[0].base)
+    assert mappings() == before - 1
+    got.hang_up()
+    assert mappings() == before - 2
+    exporter.close()
+
+
+async def test_a_pool_that_ends_before_all_have_come_is_not_kept(
+    path: str, pools: list[MemfdPool], hostile: Callable[..., ExportAddress]
+) -> None:
+    pool = ExportedPool(bytes(8), SIZE, HUGE_PAGE)
+    before = mappings()
+    address = hostile(
+        (encode(pool), (os.dup(pools[0].descriptor),)),
+        (encode(Withdrawn(bytes(8))), ()),
+        (encode(Exported(bytes(8), bytes(8))), ()),
+    )
+    got = import_pools(address, map_host_pool)
+    assert mappings() == before
+    assert got.find(0) is None
+    got.hang_up()
 
 
 async def test_a_made_up_token_and_one_of_too_long_ago_give_nothing(

@@ -19,7 +19,8 @@ from kvd.errors import BadRequest, Unavailable
 from kvd.memory.memfd import SEALS, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
-from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
+from kvd.protocol.types import Message
 from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.mapped import map_host_pool
@@ -189,14 +190,14 @@ def serve_in_turn(listener: socket.socket, importing: "Future[ImportedPools]") -
 
 
 def test_an_import_waits_its_turn_while_others_are_queued_to_connect(tmp_path: Path) -> None:
-    with import_in_a_queue(str(tmp_path / "x")) as (listener, importing, _):
+    with import_in_a_queue(str(tmp_path / "x.pools")) as (listener, importing, _):
         serve_in_turn(listener, importing)
 
 
 def test_an_import_that_was_interrupted_in_a_queue_goes_on_waiting(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with import_in_a_queue(str(tmp_path / "x")) as (listener, importing, thread):
+        with import_in_a_queue(str(tmp_path / "x.pools")) as (listener, importing, thread):
             signal.pthread_kill(thread, signal.SIGUSR1)
             with pytest.raises(TimeoutError):
                 importing.result(timeout=0.1)
@@ -277,20 +278,20 @@ async def test_what_a_hostile_exporter_lends_holds_no_import_thread_however_long
 ) -> None:
     monkeypatch.setattr(limits, "MAX_CLOSING_PER_USER", 1000)  # here all are one user's
     with (
-        exporter_that_lends_sockets(tmp_path / "x"),
+        exporter_that_lends_sockets(tmp_path / "x.pools"),
         Agent(tmp_path, "a") as agent,
         Agent(tmp_path, "b") as honest,
     ):
         many = 2 * limits.MAX_HANDSHAKES
         for number in range(many):
-            metadata = encode(ExportAddress(f"x{number}", "this", str(tmp_path / "x"), TOKEN))
+            metadata = encode(ExportAddress(f"x{number}", "this", str(tmp_path / "x.pools"), TOKEN))
             agent.transport.add_peer(f"x{number}", metadata)
         failed = [await agent.events.get() for _ in range(many)]
         assert {"cannot be mapped" in event.reason for event in failed if isinstance(event, PeerFailed)} == {True}
         agent.transport.add_peer("b", honest.transport.metadata)
         assert isinstance(await agent.events.get(), PeerAdded)
         monkeypatch.setattr(limits, "MAX_CLOSING_PER_USER", 10)
-        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)))
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)))
         refused = await agent.events.get()
         assert isinstance(refused, PeerFailed)
         assert "are not closed yet" in refused.reason
@@ -298,8 +299,31 @@ async def test_what_a_hostile_exporter_lends_holds_no_import_thread_however_long
 
 def test_an_import_without_a_descriptor_left_fails_with_that_name_and_at_once(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "x"))
+        listener.bind(str(tmp_path / "x.pools"))
         listener.listen()
-        address = ExportAddress("x", "this", str(tmp_path / "x"), TOKEN)
+        address = ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)
         with descriptors_taken(below=256, limit=256), pytest.raises(Unavailable, match="Too many open files"):
             import_pools(address, map_host_pool)
+
+
+@pytest.mark.parametrize(
+    ("late", "reason"),
+    [
+        (Withdrawn((4096).to_bytes(8, "little")), "0x1000 is withdrawn that was not lent"),
+        (Exported(bytes(8), bytes(8)), "Exported after all of its pools had come"),
+    ],
+)
+async def test_an_exporter_that_says_what_it_should_not_is_lost(tmp_path: Path, late: Message, reason: str) -> None:
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "x.pools"))
+        listener.listen()
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)))
+        connected, _ = await asyncio.to_thread(listener.accept)
+        stream = FrameStream(connected)
+        stream.send(encode(Exported(bytes(8), bytes(8))))
+        assert isinstance(await agent.events.get(), PeerAdded)
+        stream.send(encode(late))
+        lost = await agent.events.get()
+        assert isinstance(lost, PeerFailed)
+        assert reason in lost.reason
+        stream.close()

@@ -106,6 +106,16 @@ class Admission:
             )
             raise Unavailable(ErrorCode.OVERLOADED, text)
 
+    def ends_for(self, uid: int) -> int | None:
+        """Counts a request to end a pool. Returns the user whose pools this one may end, None if everybody's.
+
+        Raises:
+            Unavailable: `OVERLOADED`, this user's sessions ask too often.
+
+        """
+        self.inquire(uid)
+        return None if self._policy.is_privileged(uid) else uid
+
     def enter(self, uid: int) -> None:
         """One more session of this user.
 

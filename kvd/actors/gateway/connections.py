@@ -8,7 +8,7 @@ from kvd.actors.gateway.admission import Admission, Allowance
 from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned, ProcessReleased
 from kvd.actors.gateway.sessions import Connection, Sessions
 from kvd.actors.gateway.statuses import Statuses
-from kvd.actors.pools.messages import AttachPool, DetachPool, WorkerEnded, WorkerGone
+from kvd.actors.pools.messages import AttachPool, DetachPool, EndPool, WorkerEnded, WorkerGone
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
@@ -18,7 +18,7 @@ from kvd.layout import CacheSpec
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerPort
 from kvd.protocol import codec
 from kvd.protocol.types import VERSION
-from kvd.protocol.worker import Attach, Detach, Detached, Refused
+from kvd.protocol.worker import Attach, Detach, Detached, End, Refused
 
 
 class Connections(Component):
@@ -94,6 +94,8 @@ class Connections(Component):
                 return  # the pools actor closes its descriptor
             if isinstance(request, Detach):
                 self._detach(connection)
+            elif isinstance(request, End):
+                self._end(connection, request.worker)
             else:
                 self._request_status(request.call, connection)
         except KvdError as error:
@@ -148,6 +150,14 @@ class Connections(Component):
         self._sessions.end(connection.session)
         self._context.completion.tell(Forget(connection.worker))
         self._context.pools.tell(DetachPool(connection.number, connection.worker))
+
+    def _end(self, connection: Connection, worker: str) -> None:
+        """An operator has a pool ended; what comes of it is `PoolReturned` or `AttachRefused`."""
+        if connection.worker:
+            raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r}: detach that")
+        uid = self._admission.ends_for(connection.uid)
+        self._idle.unset(connection.number)
+        self._context.pools.tell(EndPool(connection.number, worker, uid))
 
     def _request_status(self, call: int, connection: Connection) -> None:
         if connection.worker:

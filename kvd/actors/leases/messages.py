@@ -13,6 +13,10 @@ class OfferBlocks(Struct, frozen=True, gc=False):
     offer: worker_protocol.Offer
 
 
+class FindLeased(Struct, frozen=True, gc=False):
+    """From the pools actor: of which pools do offers stand? Answered by `LeasedPools`."""
+
+
 class PeerRequest(Struct, frozen=True, gc=False):
     """A request of a peer about leases. `sender` is its routing id; `peer` is the same for all its runs and links."""
 

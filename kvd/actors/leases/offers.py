@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from kvd import limits
 from kvd.actors.completion.messages import Notify
+from kvd.actors.leases.messages import FindLeased
 from kvd.actors.leases.records import Lease, OfferKey
-from kvd.actors.pools.messages import Quiesced
+from kvd.actors.pools.messages import LeasedPools, Quiesced
 from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.batch import InBatches
 from kvd.actors.runtime.context import ActorContext
@@ -228,6 +229,11 @@ class Offers(Component):
     def _check_quiet(self, pool: Pool) -> None:
         if pool.id in self._quiescing and not self._standing[pool.id]:
             self._context.pools.tell(Quiesced(pool, self._owner))
+
+    @handles(FindLeased)
+    def find_leased(self, _message: FindLeased) -> None:
+        """Says of which pools offers stand."""
+        self._context.pools.tell(LeasedPools(frozenset(self._standing)))
 
     def drain(self) -> None:
         """Takes no new offers; calls `idle` when the last has ended."""

@@ -13,11 +13,11 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvd import limits
 from kvd.actors.completion.messages import Forget
 from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, PoolReturned, ProcessReleased, Reported
+from kvd.actors.pools.bounds import Bounds, Lack
 from kvd.actors.pools.memory import PoolMemory
-from kvd.actors.pools.messages import AttachPool, DetachPool, Quiesced, RenewPool, WorkerEnded, WorkerGone
+from kvd.actors.pools.messages import AttachPool, DetachPool, EndPool, Quiesced, RenewPool, WorkerEnded, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.blocks import BlocksInUse
@@ -25,7 +25,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce, Report
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, KvdError, NoMemory, Unavailable
 from kvd.memory.interface import MemoryProvider, PoolStore
 from kvd.transport.interface import Transport
 
@@ -55,6 +55,9 @@ class PoolsActor(Actor):
         self._memory = PoolMemory(context, provider, transport, background, store, up=self._up, gone=self._gone)
         self.serve(self._memory)
         self._records: dict[str, PoolRecord] = {}
+        end, refuse = self._end_for, self._refuse
+        self._bounds = Bounds(context, provider, store, self._records, end=end, refuse=refuse)
+        self.serve(self._bounds)
         self._last_id = 0
         self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.soon(self._overdue, worker))
         """How long a pool is kept, or may take to quiesce, by worker."""
@@ -66,22 +69,24 @@ class PoolsActor(Actor):
         """Lends the worker its pool: at once, after making it, or when its predecessor and its transfers have ended."""
         record = self._records.get(request.worker)
         try:
-            if record is None:
-                self._make(request)
-                return
-            record.check_free(request)
-            if record.state is PoolState.KEPT and record.is_own(request):
-                if record.waiting is not None:
-                    self._refuse_waiting(record, f"{record.holder}, which had it, has come back")
-                self._close_descriptor(request)
-                self._give_to(record, request)
-                self._lend(record)
-                return
-            self._check_bounds(request)  # before the predecessor's pool is ended for it
-            record.waiting = request
-            self._succeed(record, request)
+            if record is not None:
+                record.check_free(request)
         except KvdError as error:
             self._refuse(request, error)
+            return
+        if record is not None and record.state is PoolState.KEPT and record.is_own(request):
+            if record.waiting is not None:
+                self._refuse_waiting(record, f"{record.holder}, which had it, has come back")
+            self._close_descriptor(request)
+            self._give_to(record, request)
+            self._lend(record)
+        elif lack := self._bounds.lack(request):  # before the predecessor's pool is ended for it
+            self._bounds.make_room(request, lack)
+        elif record is None:
+            self._make(request)
+        else:
+            record.waiting = request
+            self._succeed(record, request)
 
     def _succeed(self, record: PoolRecord, request: AttachPool) -> None:
         """Quiesces the pool for a successor; first waits until the predecessor's process has ended."""
@@ -100,31 +105,7 @@ class PoolsActor(Actor):
         record.state = PoolState.KEPT
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
 
-    def _check_bounds(self, request: AttachPool) -> None:
-        """Checks that this user may have a pool of that size beside its others.
-
-        Raises:
-            BadRequest: `NOT_PERMITTED`, they would be above its quota.
-            Unavailable: `OVERLOADED`, there are too many pools, of this user or of all.
-
-        """
-        if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
-            raise Unavailable(ErrorCode.OVERLOADED, f"there are {limits.MAX_POOLS} pools already, the bound")
-        pools = [record.pool for record in self._records.values() if record.request.uid == request.uid]
-        others = [self._provider.footprint(pool.size) for pool in pools if pool.worker != request.worker]
-        if len(others) >= limits.MAX_POOLS_PER_USER:
-            text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
-        size, held = self._provider.footprint(request.spec.pool_bytes), sum(others)
-        if request.quota is not None and held + size > request.quota:
-            text = (
-                f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its "
-                f"quota of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
-            )
-            raise BadRequest(ErrorCode.NOT_PERMITTED, text)
-
     def _make(self, request: AttachPool) -> None:
-        self._check_bounds(request)
         number = self._next_id()
         spec = request.spec
         blocks = BlocksInUse(spec)
@@ -193,14 +174,15 @@ class PoolsActor(Actor):
     @handles(WorkerGone)
     def worker_gone(self, message: WorkerGone) -> None:
         """Keeps the pool for a successor, for a while: its leases and reads go on."""
+        if seeking := self._bounds.forget(message.connection):
+            self._close_descriptor(seeking)
+        for waited_for in self._records.values():
+            if waited_for.waiting is not None and waited_for.waiting.connection == message.connection:
+                self._stop_waiting(waited_for)
         record = self._records.get(message.worker)
         if record is None or record.request.connection != message.connection:
             self._context.gateway.tell(ProcessReleased(message.connection))
-        if record is None:
-            return
-        if record.waiting is not None and record.waiting.connection == message.connection:
-            self._stop_waiting(record)
-        if record.state is PoolState.LENT and record.request.connection == message.connection:
+        elif record.state is PoolState.LENT:
             self._keep(record)
 
     @handles(WorkerEnded)
@@ -228,11 +210,30 @@ class PoolsActor(Actor):
         """Keeps a pool that nobody waits for as long as its process lives, which may map it, and for a while after."""
         if record.waiting is not None or not (record.state is PoolState.KEPT or record.forsaken):
             return
-        record.overdue = False
+        record.overdue, record.kept_since = False, self.loop.time()
         if record.held and record.request.watched:
             self._patience.unset(record.pool.worker)
         else:
             self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
+
+    @handles(EndPool)
+    def end(self, message: EndPool) -> None:
+        """Ends a pool whose worker is gone, as an operator asks."""
+        record = self._records.get(message.worker)
+        try:
+            if record is None:
+                raise BadRequest(ErrorCode.BAD_POOL, f"no pool is called {message.worker!r}; `kvd status` lists them")
+            record.check_ended_by(message.uid)
+        except KvdError as error:
+            self._context.gateway.tell(AttachRefused(message.connection, error))
+            return
+        _log.info("a pool is ended by command", pool=message.worker)
+        record.waiting, record.ending = DetachPool(message.connection, message.worker), True
+        self._quiesce(record, PoolState.QUIESCING)
+
+    def _end_for(self, record: PoolRecord, request: AttachPool) -> None:
+        record.waiting = request
+        self._quiesce(record, PoolState.QUIESCING)
 
     # --- it is quiesced ---------------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class PoolsActor(Actor):
         """Nobody came for a kept pool, or a pool did not quiesce in time."""
         record = self._records[worker]
         if record.state is PoolState.KEPT and record.waiting is not None:
-            self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process, then try again")
+            self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process")
         elif (record.state is PoolState.KEPT or record.forsaken) and not record.overdue:
             record.overdue = True
             self._patience.set(worker, self.loop.time() + _LAST_LOOK)
@@ -300,11 +301,16 @@ class PoolsActor(Actor):
         """The transport may still write into the pool: a worker that waits for it is refused, and the pool waits on."""
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
         if record.waiting is not None and record.waiting is not record.request:
-            self._refuse_waiting(record, "it is in quarantine, as a read into it has not ended; try again later")
+            self._refuse_waiting(record, "it is in quarantine, as a read into it has not ended")
 
     def _refuse_waiting(self, record: PoolRecord, why: str) -> None:
         assert record.waiting is not None  # noqa: S101 - it is asked for only then
-        text = f"the pool {record.pool.worker!r} cannot be had: {why}, or attach under another name"
+        pool = f"the pool {record.pool.worker!r}"
+        if isinstance(record.waiting, DetachPool):
+            text = f"{pool} ends later: {why}"
+        else:
+            guest = "" if record.waiting.worker == record.pool.worker else ", which was to make room,"
+            text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
         error = Unavailable(ErrorCode.POOL_BUSY, text)
         self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
         self._stop_waiting(record)
@@ -320,6 +326,8 @@ class PoolsActor(Actor):
         elif waiting is not None:
             if error is None:
                 self.attach(waiting)
+            elif isinstance(error, NoMemory):
+                self._bounds.make_room(waiting, Lack(error, error.lacks))
             else:
                 self._stop_waiting(record)
                 self._context.gateway.tell(AttachRefused(waiting.connection, error))

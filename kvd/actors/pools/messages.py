@@ -56,6 +56,23 @@ class Quiesced(Struct, frozen=True, gc=False):
     by: str
 
 
+class LeasedPools(Struct, frozen=True, gc=False):
+    """From leases, as asked: the ids of the pools of which offers stand."""
+
+    pools: frozenset[int]
+
+
+class EndPool(Struct, frozen=True, gc=False):
+    """An operator wants a pool to end whose worker is gone, and waits for `PoolReturned`.
+
+    `uid` is None for those who may end everybody's.
+    """
+
+    connection: int
+    worker: str
+    uid: int | None
+
+
 class RenewPool(Struct, frozen=True, gc=False):
     """A peer that has the keys of this worker's pool has lost its rights: register the pool anew."""
 

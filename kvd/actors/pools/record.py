@@ -36,7 +36,9 @@ class PoolRecord:
     tenancy: int
     """Changes whenever the pool goes to another worker."""
     waiting: AttachPool | DetachPool | None
-    """Who gets the pool next (`request` while it is made or renewed for its own worker), or waits for its end."""
+    """Who gets the pool next (`request` while it is made or renewed for its own worker), or waits for its end.
+
+    Under another name: an attach that gets its room."""
     state: PoolState = PoolState.MAKING
     memory: Memory | None = None
     kept: bool = False
@@ -47,6 +49,8 @@ class PoolRecord:
     """Whether it ends once it is quiesced, though nobody waits for that (any more)."""
     held: bool = False
     """Whether the process that has the pool, or had it last, may have it mapped: it got it and has not ended."""
+    kept_since: float = 0.0
+    """Since when nobody has had it or waited for it, on the loop's clock."""
     users: set[str] = field(default_factory=set)
     """The actors that were told `Quiesce` and have not answered `Quiesced`."""
 
@@ -66,9 +70,14 @@ class PoolRecord:
         """Whether it quiesces for a successor that is gone."""
         return self.state is PoolState.QUIESCING and self.waiting is None and not self.ending
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether it only waits for a successor: nobody has it or waits for it, and its process has ended for sure."""
+        return self.state is PoolState.KEPT and self.waiting is None and not self.held
+
     def suits(self, request: AttachPool) -> bool:
         """Whether the memory is what an attach asks for."""
-        return request.spec == self.pool.spec
+        return request.worker == self.pool.worker and request.spec == self.pool.spec
 
     def is_held_beside(self, request: AttachPool) -> bool:
         """Whether another process than that of `request` may still map the memory, and would lose it or write to it.
@@ -110,6 +119,23 @@ class PoolRecord:
             text = f"the pool {self.pool.worker!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
             hint = "use Linux 6.5 or later, or one PID namespace; else wait for `pool_linger`, or use another name"
             raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: {hint}")
+
+    def check_ended_by(self, uid: int | None) -> None:
+        """Checks that user `uid` may end the pool now; None may end everybody's.
+
+        Raises:
+            BadRequest: `NOT_PERMITTED`, it belongs to another user.
+            Unavailable: `POOL_BUSY`, a worker has it or is about to get it, or may still map it.
+
+        """
+        if uid not in (None, self.request.uid):
+            text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {uid}"
+            raise BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; run this as that user, the daemon's or root")
+        text = f"the pool {self.pool.worker!r} is {self.state}"
+        if self.waiting is not None or not (self.state is PoolState.KEPT or self.forsaken):
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: a worker has it or waits for it; stop that, or try again")
+        if self.held and self.request.watched:
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}, but {self.holder}, which had it, lives: end that first")
 
     def report(self) -> dict[str, object]:
         """Its entry in a status."""

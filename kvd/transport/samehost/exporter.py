@@ -26,7 +26,7 @@ from kvd.net.lock import PathLock
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Party, created_with, party_at, take_descriptors
 from kvd.protocol.codec import encode, import_requests
-from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused
+from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused, Withdrawn
 from kvd.transport.interface import Region
 
 _FRAME_BYTES: Final = 64
@@ -94,10 +94,13 @@ class Exporter:
         self._exports[self._last] = _Export(message, lent)
 
     def remove(self, pool: int) -> None:
-        """Exports a pool no longer. Those who have it mapped keep it."""
+        """Exports a pool no longer, and tells those who were sent it; nobody can make them unmap it."""
         registration = self._registrations.pop(pool, None)
         if registration is not None:
-            os.close(self._exports.pop(registration).descriptor)
+            export = self._exports.pop(registration)
+            os.close(export.descriptor)
+            for importer in [importer for importer in self._importers if registration in importer.lent]:
+                importer.withdraw(registration, export.message)
 
     def token(self, pools: tuple[int, ...] | None = None) -> bytes:
         """A token for `pools`, or for all, as they are registered now; the same one while that does not change."""
@@ -216,6 +219,10 @@ class _Importer(FrameReader[Frame]):
         self._served = False
         self._left: deque[int] = deque()
         """Registrations that it is yet to be sent."""
+        self.lent: set[int] = set()
+        """Those that it was sent, and that stand."""
+        self._withdrawn: deque[bytes] = deque()
+        """Frames about those that stand no more."""
         self._unread = False
         """Whether it has not read them all."""
         super().__init__(accepted.fileno(), OPEN)
@@ -249,8 +256,12 @@ class _Importer(FrameReader[Frame]):
             self._stream.flush()
             if self._stream.waiting:
                 return
-            if self._left:
-                if (frame := self._exporter.frame_of(self._left.popleft())) is not None:
+            if self._withdrawn:
+                self._stream.send(self._withdrawn.popleft())
+            elif self._left:
+                registration = self._left.popleft()
+                if (frame := self._exporter.frame_of(registration)) is not None:
+                    self.lent.add(registration)
                     self._stream.send(frame[0], (frame[1],))
             elif self._unread:
                 self._taken()
@@ -261,6 +272,12 @@ class _Importer(FrameReader[Frame]):
             self._refuse(error)
         except OSError:
             self.close()
+
+    def withdraw(self, registration: int, pool: ExportedPool) -> None:
+        """Asks it to unmap a pool that it was sent."""
+        self.lent.remove(registration)
+        self._withdrawn.append(encode(Withdrawn(pool.base)))
+        self.loop.add_writer(self._stream.fileno(), self._send_next)
 
     def _taken(self) -> None:
         if self._unread:

@@ -16,7 +16,7 @@ from kvd.net.stream import FrameStream, no_descriptor
 from kvd.net.unix import credentials
 from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports
-from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused
+from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused, Withdrawn
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.mapped import MappedPool, MapPool
 from kvd.transport.samehost.process_memory import ProcessMemory, readable
@@ -26,27 +26,51 @@ _PATIENCE: Final = struct.pack("ll", int(limits.IMPORT_SECONDS), 0)
 """A `timeval`. With Python's own timeout the kernel would not wait at all while others are queued to connect."""
 
 
+class _Lent:
+    """A pool of a peer; it is unmapped once it is withdrawn and no read uses it."""
+
+    def __init__(self, mapped: MappedPool) -> None:
+        self.mapped = mapped
+        self.withdrawn = False
+        self._users = 0
+
+    def use(self, change: int) -> None:
+        """One read more that uses it, or one less."""
+        self._users += change
+        self._unmap_unused()
+
+    def withdraw(self) -> None:
+        """It has ended, or the peer has; a second time changes nothing."""
+        if not self.withdrawn:
+            self.withdrawn = True
+            self._unmap_unused()
+
+    def _unmap_unused(self) -> None:
+        if self.withdrawn and not self._users:
+            self.mapped.close()
+
+
 class ImportedPools:
-    """The pools of one daemon as it exported them, until the last `release`; made with one user.
+    """The pools of one daemon as it exported them; made with one user.
 
     `process` is that daemon's memory, None if it cannot be read from here.
     """
 
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
-        self._mapped: dict[int, MappedPool] = {}
+        self._lent: dict[int, _Lent] = {}
         """By the address of the pool in the exporting daemon's process."""
         self.process: ProcessMemory | None = None
         self._users = 1
 
     def fileno(self) -> int:
-        """The connection's descriptor: it is readable once the exporting daemon has ended."""
+        """The connection's descriptor: it is readable when `hear` has something to do."""
         return self._stream.fileno()
 
     def find(self, base: int) -> Memory | None:
         """Where the pool is mapped whose address in the exporting daemon's process is `base`; None if it has none."""
-        found = self._mapped.get(base)
-        return found.memory if found else None
+        found = self._lent.get(base)
+        return found.mapped.memory if found and not found.withdrawn else None
 
     def stamp(self, address: int) -> int:
         """The stamp at an address of the exporting daemon's process; 0 if it cannot be read."""
@@ -58,6 +82,28 @@ class ImportedPools:
                 return self.process.read(address, size)
         return b""
 
+    def hear(self) -> bool:
+        """Unmaps the pools that the exporting daemon says have ended. False if it has ended itself, or hung up.
+
+        Raises:
+            BadRequest: it says what it should not.
+
+        """
+        frames = self._stream.receive()
+        if frames is None:
+            return False
+        try:
+            for frame in frames:
+                message = exports.decode(frame.content)
+                if not isinstance(message, Withdrawn):
+                    text = f"it sent {type(message).__name__} after all of its pools had come"
+                    raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+                self.withdraw(message)
+        finally:
+            for frame in frames:
+                foreign.close(frame.descriptors)
+        return True
+
     def add(self, pool: ExportedPool, descriptor: int, map_pool: MapPool) -> None:
         """Maps a pool by `map_pool`; the descriptor stays the caller's.
 
@@ -67,11 +113,23 @@ class ImportedPools:
 
         """
         base = int.from_bytes(pool.base, "little")
-        if base in self._mapped:
+        if base in self._lent:
             raise BadRequest(ErrorCode.BAD_POOL, f"two pools came with the address {base:#x}")
-        if len(self._mapped) >= limits.MAX_POOLS:
+        if len(self._lent) >= limits.MAX_POOLS:
             raise BadRequest(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
-        self._mapped[base] = map_pool(pool, descriptor)
+        self._lent[base] = _Lent(map_pool(pool, descriptor))
+
+    def withdraw(self, message: Withdrawn) -> None:
+        """Unmaps a pool that has ended once no read uses it.
+
+        Raises:
+            BadRequest: `BAD_POOL`, it has not come, or has been withdrawn before.
+
+        """
+        base = int.from_bytes(message.base, "little")
+        if self.find(base) is None:
+            raise BadRequest(ErrorCode.BAD_POOL, f"a pool at {base:#x} is withdrawn that was not lent")
+        self._lent[base].withdraw()
 
     def verify(self, exported: Exported) -> None:
         """Forgets the process if its memory may not be read, or is not where the exporter's is."""
@@ -80,24 +138,27 @@ class ImportedPools:
             self.process.close()
             self.process = None
 
-    def use(self) -> None:
-        """Keeps the pools mapped until `release`."""
+    def use(self, base: int) -> None:
+        """Keeps the pool with this address mapped, and the process known, until `release`."""
         self._users += 1
+        self._lent[base].use(+1)
 
-    def release(self) -> None:
-        """Unmaps the pools if that was the last user."""
-        self._users -= 1
-        if self._users:
-            return
-        for pool in self._mapped.values():
-            pool.close()
-        if self.process is not None:
-            self.process.close()
+    def release(self, base: int) -> None:
+        """Gives up one use."""
+        self._lent[base].use(-1)
+        self._give_up()
 
     def hang_up(self) -> None:
-        """Closes the connection, and gives up the first use."""
+        """Closes the connection, gives up the first use, and unmaps what no read uses."""
         self._stream.close()
-        self.release()
+        for lent in self._lent.values():
+            lent.withdraw()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._users -= 1
+        if not self._users and self.process is not None:
+            self.process.close()
 
 
 def check_path(path: str, address: str) -> None:
@@ -198,6 +259,8 @@ def _complete(pools: ImportedPools, frames: list[Frame], map_pool: MapPool) -> b
                 if len(frame.descriptors) != 1:
                     raise BadRequest(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
                 pools.add(message, frame.descriptors[0], map_pool)
+            elif isinstance(message, Withdrawn):
+                pools.withdraw(message)
             else:
                 pools.verify(message)
                 complete = True

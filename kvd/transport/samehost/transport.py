@@ -85,8 +85,8 @@ class SameHostTransport:
         self._peers: dict[str, ImportedPools] = {}
         self._importing: dict[str, object] = {}
         """The latest attempt to import the pools of an agent."""
-        self._reads: dict[int, ImportedPools] = {}
-        """What the reads on threads use."""
+        self._reads: dict[int, tuple[ImportedPools, int]] = {}
+        """What the reads on threads use: the pools of a peer, and the address of one of them there."""
         self._on_event: Callable[[Event], None]
         self._stopped = False
 
@@ -187,15 +187,25 @@ class SameHostTransport:
     def _add(self, agent: str, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
-        self._loop.add_reader(pools.fileno(), self._lose, agent, "it has ended, or hung up")
+        self._loop.add_reader(pools.fileno(), self._hear, agent, pools)
         self._on_event(PeerAdded(agent, PATH, same_host=True, stamps=pools.process is not None))
+
+    def _hear(self, agent: str, pools: ImportedPools) -> None:
+        """A peer says that pools have ended, or has ended itself."""
+        try:
+            lives = pools.hear()
+        except BadRequest as error:
+            self._lose(agent, error.text)
+            return
+        if not lives:
+            self._lose(agent, "it has ended, or hung up")
 
     def _lose(self, agent: str, reason: str) -> None:
         """A peer is of no use any more: its reads fail."""
         pools = self._peers.get(agent)
         self._forget(agent)
         self._on_event(PeerFailed(agent, reason))
-        for read, used in list(self._reads.items()):
+        for read, (used, _) in list(self._reads.items()):
             if used is pools:
                 self._copies.give_up(read, f"lost agent {agent!r}: {reason}")
 
@@ -227,8 +237,8 @@ class SameHostTransport:
         if not source.device and not target.device and _is_small(request.descriptors):  # a GPU may take any time
             self._on_event(copy_now(read))
             return
-        pools.use()
-        self._reads[request.read] = pools
+        pools.use(request.remote_base)
+        self._reads[request.read] = (pools, request.remote_base)
         self._copies.add(read)
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
@@ -264,8 +274,8 @@ class SameHostTransport:
         self._copies.stop()
         for agent in list(self._peers):
             self._forget(agent)
-        for pools in self._reads.values():
-            pools.release()
+        for pools, base in self._reads.values():
+            pools.release(base)
         self._devices.close()
         self._exporter.close()
 
@@ -275,7 +285,8 @@ class SameHostTransport:
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, Landed | ReadFailed):
-            self._reads.pop(event.read).release()
+            pools, base = self._reads.pop(event.read)
+            pools.release(base)
         self._on_event(event)
 
 

@@ -129,6 +129,7 @@ _PER_WORKER = {
     "gateway.sessions._by_worker",
     "gateway.sessions._by_id",
     "pools._records",
+    "pools._bounds._records",
     "pools._memory._by_id",
     "handshake._peer_server._pools",
     "leases._offers._pools",

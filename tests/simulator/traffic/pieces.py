@@ -20,6 +20,8 @@ class Piece(StrEnum):
     """Offers that expire before their reads end, so that claims must keep them alive."""
     CHANGING_PATHS = "changing-paths"
     """Some reads of a peer are done by the kernel, others by a network card, whose reads outlive the process."""
+    CROWDED_HOSTS = "crowded-hosts"
+    """There is no memory for a pool while another one is kept whose worker is gone."""
     DYING_SUCCESSORS = "dying-successors"
     """A worker dies while it is read from, and its successor before it has the pool."""
     HOSTILE_PEERS = "hostile-peers"

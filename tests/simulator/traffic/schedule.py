@@ -66,6 +66,8 @@ class Schedule:
             knobs.die_while_read = 0.08
         self.world.orderly = knobs.duplicate == knobs.delay == 0.0
         self.world.queues_fill = knobs.queue_full > 0.0
+        crowded = Piece.CROWDED_HOSTS in self.world.pieces
+        self.world.pools_end = crowded or knobs.registration_fails > 0.0 or knobs.allocation_fails > 0.0
 
     def plan(self) -> None:
         rng = self.world.rng

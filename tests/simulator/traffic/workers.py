@@ -168,8 +168,7 @@ class Worker(Ledger):
     def _is_owed(self) -> bool:
         """Whether the daemon must have kept the pool for this process, which follows one that died lately."""
         lately = self.world.loop.now - self._died < POOL_LINGER
-        failing = self.world.knobs.registration_fails > 0.0
-        return self._kept_by == self.daemon.runs and lately and not failing
+        return self._kept_by == self.daemon.runs and lately and not self.world.pools_end
 
     def detach(self) -> None:
         """Gives the pool back, then starts over as another process."""

@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway.policy import Policy, Rule
 from kvd.actors.leases.actor import LAST_CALL_SECONDS, LeasesActor
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Stop
@@ -98,7 +100,7 @@ class Daemon:
             identity,
             map_file=self._map,
             unmap=self._fabric.unmap_file,
-            is_full=lambda: world.chance(world.knobs.allocation_fails),
+            is_full=self._is_full,
         )
         self._mapped: list[int] = []
         self._stamps = SimStamps(self._fabric.map)
@@ -127,6 +129,14 @@ class Daemon:
         if Piece.BACKWARD_CLOCKS in self.world.pieces:
             runs += self.world.rng.randrange(8) << 8
         return runs << 20
+
+    def _is_full(self) -> bool:
+        if Piece.CROWDED_HOSTS in self.world.pieces:
+            pools = self.context.pools
+            assert isinstance(pools, PoolsActor)
+            if any(record.state is PoolState.KEPT and record.waiting is None for record in pools._records.values()):
+                return True
+        return self.world.chance(self.world.knobs.allocation_fails)
 
     def _map(self, file: object) -> int:
         base = self._fabric.map_file(file)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, NoMemory
 
 
 class File:
@@ -133,7 +133,7 @@ class SimProvider:
 
     def allocate(self, name: str, size: int) -> SimMemory:
         if self._is_full():
-            raise Unavailable(ErrorCode.OVERLOADED, f"no memory for the {size} bytes of {name!r}")
+            raise NoMemory(f"no memory for the {size} bytes of {name!r}", size)
         return self._map(self.kernel.create(self.owner, size), size)
 
     def adopt(self, descriptor: int, size: int) -> SimMemory:

@@ -69,6 +69,8 @@ class World:
         """Whether messages between two daemons that arrive do so once and in order."""
         self.queues_fill = False
         """Whether this world has had full workers' queues, which delay notifications."""
+        self.pools_end = False
+        """Whether kept pools may end: they cannot be registered, or make room for others."""
         self.on_death: Callable[[str], None] = lambda _agent: None
         """Called with the agent whose process is to die."""
         self.crash: Exception | None = None

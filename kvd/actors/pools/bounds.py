@@ -1,0 +1,117 @@
+"""How many pools there may be, and how many bytes each user's may have; kept ones make room for an attach.
+
+A pool that waits for a successor, and of which nothing is leased, ends for another attach of its user, if that gets its
+room by it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import structlog
+
+from kvd import limits
+from kvd.actors.leases.messages import FindLeased
+from kvd.actors.pools.messages import AttachPool, LeasedPools
+from kvd.actors.pools.record import PoolRecord, PoolState
+from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.runtime.context import ActorContext
+from kvd.errors import BadRequest, ErrorCode, KvdError, NoMemory, Unavailable
+from kvd.memory.interface import MemoryProvider, PoolStore
+
+_log = structlog.get_logger("kvd.pools")
+
+
+class Lack(NamedTuple):
+    """Why an attach cannot be served: so many `bytes` of its user's other pools are in the way."""
+
+    error: KvdError
+    bytes: int
+
+
+class Bounds(Component):
+    """`records` are the pools by name. `end(record, request)` ends a pool and then serves an attach again."""
+
+    def __init__(
+        self,
+        context: ActorContext,
+        provider: MemoryProvider,
+        store: PoolStore,
+        records: Mapping[str, PoolRecord],
+        *,
+        end: Callable[[PoolRecord, AttachPool], None],
+        refuse: Callable[[AttachPool, KvdError], None],
+    ) -> None:
+        self._context = context
+        self._provider = provider
+        self._store = store
+        self._records = records
+        self._end = end
+        self._refuse = refuse
+        self._seeking: dict[int, tuple[AttachPool, Lack]] = {}
+        """Attaches that wait to hear what is leased, by connection."""
+
+    def lack(self, request: AttachPool) -> Lack | None:
+        """What stands against a pool of that size beside the others of this user; None if nothing does."""
+        if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
+            text = f"there are {limits.MAX_POOLS} pools already, the bound"
+            return Lack(Unavailable(ErrorCode.OVERLOADED, text), 1)
+        others = self._others(request)
+        if len(others) >= limits.MAX_POOLS_PER_USER:
+            text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
+            return Lack(Unavailable(ErrorCode.OVERLOADED, text), 1)
+        size, held = self._provider.footprint(request.spec.pool_bytes), self._bytes(others)
+        if request.quota is None or held + size <= request.quota:
+            return None
+        text = (
+            f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its "
+            f"quota of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
+        )
+        return Lack(BadRequest(ErrorCode.NOT_PERMITTED, text), held + size - request.quota)
+
+    def make_room(self, request: AttachPool, lack: Lack) -> None:
+        """Ends a kept pool for an attach, which is then tried again; refuses it if there is none to end."""
+        if self._bytes(self._unlent(request)) >= lack.bytes:
+            self._seeking[request.connection] = (request, lack)
+            self._context.leases.tell(FindLeased())
+            return
+        if isinstance(lack.error, NoMemory):
+            self._store.give_up(request.uid)  # what no worker has claimed since the daemon started
+        self._refuse(request, lack.error)
+
+    @handles(LeasedPools)
+    def leased(self, message: LeasedPools) -> None:
+        """Ends, for each attach that seeks room, the pool that was kept longest, if one is enough; else the first."""
+        seeking, self._seeking = self._seeking, {}
+        for request, lack in seeking.values():
+            spare = [each for each in self._unlent(request) if each.is_spare and each.pool.id not in message.pools]
+            if self._bytes(spare) < lack.bytes:
+                self._refuse_for_now(request, lack)
+                continue
+            enough = [each for each in spare if self._bytes([each]) >= lack.bytes]
+            record = min(enough or spare, key=lambda each: each.kept_since)
+            _log.info("a pool whose worker is gone makes room", pool=record.pool.worker, worker=request.worker)
+            self._end(record, request)
+
+    def _refuse_for_now(self, request: AttachPool, lack: Lack) -> None:
+        """What is in the way now need not be for long."""
+        names = ", ".join(sorted(repr(record.pool.worker) for record in self._unlent(request)))
+        text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, or offers stand: end those "
+        error = Unavailable(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
+        self._refuse(request, error)
+
+    def forget(self, connection: int) -> AttachPool | None:
+        """The attach of a worker that is gone, if it seeks room: it does so no longer."""
+        request, _ = self._seeking.pop(connection, (None, None))
+        return request
+
+    def _others(self, request: AttachPool) -> list[PoolRecord]:
+        of_user = [record for record in self._records.values() if record.request.uid == request.uid]
+        return [record for record in of_user if record.pool.worker != request.worker]
+
+    def _unlent(self, request: AttachPool) -> list[PoolRecord]:
+        """Other pools of this user that no worker has or is about to get."""
+        states = (PoolState.KEPT, PoolState.QUIESCING, PoolState.ENDING)
+        return [record for record in self._others(request) if record.state in states]
+
+    def _bytes(self, records: list[PoolRecord]) -> int:
+        return sum(self._provider.footprint(record.pool.size) for record in records)

@@ -1,0 +1,347 @@
+"""A pool that is kept for a worker that is gone makes room for another attach, or is ended by an operator."""
+
+import pytest
+
+from kvd import limits
+from kvd.actors.gateway.policy import Rule
+from kvd.actors.pools.messages import RenewPool
+from kvd.errors import ErrorCode, KvdError, NoMemory
+from kvd.protocol.peer import Release
+from kvd.protocol.worker import Attached, Detach, Detached, End, Refused, StatusRequest
+from tests.actors.pools.test_pools import OTHER, start_reading
+from tests.actors.stage import CACHE, Memory, Stage, make_claim
+
+SIZE = CACHE.spec.pool_bytes
+SMALL = OTHER.spec.pool_bytes
+assert SMALL < SIZE
+
+
+def stage_with(quota=None, rules=(), attach_wait=1.0):
+    rules = rules or (Rule(pools=("*",), uid=1000, max_bytes=quota),)
+    stage = Stage(rules=rules, attach_wait=attach_wait, pool_linger=600.0)
+    stage.made = {}
+
+    def allocate(name, size):
+        stage.memory = stage.made[name] = Memory(size)
+        stage.memory.base = len(stage.made) << 32
+        return stage.memory
+
+    stage.dependencies.provider.allocate = allocate
+    return stage
+
+
+def kept(stage, name, connection, raw=CACHE.raw, uid=1000):
+    """A pool whose worker's process has ended."""
+    assert isinstance(stage.attach(name, connection, pid=100 + connection, raw=raw, uid=uid), Attached)
+    stage.hang_up(connection)
+    stage.process_ends(connection)
+    return stage.made[name]
+
+
+def attach(stage, name, connection, **more):
+    return stage.attach(name, connection, instance=b"j" * 16, pid=100 + connection, **more)
+
+
+def test_the_pool_of_an_engine_that_is_gone_makes_room_within_the_quota_for_one_of_another_name():
+    stage = stage_with(quota=SIZE)
+    old = kept(stage, "vllm-0-0", 1)
+    attached = attach(stage, "prefill-0", 2)
+    assert isinstance(attached, Attached)
+    assert not attached.kept
+    assert old.closed
+    assert list(stage.context.pools._records) == ["prefill-0"]
+
+
+def test_it_is_ended_only_when_its_process_has_ended_and_until_then_the_attach_is_one_to_try_again():
+    stage = stage_with(quota=SIZE)
+    stage.attach("old", pid=7)
+    stage.hang_up()
+    refused = attach(stage, "new", 2)
+    assert refused.code == ErrorCode.OVERLOADED
+    assert "'old'" in refused.text
+    assert "kvd pools end" in refused.text
+    assert not stage.made["old"].closed
+    stage.process_ends()
+    assert isinstance(attach(stage, "new", 3), Attached)
+
+
+def test_nor_is_one_whose_process_nobody_can_watch():
+    stage = stage_with(quota=SIZE)
+    stage.attach("old", pid=0, watched=False)
+    stage.hang_up()
+    assert attach(stage, "new", 2).code == ErrorCode.OVERLOADED
+    assert not stage.made["old"].closed
+
+
+def test_a_pool_of_which_offers_stand_is_not_ended_until_they_have():
+    stage = stage_with(quota=SIZE)
+    stage.attach("w", pid=7)
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.process_ends()
+    refused = attach(stage, "new", 2)
+    assert refused.code == ErrorCode.OVERLOADED
+    assert "offers stand" in refused.text
+    assert stage.context.pools._records["w"].state == "kept"
+    stage.asked_by_peer(Release(1, finished=True))
+    assert isinstance(attach(stage, "new", 3), Attached)
+
+
+def test_a_quota_that_pools_in_use_fill_is_refused_for_good():
+    stage = stage_with(quota=SIZE)
+    stage.attach("used")
+    refused = attach(stage, "new", 2)
+    assert refused.code == ErrorCode.NOT_PERMITTED
+    assert isinstance(stage.session(StatusRequest(1)), object)
+
+
+def test_no_pool_is_ended_in_vain():
+    stage = stage_with(quota=SIZE + SMALL)
+    stage.attach("used")
+    small = kept(stage, "small", 2, raw=OTHER.raw)
+    assert attach(stage, "new", 3).code == ErrorCode.NOT_PERMITTED
+    assert not small.closed
+
+
+def test_another_users_pool_makes_no_room():
+    any_user = Rule(pools=("*",), uid=2000), Rule(pools=("*",), uid=1000, max_bytes=SIZE)
+    stage = stage_with(rules=any_user)
+    theirs = kept(stage, "theirs", 1, uid=2000)
+    mine = kept(stage, "mine", 2)
+    assert isinstance(attach(stage, "new", 3), Attached)
+    assert (theirs.closed, mine.closed) == (False, True)
+
+
+def test_one_pool_that_is_enough_ends_before_several_that_were_kept_longer():
+    stage = stage_with(quota=2 * SMALL + SIZE)
+    small = [kept(stage, f"small-{number}", number, raw=OTHER.raw) for number in (1, 2)]
+    large = kept(stage, "large", 3)
+    assert isinstance(attach(stage, "new", 4), Attached)
+    assert [each.closed for each in (*small, large)] == [False, False, True]
+
+
+def test_of_those_that_are_enough_the_one_ends_that_was_kept_longest():
+    stage = stage_with(quota=2 * SIZE)
+    one, other = kept(stage, "one", 1), kept(stage, "other", 2)
+    stage.run(1.0)
+    stage.attach("one", 3, pid=103)  # comes back, and goes again
+    stage.hang_up(3)
+    stage.process_ends(3)
+    assert isinstance(attach(stage, "new", 4), Attached)
+    assert (one.closed, other.closed) == (False, True)
+
+
+def test_two_attaches_do_not_end_one_pool_for_both():
+    stage = stage_with(quota=2 * SIZE)
+    old = [kept(stage, f"old-{number}", number) for number in (1, 2)]
+    assert isinstance(attach(stage, "new", 3), Attached)
+    assert isinstance(attach(stage, "newer", 4), Attached)
+    assert all(each.closed for each in old)
+
+
+def test_a_successor_that_wants_more_gets_the_room_of_another_kept_pool():
+    stage = stage_with(quota=SMALL + SIZE)
+    kept(stage, "w", 1, raw=OTHER.raw)
+    other = kept(stage, "other", 2)
+    stage.attach("third", 3, raw=OTHER.raw)  # ends the one that is enough and was kept longest
+    assert not other.closed
+    assert isinstance(attach(stage, "w", 4), Attached)
+    assert other.closed
+
+
+def lacking(stage, until_closed):
+    """Memory is short until these pools have ended."""
+    allocate = stage.dependencies.provider.allocate
+
+    def short(name, size):
+        left = [each for each in until_closed if not each.closed]
+        if left:
+            raise NoMemory("the host is full", sum(each.size for each in left))
+        return allocate(name, size)
+
+    def background(work, done):
+        try:
+            done(work())
+        except KvdError as error:
+            done(error)
+
+    stage.dependencies.provider.allocate = short
+    stage.context.pools._memory._background = background
+
+
+def test_where_memory_is_short_kept_pools_make_room_too_as_many_as_it_takes():
+    stage = stage_with()
+    old = [kept(stage, f"old-{number}", number) for number in (1, 2)]
+    lacking(stage, old)
+    assert isinstance(attach(stage, "new", 3), Attached)
+    assert all(each.closed for each in old)
+
+
+def test_where_that_is_not_enough_nothing_ends_and_what_the_last_daemon_left_is_given_up():
+    stage = stage_with()
+    given_up = []
+    stage.context.pools._bounds._store.give_up = given_up.append
+    old = kept(stage, "old", 1)
+    lacking(stage, [old, Memory(SIZE)])
+    refused = attach(stage, "new", 2)
+    assert (refused.code, refused.text) == (ErrorCode.OVERLOADED, "the host is full")
+    assert not old.closed
+    assert given_up == [1000]
+    assert list(stage.context.pools._records) == ["old"]
+
+
+def test_a_user_with_as_many_pools_as_it_may_have_gets_room_by_one_that_is_kept(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_POOLS_PER_USER", 1)
+    stage = stage_with()
+    old = kept(stage, "old", 1)
+    assert isinstance(attach(stage, "new", 2), Attached)
+    assert old.closed
+
+
+@pytest.fixture
+def quarantined():
+    """A pool that is to make room, of which a read does not end; the attach waits."""
+    stage = stage_with(quota=SIZE)
+    stage.attach("w", pid=7)
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.process_ends()
+    before = len(stage.on_sessions)
+    attach(stage, "new", 2, descriptors=(9,))
+    assert len(stage.on_sessions) == before
+    return stage
+
+
+def test_an_attach_that_waits_for_room_and_dies_leaves_the_pool_with_its_bytes(quarantined):
+    quarantined.hang_up(2)
+    assert quarantined.discarded == [9]
+    quarantined.landed(1)
+    assert not quarantined.made["w"].closed
+    assert attach(quarantined, "w", 3).kept
+
+
+def test_an_attach_that_waits_for_room_in_vain_is_refused_and_told_of_what(quarantined):
+    quarantined.run(2.1)
+    refused = quarantined.on_sessions[-1]
+    assert refused.code == ErrorCode.POOL_BUSY
+    assert "the pool 'w', which was to make room, cannot be had: it is in quarantine" in refused.text
+    assert not quarantined.made["w"].closed
+
+
+def test_an_attach_that_dies_before_it_is_known_what_is_leased_is_forgotten():
+    stage = stage_with(quota=SIZE)
+    old = kept(stage, "old", 1)
+    find, told = stage.context.leases.tell, []
+    stage.context.leases.tell = told.append
+    attach(stage, "new", 2, descriptors=(9,))
+    stage.hang_up(2)
+    stage.context.leases.tell = find
+    for message in told:
+        find(message)
+    stage.run()
+    assert stage.discarded == [9]
+    assert not old.closed
+    assert list(stage.context.pools._records) == ["old"]
+
+
+def test_a_pool_that_makes_room_and_is_registered_anew_meanwhile_still_ends(quarantined):
+    quarantined.context.pools.tell(RenewPool("w"))
+    quarantined.run()
+    quarantined.landed(1)
+    assert isinstance(quarantined.on_sessions[-1], Attached)
+    assert quarantined.made["w"].closed
+
+
+# --- by an operator -------------------------------------------------------------------------------------------------
+
+
+def end(stage, name, uid=1000, connection=9):
+    stage.connect(connection, pid=9, uid=uid)
+    before = len(stage.on_sessions)
+    stage.session(End(name), connection)
+    return stage.on_sessions[before:]
+
+
+def test_an_operator_ends_a_kept_pool_and_hears_when_it_has_ended():
+    stage = stage_with()
+    old = kept(stage, "w", 1)
+    assert end(stage, "w") == [Detached()]
+    assert old.closed
+    assert stage.context.pools._records == {}
+
+
+def test_it_is_read_to_the_end_and_then_ends_though_the_operator_did_not_wait():
+    stage = stage_with()
+    stage.attach("w", pid=7)
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.process_ends()
+    assert end(stage, "w") == []
+    stage.hang_up(9)
+    stage.asked_by_peer(Release(1, finished=True))
+    assert stage.made["w"].closed
+
+
+def test_an_operator_waits_longer_than_silent_sessions_may():
+    stage = stage_with(attach_wait=2 * limits.SESSION_IDLE_SECONDS)
+    stage.attach("w", pid=7)
+    stage.pull(timeout=3600.0)
+    start_reading(stage)
+    stage.hang_up()
+    stage.process_ends()
+    assert end(stage, "w") == []
+    stage.run(limits.SESSION_IDLE_SECONDS + 1.0)
+    assert 9 not in stage.hung_up
+    stage.landed(1)
+    assert stage.on_sessions[-1] == Detached()
+    stage.run(limits.SESSION_IDLE_SECONDS + 1.0)
+    assert 9 in stage.hung_up
+
+
+def test_an_operator_is_told_of_a_read_that_does_not_end_and_the_pool_ends_with_it(quarantined):
+    quarantined.hang_up(2)
+    assert end(quarantined, "w") == []
+    quarantined.run(2.1)
+    refused = quarantined.on_sessions[-1]
+    assert (refused.code, "ends later: it is in quarantine" in refused.text) == (ErrorCode.POOL_BUSY, True)
+    quarantined.landed(1)
+    assert quarantined.made["w"].closed
+
+
+@pytest.mark.parametrize("uid", [2000, 0])
+def test_other_users_than_its_own_the_daemons_and_root_may_not_end_a_pool(uid):
+    stage = stage_with(rules=(Rule(pools=("*",), uid=3000),))
+    kept(stage, "w", 1, uid=3000)
+    (answer,) = end(stage, "w", uid=uid)
+    assert getattr(answer, "code", None) == (ErrorCode.NOT_PERMITTED if uid else None)
+
+
+def test_a_pool_that_a_worker_has_or_may_map_is_not_ended_nor_one_that_is_not_there():
+    stage = stage_with()
+    stage.attach("lent", 1, pid=7)
+    (lent,) = end(stage, "lent")
+    assert (lent.code, "is lent: a worker has it" in lent.text) == (ErrorCode.POOL_BUSY, True)
+    stage.hang_up(1)
+    (held,) = end(stage, "lent", connection=10)
+    assert (held.code, "process 7, which had it, lives" in held.text) == (ErrorCode.POOL_BUSY, True)
+    (absent,) = end(stage, "absent", connection=11)
+    assert (absent.code, "no pool is called 'absent'" in absent.text) == (ErrorCode.BAD_POOL, True)
+
+
+def test_one_whose_process_nobody_can_watch_may_be_ended():
+    stage = stage_with()
+    stage.attach("w", pid=0, watched=False)
+    stage.hang_up()
+    assert end(stage, "w") == [Detached()]
+
+
+def test_a_worker_ends_its_own_pool_by_detaching():
+    stage = stage_with()
+    stage.attach("w")
+    refused = stage.session(End("w"))
+    assert isinstance(refused, Refused)
+    assert refused.code == ErrorCode.WRONG_STATE
+    assert isinstance(stage.session(Detach()), Detached)
