@@ -64,6 +64,11 @@ class Peer:
         """The name of its transport agent; empty if the transport does not know it."""
         return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
 
+    @property
+    def metadata(self) -> bytes:
+        """What it was told last of how to reach its memory."""
+        return self.welcome.metadata if self.welcome is not None else b""
+
     def ping(self) -> Ping:
         """The next one."""
         self.pings += 1

@@ -19,6 +19,9 @@ class PrioritySlots(Generic[K]):
         """By owner."""
         self._patient: dict[K, None] = {}
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._in
+
     @property
     def waiting(self) -> int:
         """How many keys wait."""

@@ -148,7 +148,7 @@ class SameHostTransport:
             return
         attempt = self._importing[agent] = object()
         importing = self._loop.run_in_executor(self._imports, import_pools, address, self._devices.map_pool)
-        importing.add_done_callback(partial(self._imported, agent, attempt))
+        importing.add_done_callback(partial(self._imported, agent, metadata, attempt))
 
     def _check(self, agent: str, metadata: bytes) -> ExportAddress:
         """Reads metadata.
@@ -165,7 +165,7 @@ class SameHostTransport:
             raise Unavailable(ErrorCode.TRANSPORT, f"it runs on another host ({address.host!r}, not {self._host!r})")
         return address
 
-    def _imported(self, agent: str, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
+    def _imported(self, agent: str, metadata: bytes, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
         if importing.cancelled():
             return
         error = importing.exception()
@@ -175,7 +175,7 @@ class SameHostTransport:
         if error is None:
             pools = importing.result()
             if current:
-                self._add(agent, pools)
+                self._add(agent, metadata, pools)
             else:
                 pools.hang_up()
         elif not isinstance(error, KvdError):
@@ -183,11 +183,11 @@ class SameHostTransport:
         elif current:
             self._lose(agent, error.text)
 
-    def _add(self, agent: str, pools: ImportedPools) -> None:
+    def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
         self._loop.add_reader(pools.fileno(), self._lose, agent, "it has ended, or hung up")
-        self._on_event(PeerAdded(agent, PATH, same_host=True, stamps=pools.process is not None))
+        self._on_event(PeerAdded(agent, metadata, PATH, same_host=True, stamps=pools.process is not None))
 
     def _lose(self, agent: str, reason: str) -> None:
         """A peer is of no use any more: its reads fail."""

@@ -6,6 +6,7 @@ from kvd.actors.pools.messages import RenewPool
 from kvd.errors import ErrorCode
 from kvd.protocol.worker import Attach, Attached, Detach, Refused
 from tests.actors.pools.test_pools import OTHER
+from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
 
 SUCCESSOR = {"connection": 2, "instance": b"j" * 16, "pid": 8}
@@ -102,6 +103,20 @@ def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
     stage.context.pools.tell(RenewPool("w"))
     stage.run()
     assert waits(stage)
+    stage.process_ends()
+    assert isinstance(stage.on_sessions[-1], Attached)
+
+
+def test_a_process_whose_detach_was_refused_is_watched_until_it_ends(stage):
+    start_reading(stage, timeout=3600.0)
+    stage.context.pools.tell(RenewPool("w"))
+    stage.session(Detach())
+    stage.run(2.0)
+    assert "quarantine" in stage.on_sessions[-1].text
+    assert stage.hung_up == [1]
+    stage.landed(1)
+    stage.attach(**SUCCESSOR)
+    assert not isinstance(stage.on_sessions[-1], Attached)
     stage.process_ends()
     assert isinstance(stage.on_sessions[-1], Attached)
 
