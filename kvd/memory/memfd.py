@@ -123,9 +123,7 @@ class MemfdProvider:
             text = f"pool {name!r} of {length} bytes: {error}"
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise NoMemory(text, length) from error
-            raise Unavailable(
-                ErrorCode.OVERLOADED, text
-            ) from error  # descriptors, of which a smaller pool takes as many
+            raise Unavailable(ErrorCode.OVERLOADED, text) from error  # it may be a descriptor that is missing
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
             raise NoMemory(_no_thp(name, length), length)

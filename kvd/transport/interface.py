@@ -9,8 +9,9 @@ The rules:
    more. There is no time limit: a read that hangs stays open, and so do its blocks.
 2. `abort` ends a read early if it can: parts not yet handed to the network are dropped. The read still ends by rule 1,
    as `Landed` if nothing was left to drop.
-3. `add_peer` of a known name takes in the new metadata. `remove_peer` waits for the peer's open reads; an `add_peer`
-   that arrives before then keeps the peer.
+3. `add_peer` of a known name takes in the new metadata; until that is answered, reads may find what was there before.
+   If it is called again before it was answered, only the last call need be. `remove_peer` waits for the peer's open
+   reads; an `add_peer` that arrives before then keeps the peer.
 4. Short reads overtake long ones, and no read starves.
 5. A stamp is read after the last byte of its read, out of the living process: what it says was still true when all
    bytes had been read. Memory may outlive its process, so bytes may land after the process has ended; stamps do not.
@@ -95,13 +96,14 @@ class RegisterFailed(Struct, frozen=True, gc=False):
 
 
 class PeerAdded(Struct, frozen=True, gc=False):
-    """Reads from `agent` may start. `path` names the transports that carry the bytes (see `kvd.transport.path`).
+    """Reads from `agent` may start, of what `metadata`, which was given by `add_peer`, tells of.
 
-    `same_host` says that its transport has no part in them: they need no answer of its process. `stamps` says that
-    words can be read out of its living process.
+    `path` names the transports that carry the bytes (see `kvd.transport.path`). `same_host` says that its transport has
+    no part in them: they need no answer of its process. `stamps` says that words can be read out of its living process.
     """
 
     agent: str
+    metadata: bytes
     path: str = ""
     same_host: bool = False
     stamps: bool = False

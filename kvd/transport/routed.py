@@ -43,9 +43,10 @@ _decoder = msgspec.msgpack.Decoder(Metadata)
 
 
 class _Attempt(Struct, frozen=True):
-    """A peer that is being added: what the network may try, and why the host could not; empty while it tries."""
+    """A peer that is being added by `metadata`, and why the host could not; empty while it tries."""
 
-    network: bytes
+    metadata: bytes
+    parts: Metadata
     detour: str = ""
 
 
@@ -114,7 +115,7 @@ class RoutedTransport:
             self.remove_peer(agent)
             self._on_event(PeerFailed(agent, f"its metadata cannot be read: {error}"))
             return
-        self._adding[agent] = _Attempt(parts.network)
+        self._adding[agent] = _Attempt(metadata, parts)
         self._same_host.add_peer(agent, parts.same_host, address)
 
     def remove_peer(self, agent: str) -> None:
@@ -174,11 +175,7 @@ class RoutedTransport:
                 network = self._described.pop(event.pools, b"")
                 self._on_event(Described(event.pools, self._join(event.metadata, network)))
             case PeerAdded():
-                self._adding.pop(event.agent, None)
-                self._near.add(event.agent)
-                if self._network is not None:
-                    self._network.remove_peer(event.agent)
-                self._on_event(event)
+                self._added_within_host(event)
             case RegisterFailed() if self._network is not None:
                 self._failed[event.pool] = event
                 self._network.deregister(event.pool)
@@ -189,15 +186,25 @@ class RoutedTransport:
             case _:
                 self._on_event(event)
 
+    def _added_within_host(self, event: PeerAdded) -> None:
+        attempt = self._adding.get(event.agent)
+        if attempt is None or event.metadata != attempt.parts.same_host:
+            return  # it is being added by newer metadata
+        del self._adding[event.agent]
+        self._near.add(event.agent)
+        if self._network is not None:
+            self._network.remove_peer(event.agent)
+        self._on_event(replace(event, metadata=attempt.metadata))
+
     def _failed_within_host(self, event: PeerFailed) -> None:
         """A peer that is being added is tried over the network; one that was lost is lost."""
         self._near.discard(event.agent)
         attempt = self._adding.pop(event.agent, None)
-        if attempt is None or self._network is None or not attempt.network:
+        if attempt is None or self._network is None or not attempt.parts.network:
             self._on_event(event)
             return
         self._adding[event.agent] = replace(attempt, detour=event.reason)
-        self._network.add_peer(event.agent, attempt.network)
+        self._network.add_peer(event.agent, attempt.parts.network)
 
     def _heard_from_network(self, event: Event) -> None:
         match event:
@@ -213,13 +220,19 @@ class RoutedTransport:
             case Described():
                 self._described[event.pools] = event.metadata
                 self._same_host.describe(event.pools)
-            case PeerAdded() | PeerFailed() if event.agent in self._near:
-                pass  # it is read within the host since
             case PeerAdded():
-                attempt = self._adding.pop(event.agent, None)
-                self._on_event(replace(event, detour=attempt.detour if attempt else ""))
+                self._added_over_network(event)
+            case PeerFailed() if event.agent in self._near:
+                pass  # it is read within the host since
             case PeerFailed():
                 self._adding.pop(event.agent, None)
                 self._on_event(event)
             case _:
                 self._on_event(event)
+
+    def _added_over_network(self, event: PeerAdded) -> None:
+        attempt = self._adding.get(event.agent)
+        if attempt is None or not attempt.detour or event.metadata != attempt.parts.network:
+            return  # it is read within the host since, or is being added by newer metadata
+        del self._adding[event.agent]
+        self._on_event(replace(event, metadata=attempt.metadata, detour=attempt.detour))

@@ -330,7 +330,7 @@ class _Transport:
 
     def add_peer(self, agent, metadata, address=""):
         near = self.stage.same_host
-        self.on_event(PeerAdded(agent, same_host=near, stamps=near and self.stage.stamps_readable))
+        self.on_event(PeerAdded(agent, metadata, same_host=near, stamps=near and self.stage.stamps_readable))
 
     def remove_peer(self, agent):
         self.stage.commands.append(("remove_peer", agent))

@@ -4,12 +4,14 @@ import msgspec
 import pytest
 
 from kvd import limits
+from kvd.actors.handshake.messages import NeedPeer
+from kvd.actors.handshake.priority_slots import PrioritySlots
 from kvd.errors import ErrorCode, Unavailable
 from kvd.protocol.peer import Claim, Grant, Held, Hello, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Done, Failed, Pull
-from kvd.transport.interface import PeerFailed
+from kvd.transport.interface import PeerAdded, PeerFailed
 from tests.actors.stage import CACHE, SECRET, Stage, ids, make_ticket, welcome_of
 
 VICTIM, EVIL = "aa" * 32, "bb" * 32
@@ -259,3 +261,80 @@ def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch)
     stage.pull()
     [failed] = stage.notified
     assert (failed.code, "no socket for another peer" in failed.text) == (ErrorCode.PEER_LOST, True)
+
+
+MORE = msgspec.structs.replace(welcome_of(("there", "more")), metadata=b"newer")
+
+
+class SlowlySpelled(Spelled):
+    """From here on the transport says that it has taken in a daemon's metadata when the test does."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+        self.dependencies.transport.add_peer = lambda _agent, metadata: self.given.append(metadata)
+
+    def refresh(self, name):
+        """A pull by this address needs to know more of the daemon."""
+        self.context.handshake.tell(NeedPeer(f"tcp://{name}:1", stale=True))
+        self.run()
+
+    def pull_more(self, name):
+        self.pull(f"more {name}", (2,), ticket=make_ticket("more", address=f"tcp://{name}:1"), timeout=60.0)
+
+    def added(self, metadata):
+        self.transport_says(PeerAdded("peer#1", metadata))
+
+
+def test_a_view_is_used_when_what_it_was_told_with_can_be_reached_and_not_for_another_links_sake():
+    stage = SlowlySpelled()
+    stage.refresh("there")
+    stage.peer_says(welcome_of(), link=2)
+    stage.pull_more("here")
+    stage.peer_says(MORE, link=1)
+    assert stage.given == [b"m", b"newer"]
+    claims = len(stage.asks(Claim))
+    stage.added(b"m")
+    assert len(stage.asks(Claim)) == claims
+    stage.added(b"newer")
+    assert len(stage.asks(Claim)) == claims + 1
+
+
+def test_a_link_whose_metadata_was_replaced_by_another_links_goes_on_with_that():
+    stage = SlowlySpelled()
+    stage.refresh("there")
+    stage.peer_says(welcome_of(), link=2)
+    stage.refresh("here")
+    stage.peer_says(MORE, link=1)
+    stage.added(b"newer")
+    claims = len(stage.asks(Claim))
+    stage.pull_more("there")
+    assert len(stage.asks(Claim)) == claims + 1
+    assert stage.given == [b"m", b"newer"]
+
+
+def test_a_link_that_waits_for_its_turn_to_load_is_not_announced_by_what_another_has_loaded(monkeypatch):
+    stage = SlowlySpelled()
+    monkeypatch.setattr(stage.context.handshake, "_slots", PrioritySlots(1))
+    stage.pull_more("here")
+    stage.run(0.15)
+    stage.refresh("there")
+    stage.peer_says(welcome_of(), link=2)
+    stage.peer_says(MORE, link=1)
+    assert stage.given == [b"m"]
+    claims = len(stage.asks(Claim))
+    stage.added(b"m")
+    assert len(stage.asks(Claim)) == claims
+    assert stage.given == [b"m", b"newer"]
+    stage.added(b"newer")
+    assert len(stage.asks(Claim)) == claims + 1
+
+
+def test_a_daemon_that_was_lost_before_the_transport_could_reach_it_is_taken_out_of_it():
+    stage = SlowlySpelled()
+    stage.refresh("here")
+    stage.peer_says(MORE, link=1)
+    stage.transport_says(PeerFailed("peer#1", "it hung up"))
+    assert ("remove_peer", "peer#1") not in stage.commands
+    stage.added(b"newer")
+    assert ("remove_peer", "peer#1") in stage.commands

@@ -134,7 +134,8 @@ class Reader:
         """Adds a producer and waits for the answer."""
         count = len(self.of(PeerAdded)) + 1
         self.transport.add_peer(producer.agent, producer.metadata)
-        assert (await self.answer(PeerAdded, count)).agent == producer.agent
+        added = await self.answer(PeerAdded, count)
+        assert (added.agent, added.metadata) == (producer.agent, producer.metadata)
 
     def read(
         self,

@@ -9,6 +9,7 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
 from kvd.actors.gateway.sessions import Sessions
+from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
@@ -28,9 +29,11 @@ from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.state import claim as claim_machine
 from kvd.state import lease as lease_machine
+from kvd.state import peer as peer_machine
 from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
+from kvd.transport.interface import PeerAdded
 from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
@@ -258,6 +261,16 @@ def what_pulls_write_to_is_offered(monkeypatch):
 @mutation(Promise.FENCED, first=103)
 def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
+
+
+@mutation(Promise.FENCED, first=1400, needs=Piece.TWO_ADDRESSES)
+def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
+    def added(self, event):
+        for peer in self._peers.using(event.agent):
+            peer.reached_by(event, self._context)
+            self._step(peer, peer_machine.Event.LOADED)
+
+    handler(monkeypatch, HandshakeActor, PeerAdded, added)
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """One run: a seed makes a world; requests and faults happen; it is healed and must become idle."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvd.layout.presets import LAYOUTS
 from tests.simulator.checks import quiescence
 from tests.simulator.checks.bounds import small_bounds
-from tests.simulator.checks.inspector import Inspector
+from tests.simulator.checks.inspector import Inspector, is_told
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.engines import Router, make_engine
 from tests.simulator.traffic.hostile import Hostile
@@ -65,6 +66,7 @@ def _run(world: World) -> Router:
     ]
     router = Router(world, engines)
     Inspector(world, daemons)
+    fabric.is_told = partial(is_told, daemons)
     schedule = Schedule(world, fabric, daemons, router)
     for daemon in daemons:
         daemon.start()

@@ -172,9 +172,9 @@ class InstantTransport:
         """Described at once."""
         self._soon(Described(pools, b""))
 
-    def add_peer(self, agent: str, _metadata: bytes, _address: str = "") -> None:
+    def add_peer(self, agent: str, metadata: bytes, _address: str = "") -> None:
         """Added at once."""
-        self._soon(PeerAdded(agent))
+        self._soon(PeerAdded(agent, metadata))
 
     def remove_peer(self, agent: str) -> None:
         """Nothing to do."""

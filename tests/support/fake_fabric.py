@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +83,33 @@ class Reach:
     stamps: bool = False
 
 
+class Place(NamedTuple):
+    """A registration: its number, which its agent uses once, its address and its size."""
+
+    number: int
+    base: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What a reader has of a peer: its registrations according to its metadata, and how it is reached.
+
+    What it has `imported`, by address, it keeps mapped, whatever the peer does with its memory.
+    """
+
+    places: tuple[Place, ...] = ()
+    reach: Reach = Reach()
+    imported: Mapping[int, Bytes] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class FakeRead:
     """An open read: `posted` slices, `landed` bytes, and `failure`, why it will not land."""
 
     request: ReadRequest
     fault: Fault
-    reach: Reach = field(default_factory=Reach)
+    remote: Remote
     posted: int = 0
     landed: int = 0
     started: float = 0.0
@@ -111,6 +131,9 @@ class Agent(Protocol):
 
     def exposes(self, flight: Flight) -> bool:
         """Whether the bytes that a slice reads from it are registered."""
+
+    def export(self, places: Sequence[Place]) -> Mapping[int, Bytes]:
+        """The memory of those of these registrations that stand, by address."""
 
     def slice_ended(self, flight: Flight, failure: str = "", lost: bool = False) -> None:
         """Nothing of its slice lands any more; `lost` if the agent it reads from is gone."""
@@ -148,6 +171,8 @@ class FakeFabric:
         self._agents: dict[str, Agent] = {}
         self._memory: dict[int, Bytes] = {}
         self._next_base = 1 << 32
+        self._holes: list[tuple[int, int]] = []
+        """Address and size of what was unmapped: it is used again, the latest first, as kernels do."""
         self._parked: list[Flight] = []
         self._cut: set[tuple[str, str]] = set()
         self._explicit: dict[str, deque[Fault]] = {}
@@ -156,14 +181,20 @@ class FakeFabric:
 
     def map(self, memory: Bytes) -> int:
         """Makes `memory` (uint8 `[bytes]`) addressable; returns its base address."""
-        base = self._next_base
-        self._next_base += (len(memory) // PAGE + 2) * PAGE
+        size = _footprint(memory)
+        hole = next((hole for hole in reversed(self._holes) if hole[1] == size), None)
+        if hole is not None:
+            self._holes.remove(hole)
+            base = hole[0]
+        else:
+            base = self._next_base
+            self._next_base += size
         self._memory[base] = memory
         return base
 
     def unmap(self, base: int) -> None:
         """Undoes `map`. A slice that touches the memory later raises: whoever unmapped it broke a promise."""
-        del self._memory[base]
+        self._holes.append((base, _footprint(self._memory.pop(base))))
 
     def view(self, address: int, length: int) -> Bytes:
         """The bytes at an address.
@@ -225,6 +256,11 @@ class FakeFabric:
         """Whether that agent's process is alive."""
         return agent in self._agents
 
+    def remote(self, agent: str, places: tuple[Place, ...]) -> Remote:
+        """What a reader that adds `agent` now has of it."""
+        reach = self.reach()
+        return Remote(places, reach, self._agents[agent].export(places) if reach.same_host else {})
+
     def serving(self, read: FakeRead) -> Agent | None:
         """The agent whose memory is read; None if it is gone."""
         return self._agents.get(read.request.agent)
@@ -237,6 +273,9 @@ class FakeFabric:
         """The fault of a new read."""
         explicit = self._explicit.get(reader)
         return explicit.popleft() if explicit else self.faults.of_read()
+
+    def opened(self, reader: str, read: FakeRead) -> None:
+        """A read begins."""
 
     def launch(self, flight: Flight) -> None:
         """A slice is posted."""
@@ -283,7 +322,17 @@ class FakeFabric:
             length = int(piece.chunk.length[index])
             start, stop = max(first - at, 0), min(last - at, length)
             if start < stop:
-                source = self.view(request.remote_base + int(piece.chunk.src[index]) + start, stop - start)
+                source = self._source(read, int(piece.chunk.src[index]) + start, stop - start)
                 self.view(request.local_base + int(piece.chunk.dst[index]) + start, stop - start)[:] = source
             at += length
         read.landed += last - first
+
+    def _source(self, read: FakeRead, offset: int, length: int) -> Bytes:
+        imported = read.remote.imported.get(read.request.remote_base)
+        if imported is not None:
+            return imported[offset : offset + length]
+        return self.view(read.request.remote_base + offset, length)
+
+
+def _footprint(memory: Bytes) -> int:
+    return (len(memory) // PAGE + 2) * PAGE

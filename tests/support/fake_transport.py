@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,20 +25,16 @@ from kvd.transport.interface import (
     RegisterFailed,
 )
 from kvd.transport.slices import U64, Slice, SliceQueue
-from tests.support.fake_fabric import FakeFabric, FakeRead, Flight, Reach
-
-Place = tuple[int, int]
-"""Base address and bytes."""
+from tests.support.fake_fabric import Bytes, FakeFabric, FakeRead, Flight, Place, Remote
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    regions: list[Place] = field(default_factory=list)
+    remote: Remote
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
     lost: bool = False
     again: bytes | None = None
-    reach: Reach = field(default_factory=Reach)
 
 
 class FakeTransport:
@@ -50,6 +46,7 @@ class FakeTransport:
         self._fabric = fabric
         self._on_event: Callable[[Event], None]
         self._pools: dict[int, Place] = {}
+        self._registrations = 0
         self._metadata = self._describe()
         self._slices = SliceQueue()
         self._peers: dict[str, _Peer] = {}
@@ -121,8 +118,16 @@ class FakeTransport:
 
     def exposes(self, flight: Flight) -> bool:
         """Whether the bytes that a slice reads from this agent are registered."""
-        base = flight.read.request.remote_base
-        return _covers(list(self._pools.values()), base, flight.piece.chunk.src, flight.piece)
+        read, standing = flight.read, set(self._pools.values())
+        if read.remote.reach.same_host:
+            return True  # it is mapped, whatever has become of it here
+        places = [place for place in read.remote.places if place in standing]
+        return _covers(places, read.request.remote_base, flight.piece.chunk.src, flight.piece)
+
+    def export(self, places: Sequence[Place]) -> Mapping[int, Bytes]:
+        """The memory of those of these registrations that stand, by address."""
+        standing = set(self._pools.values())
+        return {place.base: self._fabric.view(place.base, place.size) for place in places if place in standing}
 
     def slice_ended(self, flight: Flight, failure: str = "", lost: bool = False) -> None:
         """Nothing of this slice lands any more."""
@@ -146,7 +151,8 @@ class FakeTransport:
         except InternalError as error:
             self._emit(RegisterFailed(pool, str(error)))
         else:
-            self._pools[pool] = (base, size)
+            self._registrations += 1
+            self._pools[pool] = Place(self._registrations, base, size)
             self._emit(Registered(pool, self._describe()))
 
     def _deregister(self, pool: int) -> None:
@@ -155,9 +161,9 @@ class FakeTransport:
 
     def _add_peer(self, agent: str, metadata: bytes) -> None:
         try:
-            named, regions = json.loads(metadata)
+            named, rows = json.loads(metadata)
         except ValueError:
-            named, regions = None, []
+            named, rows = None, []
         known = self._peers.get(agent)
         if known and known.lost and named == agent:
             known.again = metadata
@@ -166,12 +172,11 @@ class FakeTransport:
         elif not self._fabric.knows(agent) or self._fabric.faults.of_add_peer():
             self._fail_peer(agent, "the connection failed")
         else:
-            peer = self._peers.setdefault(agent, _Peer())
-            peer.regions = [(base, size) for base, size in regions]
-            peer.leaving = False
-            peer.reach = self._fabric.reach()
-            path = "copy/memory" if peer.reach.same_host else ""
-            self._emit(PeerAdded(agent, path, peer.reach.same_host, peer.reach.stamps))
+            remote = self._fabric.remote(agent, tuple(Place(*row) for row in rows))
+            peer = self._peers.setdefault(agent, _Peer(remote))
+            peer.remote, peer.leaving = remote, False
+            path = "copy/memory" if remote.reach.same_host else ""
+            self._emit(PeerAdded(agent, metadata, path, remote.reach.same_host, remote.reach.stamps))
 
     def _remove_peer(self, agent: str) -> None:
         if agent in self._peers:
@@ -185,11 +190,12 @@ class FakeTransport:
         peer = self._peers.get(agent)
         if peer is None or peer.lost or peer.leaving:
             self._emit(ReadFailed(key, f"agent {agent!r} is not known: add it before reading from it"))
-        elif request.expected and self._fabric.stamp(self._agent, request, peer.reach) != request.expected:
+        elif request.expected and self._fabric.stamp(self._agent, request, peer.remote.reach) != request.expected:
             self._emit(request.unproven())
         elif self._slices.add(request):
-            self._reads[key] = FakeRead(request, self._fabric.fault_of_read(self._agent), peer.reach)
+            self._reads[key] = FakeRead(request, self._fabric.fault_of_read(self._agent), peer.remote)
             peer.reads.add(key)
+            self._fabric.opened(self._agent, self._reads[key])
             self._pump()
         else:
             self._emit(Landed(key, 0.0))
@@ -210,7 +216,7 @@ class FakeTransport:
             flight = Flight(self, read, piece)
             if not _covers(list(self._pools.values()), request.local_base, piece.chunk.dst, piece):
                 self.slice_ended(flight, "the memory read into is not registered")
-            elif not _covers(self._peers[request.agent].regions, request.remote_base, piece.chunk.src, piece):
+            elif not _covers(_reachable(read), request.remote_base, piece.chunk.src, piece):
                 self.slice_ended(flight, f"the memory read is not in the metadata of agent {request.agent!r}")
             else:
                 self._fabric.launch(flight)
@@ -238,7 +244,7 @@ class FakeTransport:
             self._emit(ReadFailed(key, read.failure, read.aborted))
         else:
             seconds = self._fabric.loop.time() - read.started
-            self._emit(Landed(key, seconds, self._fabric.stamp(self._agent, read.request, read.reach)))
+            self._emit(Landed(key, seconds, self._fabric.stamp(self._agent, read.request, read.remote.reach)))
         self._peers[agent].reads.remove(key)
         self._forget_if_done(agent)
 
@@ -250,8 +256,8 @@ class FakeTransport:
                 self._add_peer(agent, peer.again)
 
     def _describe(self, pools: tuple[int, ...] | None = None) -> bytes:
-        regions = [region for pool, region in self._pools.items() if pools is None or pool in pools]
-        return json.dumps([self._agent, regions]).encode()
+        places = [place for pool, place in self._pools.items() if pools is None or pool in pools]
+        return json.dumps([self._agent, places]).encode()
 
     def _soon(self, command: Callable[..., None], *arguments: Any) -> None:
         self._fabric.loop.call_soon(self._if_alive, command, *arguments)
@@ -269,11 +275,17 @@ class FakeTransport:
         self._on_event(event)
 
 
-def _covers(regions: list[Place], base: int, offset: U64, piece: Slice) -> bool:
-    """Whether each descriptor of a slice lies within one of the regions."""
+def _reachable(read: FakeRead) -> list[Place]:
+    """Where a read may read: what its metadata names, and within a host what was there when it was imported."""
+    remote = read.remote
+    return [place for place in remote.places if not remote.reach.same_host or place.base in remote.imported]
+
+
+def _covers(places: list[Place], base: int, offset: U64, piece: Slice) -> bool:
+    """Whether each descriptor of a slice lies within one of the places."""
     part = slice(piece.start, piece.stop)
     covered = np.zeros(piece.stop - piece.start, dtype=bool)
-    for start, size in regions:
+    for _, start, size in places:
         first = offset[part] + np.uint64(base)
         covered |= (first >= start) & (first + piece.chunk.length[part] <= start + size)
     return bool(covered.all())

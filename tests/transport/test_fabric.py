@@ -45,9 +45,9 @@ class VirtualLoop:
 class Pair:
     """Agents d and p, p added to d; d's memory is zero, p's is 7."""
 
-    def __init__(self, seed: int = 1, faults: Faults | None = None) -> None:
+    def __init__(self, seed: int = 1, faults: Faults | None = None, *, stamps: bool = False) -> None:
         self.loop = VirtualLoop()
-        self.fabric = FakeFabric(self.loop, random.Random(seed), faults)  # noqa: S311
+        self.fabric = FakeFabric(self.loop, random.Random(seed), faults, stamps=stamps)  # noqa: S311
         self.events: list[tuple[float, Event]] = []
         self.memory = np.zeros(SIZE, np.uint8)
         self.source = np.full(SIZE, 7, np.uint8)
@@ -160,6 +160,33 @@ def test_a_read_of_memory_that_its_owner_unmapped_raises() -> None:
     pair.fabric.unmap(pair.local)
     with pytest.raises(InternalError, match="not mapped"):
         pair.loop.run()
+
+
+def test_addresses_are_used_again_and_a_reader_keeps_what_it_has_imported_from_there() -> None:
+    pair = Pair(stamps=True)
+    pair.p.deregister(1)
+    pair.loop.run()
+    pair.fabric.unmap(pair.remote)
+    assert pair.fabric.map(np.full(SIZE, 9, np.uint8)) == pair.remote
+    pair.p.register(2, Region(pair.remote, SIZE))
+    pair.loop.run()
+    pair.read(1)
+    pair.loop.run()
+    assert set(np.unique(pair.memory[:4096])) == {7}
+    pair.d.add_peer("p", pair.p.metadata)
+    pair.read(2)
+    pair.loop.run()
+    assert set(np.unique(pair.memory[:4096])) == {9}
+
+
+def test_over_a_network_nothing_is_read_by_metadata_of_a_registration_that_has_ended() -> None:
+    pair = Pair()
+    pair.p.deregister(1)
+    pair.p.register(2, Region(pair.remote, SIZE))
+    pair.loop.run()
+    pair.read(1)
+    pair.loop.run()
+    assert pair.ends() == [ReadFailed(1, "agent 'p' has not registered the memory read")]
 
 
 def test_a_killed_reader_lands_and_hears_nothing_more() -> None:

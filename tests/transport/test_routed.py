@@ -67,8 +67,8 @@ def run() -> Run:
 
 def test_a_peer_of_this_host_is_read_within_it(run: Run) -> None:
     run.add()
-    run.near.say(PeerAdded("p", same_host=True, stamps=True))
-    assert run.events == [PeerAdded("p", same_host=True, stamps=True)]
+    run.near.say(PeerAdded("p", b"near", same_host=True, stamps=True))
+    assert run.events == [PeerAdded("p", run.metadata(), same_host=True, stamps=True)]
     run.routed.read(request(1, BLOCK))
     assert (run.near.reads(), run.far.reads()) == ([1], [])
     assert run.far.told == [("remove_peer", "p")]
@@ -79,8 +79,8 @@ def test_a_peer_that_cannot_be_read_within_the_host_is_read_over_the_network_and
     run.near.say(PeerFailed("p", "no such socket"))
     assert run.events == []
     assert run.far.told == [("add_peer", "p", b"far")]
-    run.far.say(PeerAdded("p", "tcp/eth0"))
-    assert run.events == [PeerAdded("p", "tcp/eth0", detour="no such socket")]
+    run.far.say(PeerAdded("p", b"far", "tcp/eth0"))
+    assert run.events == [PeerAdded("p", run.metadata(), "tcp/eth0", detour="no such socket")]
     run.routed.read(request(1, BLOCK))
     assert (run.near.reads(), run.far.reads()) == ([], [1])
 
@@ -95,7 +95,7 @@ def test_without_a_network_on_both_sides_a_peer_fails_with_why_the_host_could_no
 
 def test_a_peer_that_was_read_within_the_host_and_is_lost_is_not_tried_over_the_network(run: Run) -> None:
     run.add()
-    run.near.say(PeerAdded("p", same_host=True))
+    run.near.say(PeerAdded("p", b"near", same_host=True))
     run.near.say(PeerFailed("p", "it has ended"))
     assert run.events[-1] == PeerFailed("p", "it has ended")
     assert ("add_peer", "p", b"far") not in run.far.told
@@ -105,10 +105,10 @@ def test_what_the_network_says_late_of_a_peer_that_is_read_within_the_host_is_no
     run.add()
     run.near.say(PeerFailed("p", "not yet"))
     run.add()
-    run.near.say(PeerAdded("p", same_host=True))
-    run.far.say(PeerAdded("p", "tcp/eth0"))
+    run.near.say(PeerAdded("p", b"near", same_host=True))
+    run.far.say(PeerAdded("p", b"far", "tcp/eth0"))
     run.far.say(PeerFailed("p", "gone"))
-    assert run.events == [PeerAdded("p", same_host=True)]
+    assert run.events == [PeerAdded("p", run.metadata(), same_host=True)]
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\xc1", b"\x92\xc4\x00"])
@@ -171,3 +171,19 @@ def test_a_pool_that_cannot_be_lent_within_the_host_is_taken_back_from_the_netwo
     run.far.say(Deregistered(1, b"far"))
     assert run.events == [failed]
     assert ("deregister", 1) not in run.near.told
+
+
+def test_what_is_said_of_older_metadata_is_not_taken_for_an_answer(run: Run) -> None:
+    run.add()
+    run.near.say(PeerFailed("p", "no such socket"))
+    newer = Run()
+    newer.near.metadata, newer.far.metadata = b"newer", b"farther"
+    run.routed.add_peer("p", newer.metadata())
+    run.far.say(PeerAdded("p", b"far", "tcp/eth0"))
+    run.near.say(PeerAdded("p", b"near", same_host=True))
+    assert run.events == []
+    run.near.say(PeerFailed("p", "still none"))
+    run.far.say(PeerAdded("p", b"far", "tcp/eth0"))
+    assert run.events == []
+    run.far.say(PeerAdded("p", b"farther", "tcp/eth0"))
+    assert run.events == [PeerAdded("p", newer.metadata(), "tcp/eth0", detour="still none")]

@@ -149,6 +149,7 @@ class Connections(Component):
             raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
         self._sessions.end(connection.session)
         self._context.completion.tell(Forget(connection.worker))
+        connection.detaching = True
         self._context.pools.tell(DetachPool(connection.number, connection.worker))
 
     def _end(self, connection: Connection, worker: str) -> None:
@@ -181,6 +182,7 @@ class Connections(Component):
         """A detach is complete."""
         connection = self._by_number.get(message.connection)
         if connection is not None:
+            connection.detaching = False
             self._mark_idle(connection)
             self._port.send_session(message.connection, codec.encode(Detached()))
 
@@ -190,7 +192,10 @@ class Connections(Component):
         connection = self._by_number.get(message.connection)
         if connection is None:
             return
-        if connection.session is not None:
+        if connection.detaching:
+            self._refuse(message.connection, message.error)
+            self.hang_up(connection)  # its process is watched on
+        elif connection.session is not None:
             self.hang_up(connection)
         else:
             self._mark_idle(connection)

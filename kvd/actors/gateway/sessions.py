@@ -35,6 +35,8 @@ class Connection:
     """The name it attaches under, empty if it has asked for no pool."""
     session: "Session | None" = None
     """Set while it has its pool."""
+    detaching: bool = False
+    """Whether it gives its pool back, which it may have mapped until that is done."""
 
 
 @dataclass(slots=True, eq=False)

@@ -75,6 +75,8 @@ class HandshakeActor(Actor):
             context.loop, lambda link: self.soon(self._unanswered, link), for_others=True
         )
         self._expected: frozenset[str] = frozenset()
+        self._given: dict[str, tuple[Welcome, dict[str, PeerPool]]] = {}
+        """What was last told of each agent whose metadata the transport was given."""
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
 
@@ -144,6 +146,7 @@ class HandshakeActor(Actor):
         settings = self._context.settings
         if peer.state is State.LOADING:
             assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
+            self._given[peer.welcome.agent] = peer.welcome, peer.pools
             self._answers_due.set(peer.link, self.loop.time() + _LOADING)
             self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata, peer.address)
         else:
@@ -240,14 +243,29 @@ class HandshakeActor(Actor):
 
     @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:
-        """The transport can reach the memory of a peer."""
-        for peer in self._peers.using(event.agent):
+        """The transport can reach the memory of a peer: that which `event.metadata` tells of, and no other.
+
+        What another link to the same daemon was told before has been replaced in the transport.
+        """
+        welcome, pools = self._given.get(event.agent, (None, {}))
+        if welcome is None:
+            self._transport.remove_peer(event.agent)  # it was lost meanwhile
+        if welcome is None or welcome.metadata != event.metadata:
+            return  # the answer to newer metadata is on its way
+        for peer in [peer for peer in self._peers.using(event.agent) if not self._is_newer(peer, event)]:
+            if peer.state is State.LOADING and peer.metadata != event.metadata:
+                peer.welcome, peer.pools = welcome, pools
             peer.reached_by(event, self._context)
             self._step(peer, Event.LOADED)
+
+    def _is_newer(self, peer: Peer, event: PeerAdded) -> bool:
+        """Whether a peer waits to give the transport other metadata than this answer is about."""
+        return peer.state is State.LOADING and peer.metadata != event.metadata and peer.link not in self._slots
 
     @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
         """The transport lost a peer, or never reached it."""
+        self._given.pop(event.agent, None)
         for peer in self._peers.using(event.agent):
             peer.failed(self.loop.time(), self._context.settings.heartbeat)
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
@@ -310,6 +328,7 @@ class HandshakeActor(Actor):
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
                 if not any(user is not peer for user in self._peers.using(peer.welcome.agent)):
                     self._transport.remove_peer(peer.welcome.agent)
+                    self._given.pop(peer.welcome.agent, None)
                 peer.forgotten(self._context)
             case Effect.HANG_UP:
                 self._port.disconnect(peer.link)

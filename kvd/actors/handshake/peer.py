@@ -84,6 +84,11 @@ class Peer:
         self.missed = self.missed + 1 if greeted and not silent else 0
         return silent
 
+    @property
+    def metadata(self) -> bytes:
+        """What it was told last of how to reach its memory."""
+        return self.welcome.metadata if self.welcome is not None else b""
+
     def ping(self) -> Ping:
         """The next one."""
         self.pings += 1

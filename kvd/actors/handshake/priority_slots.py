@@ -24,6 +24,9 @@ class PrioritySlots(Generic[K]):
         """By owner; each with its party."""
         self._patient: dict[K, str] = {}
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._in
+
     @property
     def waiting(self) -> int:
         """How many keys wait."""

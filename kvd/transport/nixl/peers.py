@@ -124,7 +124,7 @@ class Peers:
         else:
             path = self._endpoints.path_since(before)
             self._peers[agent] = Peer(agent, metadata, path)
-            self._emit(PeerAdded(agent, path))
+            self._emit(PeerAdded(agent, metadata, path))
 
     def _merge(self, peer: Peer, metadata: bytes) -> None:
         """Loads newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
@@ -136,7 +136,7 @@ class Peers:
             self._lose(peer, f"its metadata was replaced: {text_of(error)}")
         else:
             peer.metadata = metadata
-            self._emit(PeerAdded(peer.agent, peer.path))
+            self._emit(PeerAdded(peer.agent, metadata, peer.path))
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Fails the reads of a peer that is unusable, and forgets it when they have ended."""

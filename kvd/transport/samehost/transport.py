@@ -148,7 +148,7 @@ class SameHostTransport:
             return
         attempt = self._importing[agent] = object()
         importing = self._loop.run_in_executor(self._imports, import_pools, export, self._devices.map_pool)
-        importing.add_done_callback(partial(self._imported, agent, attempt))
+        importing.add_done_callback(partial(self._imported, agent, metadata, attempt))
 
     def _check(self, agent: str, metadata: bytes, address: str) -> ExportAddress:
         """Reads the metadata of a daemon at `address`.
@@ -166,7 +166,7 @@ class SameHostTransport:
         check_path(export.path, address)
         return export
 
-    def _imported(self, agent: str, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
+    def _imported(self, agent: str, metadata: bytes, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
         if importing.cancelled():
             return
         error = importing.exception()
@@ -176,7 +176,7 @@ class SameHostTransport:
         if error is None:
             pools = importing.result()
             if current:
-                self._add(agent, pools)
+                self._add(agent, metadata, pools)
             else:
                 pools.hang_up()
         elif not isinstance(error, KvdError):
@@ -184,11 +184,11 @@ class SameHostTransport:
         elif current:
             self._lose(agent, error.text)
 
-    def _add(self, agent: str, pools: ImportedPools) -> None:
+    def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
         self._loop.add_reader(pools.fileno(), self._hear, agent, pools)
-        self._on_event(PeerAdded(agent, PATH, same_host=True, stamps=pools.process is not None))
+        self._on_event(PeerAdded(agent, metadata, PATH, same_host=True, stamps=pools.process is not None))
 
     def _hear(self, agent: str, pools: ImportedPools) -> None:
         """A peer says that pools have ended, or has ended itself."""

@@ -339,7 +339,7 @@ class _Handshakes:
         self.stage.peer_says(Welcome(welcome.daemon, 5, f"peer#{link}", b"m", welcome.pools), link)
 
     def added(self) -> None:
-        self.stage.transport_says(PeerAdded(self.adding.pop(0)))
+        self.stage.transport_says(PeerAdded(self.adding.pop(0), b"m"))
 
 
 def test_so_many_handshakes_are_under_way_at_a_time_and_each_that_ends_lets_the_next_begin(monkeypatch):

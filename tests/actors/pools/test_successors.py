@@ -121,6 +121,20 @@ def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
     assert isinstance(stage.on_sessions[-1], Attached)
 
 
+def test_a_process_whose_detach_was_refused_is_watched_until_it_ends(stage):
+    start_reading(stage, timeout=3600.0)
+    stage.context.pools.tell(RenewPool("w"))
+    stage.session(Detach())
+    stage.run(2.0)
+    assert "quarantine" in stage.on_sessions[-1].text
+    assert stage.hung_up == [1]
+    stage.landed(1)
+    stage.attach(**SUCCESSOR)
+    assert not isinstance(stage.on_sessions[-1], Attached)
+    stage.process_ends()
+    assert isinstance(stage.on_sessions[-1], Attached)
+
+
 def test_a_process_that_nobody_can_watch_counts_as_ended_with_its_session():
     stage = Stage(attach_wait=1.0)
     stage.attach(pid=0, watched=False)

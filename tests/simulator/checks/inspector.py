@@ -8,6 +8,7 @@ from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.protocol.types import Spans
 from kvd.state import lease as lease_machine
 from kvd.state.claim import State
+from kvd.transport.interface import ReadRequest
 from tests.simulator.checks.bounds import over
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
@@ -38,6 +39,20 @@ def check_offered(world: World, daemon: Daemon) -> None:
 def blocks_of(pool: Pool, spans: Spans) -> set[tuple[int, int]]:
     """Blocks as (arena, id)."""
     return {(pool.spec.groups[span.group].arena, block) for span in spans for block in array("I", span.ids)}
+
+
+def is_told(daemons: list[Daemon], reader: str, request: ReadRequest) -> bool:
+    """Whether a reader knows the pool that it reads from as it stands now: its epoch, and where it is."""
+    by_agent = {daemon.transport.agent: daemon for daemon in daemons if daemon.alive}
+    here, there = by_agent.get(reader), by_agent.get(request.agent)
+    if here is None or there is None:
+        return False
+    scheduler, leases = here.context.scheduler, there.context.leases
+    assert isinstance(scheduler, SchedulerActor)
+    assert isinstance(leases, LeasesActor)
+    transfer = scheduler._transfers._open[request.read]
+    pool, known = leases._offers._pools.get(transfer.rank.pool), transfer.source.pool
+    return pool is not None and (pool.epoch, pool.base) == (known.epoch, request.remote_base)
 
 
 class Inspector:

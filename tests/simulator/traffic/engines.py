@@ -212,7 +212,7 @@ class Router:
     def _have(self, sequence: Sequence, rank: int, text: str) -> None:
         sequence.tickets[rank] = text
         if len(sequence.tickets) == len(sequence.source.workers):
-            joined = ticket.join([self._spelled(sequence.tickets[rank]) for rank in sorted(sequence.tickets)])
+            joined = ticket.join([sequence.tickets[rank] for rank in sorted(sequence.tickets)])
             self._joined.append((sequence, joined))
             for number, engine in enumerate((sequence.target, *sequence.also)):
                 for worker in engine.workers:
@@ -233,7 +233,7 @@ class Router:
             )
 
     def _spelled(self, text: str) -> str:
-        """A rank's ticket, perhaps with another spelling of its daemon's address."""
+        """A ticket, perhaps with another spelling of its daemons' addresses."""
         if Piece.TWO_ADDRESSES not in self.world.pieces or self.world.chance(0.5):
             return text
         whole = ticket.decode(text)
@@ -267,8 +267,8 @@ class Router:
         self._by_request[request] = (sequence, worker)
         try:
             if len(self._by_request) % _HELD == 0:
-                worker.hold(request, joined, sequence.name)
-            worker.pull(request, joined, pulling, sequence.timeout)
+                worker.hold(request, self._spelled(joined), sequence.name)
+            worker.pull(request, self._spelled(joined), pulling, sequence.timeout)
         except KvdError:
             worker.give_back(blocks)
             return

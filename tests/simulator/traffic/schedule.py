@@ -6,6 +6,7 @@ kinds meet in all combinations.
 
 from functools import partial
 
+from kvd.actors.pools.messages import RenewPool
 from tests.simulator.traffic.bad_input import BadInput
 from tests.simulator.traffic.engines import Router, Sequence
 from tests.simulator.traffic.hostile import Hostile
@@ -20,6 +21,8 @@ ACTIVE = 3.0
 """Seconds during which requests are made and faults happen."""
 _STRIKE = 0.1
 """Seconds after a pull begins within which a fault hits it."""
+_RENEWALS, _RENEWAL = 6, 0.15
+"""How often a daemon registers its pools anew in a row, and the seconds between, at most."""
 _SOON = 0.01
 """Seconds after which a name that was withdrawn is offered again: its engine has heard that it may, as a rule."""
 
@@ -87,6 +90,7 @@ class Schedule:
             (self.router.pull_again, 0.5, 8),
             (self._bad_input.do, 0.5, 20),
             *([(self._linger, 1.0, 3)] if Piece.LINGERING_PROCESSES in self.world.pieces else []),
+            *([(self._renew, 0.5, 1)] if Piece.TWO_ADDRESSES in self.world.pieces else []),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -230,6 +234,25 @@ class Schedule:
         if worker.attached:
             self._hang_up(worker)
             worker.pause()  # until the world is healed
+
+    def _renew(self) -> None:
+        """A daemon registers its pools anew again and again, while they are pulled from by both its addresses."""
+        rng, loop = self.world.rng, self.world.loop
+        source, target = rng.sample(self.router.engines, 2)
+        for number in range(_RENEWALS):
+            at = number * _RENEWAL
+            loop.call_later(at, self._renew_pools, rng.choice(source.workers).daemon)
+            for _ in range(5):
+                again = partial(self.router.begin, source, target, calm=False)
+                loop.call_later(at + rng.random() * _RENEWAL / 3, again)
+
+    def _renew_pools(self, daemon: Daemon) -> None:
+        """One after the other, so that each lies where another has been."""
+        here = [worker for worker in self.workers if worker.daemon is daemon and worker.attached]
+        for number, worker in enumerate(self.world.rng.sample(here, len(here))):
+            self.world.disturb(worker.daemon.name, worker.name)
+            renew = partial(daemon.context.pools.tell, RenewPool(worker.name))
+            self.world.loop.call_later(number * _RENEWAL / 8, renew)
 
     def _kill(self, worker: Worker) -> None:
         if worker.alive:

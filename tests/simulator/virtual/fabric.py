@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.transport.interface import Event, ReadRequest, Region, RegisterFailed
+from kvd.transport.interface import Event, PeerAdded, ReadRequest, Region, RegisterFailed
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.loop import Process
@@ -29,6 +29,8 @@ _STUCK = 3.0
 """Seconds for which a read is stuck, at most."""
 _EVENT = 0.002
 """Seconds that an event takes to arrive, at most."""
+_IMPORT = 0.1
+"""Seconds that importing a peer's memory takes at most, and the news of it, where that is slow."""
 _DIES = 0.01
 """Seconds from a read's start to the death of its peer, at most."""
 _OUTLIVES = 0.2
@@ -47,6 +49,8 @@ class SimFabric(FakeFabric):
         """By the address where a daemon has mapped them."""
         self._outlived: dict[str, Agent] = {}
         """Agents whose process is dead, but whose memory is still read for a moment."""
+        self.is_told: Callable[[str, ReadRequest], bool] = lambda _reader, _request: False
+        """Whether a reader knows the pool that it reads from as it stands now."""
         self._places: dict[Flight, NDArray[np.int64]] = {}
         """Which bytes of its file each slice writes."""
 
@@ -103,6 +107,16 @@ class SimFabric(FakeFabric):
             world.loop.call_later(world.rng.random() * _STUCK, self.let_go)
         return Fault(_SLOWER if slow else world.rng.choice(_SLOWDOWNS), stuck, fails)
 
+    def opened(self, reader: str, read: FakeRead) -> None:
+        """What a peer has at an address now is what a reader that was told of it has imported from there."""
+        request = read.request
+        imported = read.remote.imported.get(request.remote_base)
+        if imported is None or not self.is_told(reader, request):
+            return
+        if not np.shares_memory(imported, self.view(request.remote_base, 1)):
+            text = f"{reader} is told of a pool of {request.agent} at {request.remote_base:#x}, and reads another"
+            self.world.violate(Promise.FENCED, text)
+
     def _copy(self, flight: Flight) -> None:
         piece, request = flight.piece, flight.read.request
         places = self._places.get(flight)
@@ -133,13 +147,18 @@ class SimTransport(FakeTransport):
         self._process = process
         self._last_event = 0.0
         self._events: deque[Event] = deque()
+        pieces = self._world.pieces
+        self._imports_slowly = Piece.TWO_ADDRESSES in pieces and Piece.BRIEF_OFFERS not in pieces
+        self._importing: dict[str, deque[tuple[float, bytes, str]]] = {}
+        """Metadata that is yet to be imported, and when."""
 
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Joins the fabric. Events arrive in order, a little later."""
 
         def later(event: Event) -> None:
             now = self._world.loop.now
-            self._last_event = max(self._last_event, now + self._world.rng.random() * _EVENT)
+            most = _IMPORT if isinstance(event, PeerAdded) and self._imports_slowly else _EVENT
+            self._last_event = max(self._last_event, now + self._world.rng.random() * most)
             self._events.append(event)
             self._process.call_later(self._last_event - now, arrive)
 
@@ -162,7 +181,27 @@ class SimTransport(FakeTransport):
         if self._world.chance(self._world.knobs.add_peer_fails):
             self._world.disturb(daemon_of(self.agent))
             metadata = b"spoilt"
-        super().add_peer(agent, metadata, address)
+        if self._imports_slowly:
+            now, queue = self._world.loop.now, self._importing.setdefault(agent, deque())
+            queue.append(
+                (max(now + self._world.rng.random() * _IMPORT, queue[-1][0] if queue else now), metadata, address)
+            )
+            self._process.call_later(queue[-1][0] - now, self._import, agent, queue)
+        else:
+            super().add_peer(agent, metadata, address)
+
+    def _import(self, agent: str, queue: deque[tuple[float, bytes, str]]) -> None:
+        """One after the other; meanwhile reads find what was imported before."""
+        if self._importing.get(agent) is queue:
+            _, metadata, address = queue.popleft()
+            super().add_peer(agent, metadata, address)
+            if not queue:
+                del self._importing[agent]
+
+    def remove_peer(self, agent: str) -> None:
+        """Forgets a peer, also one that is being imported."""
+        self._importing.pop(agent, None)
+        super().remove_peer(agent)
 
     def register(self, pool: int, region: Region) -> None:
         """Registers memory, or fails to if the knobs say so."""

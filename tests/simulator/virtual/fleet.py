@@ -99,10 +99,10 @@ class Daemon:
             world.kernel,
             identity,
             map_file=self._map,
-            unmap=self._fabric.unmap_file,
+            unmap=self._unmap,
             is_full=self._is_full,
         )
-        self._mapped: list[int] = []
+        self._mapped: set[int] = set()
         self._stamps = SimStamps(self._fabric.map)
         dependencies = Dependencies(
             worker_port=self.worker_port,
@@ -140,8 +140,12 @@ class Daemon:
 
     def _map(self, file: object) -> int:
         base = self._fabric.map_file(file)  # type: ignore[arg-type]
-        self._mapped.append(base)
+        self._mapped.add(base)
         return base
+
+    def _unmap(self, base: int) -> None:
+        self._fabric.unmap_file(base)
+        self._mapped.remove(base)
 
     def _background(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
         def run() -> None:
@@ -166,8 +170,7 @@ class Daemon:
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.process.kill()
-        mapped = [base for base in self._mapped if base in self._fabric.files]
-        self._fabric.crash(self.transport.agent, [*mapped, self._stamps.base])
+        self._fabric.crash(self.transport.agent, [*sorted(self._mapped), self._stamps.base])
         self.peer_port.close()
         self.worker_port.close()
         self.world.kernel.close_all(self.process.name)
