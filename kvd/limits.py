@@ -120,6 +120,10 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
 
+MAX_ROUTED_RANKS: Final = 16_384
+"""Producer ranks in the routes that are kept, of some KiB each: tickets may name ranks in any order, and pools come and
+go while their daemon stays."""
+
 SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 

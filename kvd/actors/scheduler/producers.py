@@ -1,5 +1,6 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
+from kvd import limits
 from kvd.actors.runtime.messages import PeerView
 from kvd.actors.scheduler.pulls import Pull
 from kvd.actors.scheduler.routes import RouteKey, Source, make_route, route_key
@@ -13,6 +14,7 @@ class Producers:
     def __init__(self) -> None:
         self._views: dict[str, PeerView] = {}
         self._routes: dict[RouteKey, tuple[Source, ...]] = {}
+        """The one that was used last is the last."""
 
     def __getitem__(self, address: str) -> PeerView:
         return self._views[address]
@@ -81,9 +83,20 @@ class Producers:
 
         """
         key = route_key(pull.pool, pull.ticket.ranks, pull.views)
-        if key not in self._routes:
-            self._routes[key] = make_route(pull.pool, pull.ticket.ranks, pull.views)
-        return self._routes[key]
+        route = self._routes.pop(key, None)
+        if route is None:
+            route = make_route(pull.pool, pull.ticket.ranks, pull.views)
+            self._make_room(len(pull.ticket.ranks))
+        self._routes[key] = route
+        return route
+
+    def _make_room(self, ranks: int) -> None:
+        """Forgets the routes that were not used for longest, for one of so many ranks; pulls keep what they have."""
+        kept = sum(len(key[1]) for key in self._routes)
+        while self._routes and kept + ranks > limits.MAX_ROUTED_RANKS:
+            oldest = next(iter(self._routes))
+            del self._routes[oldest]
+            kept -= len(oldest[1])
 
     @property
     def routes(self) -> int:
