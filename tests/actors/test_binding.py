@@ -272,7 +272,7 @@ class SlowlySpelled(Spelled):
     def __init__(self):
         super().__init__()
         self.given = []
-        self.dependencies.transport.add_peer = lambda _agent, metadata: self.given.append(metadata)
+        self.dependencies.transport.add_peer = lambda _agent, metadata, _address: self.given.append(metadata)
 
     def refresh(self, name):
         """A pull by this address needs to know more of the daemon."""

@@ -197,11 +197,11 @@ def test_a_pool_that_a_worker_has_again_stays_stored_when_those_that_nobody_came
 ) -> None:
     """Whether the worker brought its `own` descriptor, as a process that outlived the daemon does, or takes it here."""
     had, lost = memfd(b"had"), memfd(b"lost")
-    first = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {})
+    first = DescriptorStore(telling(systemd.path), {})
     first.keep("w", 0, b"spec", had)
     first.keep("gone", 0, b"spec", lost)
     os.close(lost)
-    second = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    second = DescriptorStore(telling(systemd.path), handed_over(systemd))
     brought = had if own else second.take("w", 0, b"spec")
     second.keep("w", 0, b"spec", brought)
     assert second.unclaimed == 1
@@ -216,8 +216,8 @@ def test_a_pool_that_a_worker_has_again_stays_stored_when_those_that_nobody_came
 def test_a_pool_of_another_file_takes_the_place_of_the_one_that_was_stored(systemd: Systemd) -> None:
     """systemd keeps all that is stored under one name, and the next daemon could not tell which was the last."""
     old, new = memfd(b"old"), memfd(b"new")
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("w", 0, b"spec", old)
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd)).keep("w", 0, b"spec", new)
+    DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", old)
+    DescriptorStore(telling(systemd.path), handed_over(systemd)).keep("w", 0, b"spec", new)
     assert [text.partition("=")[0] for text in systemd.read()] == ["FDSTOREREMOVE", "FDSTORE"]
     (kept,) = systemd.kept.values()
     assert os.pread(kept, 3, 0) == b"new"
@@ -227,8 +227,8 @@ def test_a_pool_of_another_file_takes_the_place_of_the_one_that_was_stored(syste
 
 def test_a_worker_that_brings_another_layout_gives_its_old_pool_up(systemd: Systemd) -> None:
     old, new = memfd(b"old"), memfd(b"new")
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("w", 0, b"spec", old)
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd)).keep("w", 0, b"other", new)
+    DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", old)
+    DescriptorStore(telling(systemd.path), handed_over(systemd)).keep("w", 0, b"other", new)
     systemd.read()
     (kept,) = systemd.kept.values()
     assert os.pread(kept, 3, 0) == b"new"
@@ -240,9 +240,9 @@ def test_a_pool_that_could_not_be_had_at_once_is_there_for_the_next_attempt_and_
     systemd: Systemd,
 ) -> None:
     pool = memfd(b"kept")
-    DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), {}).keep("w", 0, b"spec", pool)
+    DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", pool)
     os.close(pool)
-    store = DescriptorStore(Notifier({"NOTIFY_SOCKET": systemd.path}), handed_over(systemd))
+    store = DescriptorStore(telling(systemd.path), handed_over(systemd))
     for _ in range(2):
         taken = store.take("w", 0, b"spec")
         assert os.pread(taken, 4, 0) == b"kept"

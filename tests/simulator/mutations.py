@@ -205,7 +205,7 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
     monkeypatch.setattr(FakeFabric, "stamp", lambda self, reader, request, reach: early[reader, request.read])
 
 
-@mutation(Promise.BAD_INPUT, first=230)
+@mutation(Promise.BAD_INPUT, first=640)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
     for module in (pulls, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof, epoch: generation)

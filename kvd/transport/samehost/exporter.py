@@ -278,6 +278,7 @@ class _Importer(FrameReader[Frame]):
         self.lent.remove(registration)
         self._withdrawn.append(encode(Withdrawn(pool.base)))
         self.loop.add_writer(self._stream.fileno(), self._send_next)
+        self._send_next()
 
     def _taken(self) -> None:
         if self._unread:

@@ -8,7 +8,8 @@ from kvd.actors.pools.messages import RenewPool
 from kvd.errors import ErrorCode, KvdError, NoMemory
 from kvd.protocol.peer import Release
 from kvd.protocol.worker import Attached, Detach, Detached, End, Refused, StatusRequest
-from tests.actors.pools.test_pools import OTHER, start_reading
+from tests.actors.pools.test_pools import OTHER
+from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
 
 SIZE = CACHE.spec.pool_bytes
@@ -204,8 +205,7 @@ def quarantined():
     """A pool that is to make room, of which a read does not end; the attach waits."""
     stage = stage_with(quota=SIZE)
     stage.attach("w", pid=7)
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.process_ends()
     before = len(stage.on_sessions)
@@ -288,8 +288,7 @@ def test_it_is_read_to_the_end_and_then_ends_though_the_operator_did_not_wait():
 def test_an_operator_waits_longer_than_silent_sessions_may():
     stage = stage_with(attach_wait=2 * limits.SESSION_IDLE_SECONDS)
     stage.attach("w", pid=7)
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.process_ends()
     assert end(stage, "w") == []

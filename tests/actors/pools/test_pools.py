@@ -4,11 +4,12 @@ from kvd.actors.pools import actor as pools
 from kvd.actors.pools.messages import DetachPool, RenewPool
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionOpened
-from kvd.protocol.peer import Broken, Grant, Release
+from kvd.protocol.peer import Broken, Release
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached, Notifications, Offer, Released
 from kvd.transport.interface import RegisterFailed
-from tests.actors.stage import CACHE, SECRET, Memory, Stage, ids, make_claim, welcome_of
+from tests.actors.scheduler.pulling import start_reading
+from tests.actors.stage import CACHE, SECRET, Memory, Stage, ids, make_claim
 from tests.simulator.virtual.cache import make_cache
 
 OTHER = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
@@ -147,8 +148,7 @@ def test_a_descriptor_that_is_not_needed_is_closed(stage):
 
 def test_the_descriptor_of_a_successor_that_dies_waiting_is_closed(stage):
     stage.attach()
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
     assert stage.discarded == []
@@ -158,8 +158,7 @@ def test_the_descriptor_of_a_successor_that_dies_waiting_is_closed(stage):
 
 def test_a_successor_does_not_get_a_pool_that_is_still_written_to(stage):
     stage.attach()
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16)
     stage.run(5.0)
@@ -189,16 +188,9 @@ def test_a_worker_is_told_that_there_is_no_memory_for_its_pool(stage, monkeypatc
     assert isinstance(stage.attach(connection=2), Attached)
 
 
-def start_reading(stage):
-    stage.peer_says(welcome_of())
-    stage.peer_says(Grant(1, 7, 1, 5))
-    assert ("read", 1) in stage.commands
-
-
 def test_an_offer_to_a_pool_that_is_being_given_back_is_refused(stage):
     stage.attach()
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.session(Detach())
     assert stage.request(Cancel(1, "p"))[0].code == ErrorCode.NOT_ATTACHED
 
@@ -225,8 +217,7 @@ def test_a_detach_of_a_connection_that_does_not_have_the_pool_changes_nothing(st
 
 def test_a_successor_that_waits_for_a_pool_that_is_lost_is_refused_and_its_descriptor_closed(stage):
     stage.attach()
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
     stage.context.pools.tell(RenewPool("w"))

@@ -6,7 +6,8 @@ from kvd.actors.pools.messages import RenewPool
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Broken, Release
 from kvd.protocol.worker import Attach, Attached, Detach, Refused
-from tests.actors.pools.test_pools import OTHER, start_reading
+from tests.actors.pools.test_pools import OTHER
+from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
 
 SUCCESSOR = {"connection": 2, "instance": b"j" * 16, "pid": 8}
@@ -121,18 +122,22 @@ def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
     assert isinstance(stage.on_sessions[-1], Attached)
 
 
-def test_a_process_whose_detach_was_refused_is_watched_until_it_ends(stage):
+def test_a_pool_whose_detach_was_refused_ends_when_nothing_writes_to_it_any_more(stage):
+    first = stage.memory
     start_reading(stage, timeout=3600.0)
     stage.context.pools.tell(RenewPool("w"))
     stage.session(Detach())
     stage.run(2.0)
-    assert "quarantine" in stage.on_sessions[-1].text
+    assert "ends later: it is in quarantine" in stage.on_sessions[-1].text
     assert stage.hung_up == [1]
+    assert stage.attach(**SUCCESSOR).code == ErrorCode.POOL_BUSY
+    assert not first.closed
+    stage.memory = Memory(CACHE.spec.pool_bytes)
     stage.landed(1)
-    stage.attach(**SUCCESSOR)
-    assert not isinstance(stage.on_sessions[-1], Attached)
-    stage.process_ends()
-    assert isinstance(stage.on_sessions[-1], Attached)
+    assert first.closed
+    attached = stage.attach(**{**SUCCESSOR, "connection": 3})
+    assert isinstance(attached, Attached)
+    assert not attached.kept
 
 
 def test_a_process_that_nobody_can_watch_counts_as_ended_with_its_session():
@@ -219,8 +224,7 @@ def test_a_pool_whose_successor_died_is_given_up_in_time_though_a_lease_of_it_is
 
 
 def test_a_successor_that_is_refused_for_a_quarantined_read_leaves_the_pool_with_its_bytes(stage):
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.process_ends()
     stage.attach(**SUCCESSOR)
@@ -231,8 +235,7 @@ def test_a_successor_that_is_refused_for_a_quarantined_read_leaves_the_pool_with
 
 
 def test_a_detached_pool_ends_though_its_worker_dies_before_it_is_quiesced(stage):
-    stage.pull(timeout=3600.0)
-    start_reading(stage)
+    start_reading(stage, timeout=3600.0)
     stage.session(Detach())
     stage.hang_up()
     assert stage.attach(**SUCCESSOR).code == ErrorCode.POOL_BUSY
