@@ -4,10 +4,9 @@ import ipaddress
 import math
 import os
 import resource
-import socket
-import struct
 from pathlib import Path
-from typing import Final
+
+import ifaddr
 
 from kvd.cgroups import folders
 
@@ -52,44 +51,15 @@ def rdma_ports() -> list[str]:
     return sorted(f"{name}:{port.name}" for name, port in found)
 
 
-_HEADER: Final = struct.Struct("=IHHII")
-"""`nlmsghdr`: length, type, flags, sequence number, port."""
-_ADDRESS: Final = struct.Struct("=BBBBI")
-"""`ifaddrmsg`: family, length of the prefix, flags, scope, index of the interface."""
-_ATTRIBUTE: Final = struct.Struct("=HH")
-_GET_ADDRESSES, _NEW_ADDRESS, _ADDRESS_OF_INTERFACE, _LOCAL_ADDRESS = 22, 20, 1, 2
-_REQUEST_ALL: Final = 0x301
-
-
 def interface_of(host: str) -> str | None:
-    """The interface with the IP address `host`; None if there is none, or `host` is no address.
-
-    Asks over netlink, as older calls report only the first address of an interface.
-    """
+    """The interface with the IP address `host`; None if there is none, or `host` is no address."""
     try:
-        wanted = ipaddress.ip_address(host).packed
+        wanted = ipaddress.ip_address(host)
     except ValueError:
         return None
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as kernel:
-        kernel.send(
-            _HEADER.pack(_HEADER.size + _ADDRESS.size, _GET_ADDRESSES, _REQUEST_ALL, 1, 0) + bytes(_ADDRESS.size)
-        )
-        while True:
-            data = kernel.recv(1 << 16)
-            while data:
-                size, kind, _, _, _ = _HEADER.unpack_from(data)
-                if kind != _NEW_ADDRESS:  # NLMSG_DONE, or an error
-                    return None
-                message, data = data[_HEADER.size : size], data[(size + 3) & ~3 :]
-                if wanted == _address_in(message[_ADDRESS.size :]):
-                    return socket.if_indextoname(_ADDRESS.unpack_from(message)[4])
-
-
-def _address_in(attributes: bytes) -> bytes | None:
-    """The interface's own address; on a point-to-point link IFA_ADDRESS is that of the other end."""
-    found: dict[int, bytes] = {}
-    while attributes:
-        size, kind = _ATTRIBUTE.unpack_from(attributes)
-        found[kind] = attributes[_ATTRIBUTE.size : size]
-        attributes = attributes[(size + 3) & ~3 :]
-    return found.get(_LOCAL_ADDRESS, found.get(_ADDRESS_OF_INTERFACE))
+    for adapter in ifaddr.get_adapters():
+        for address in adapter.ips:
+            text = address.ip if isinstance(address.ip, str) else address.ip[0]
+            if ipaddress.ip_address(text) == wanted:
+                return adapter.name.partition(":")[0]  # a second IPv4 address may have a label: `eth0:1`
+    return None
