@@ -37,12 +37,12 @@ from kvd.net.pump import SocketPump
 from kvd.net.stream import no_descriptor
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
 from kvd.net.unix import credentials
+from kvd.protocol.address import is_everywhere
 
 _TCP_WITHOUT_KEYS = (
     "is reached over TCP, where nothing proves who answers; give both daemons `curve_key` and `curve_peers`, and this "
     "one `listen` at tcp://, or that and `--insecure` if everybody on the network is trusted"
 )
-_EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 _OWN_SOCKETS = 8
 """Sockets of a context besides the links: for peers, the ZAP handler, monitors."""
 _DESCRIPTORS_OVER_TCP = 4
@@ -87,7 +87,7 @@ class PeerSockets:
         match = check_own(listen)
         if advertise is not None:
             check_own(advertise)
-        elif match["host"] in _EVERY_HOST:
+        elif is_everywhere(listen):
             raise BadRequest(
                 ErrorCode.BAD_CONFIG, f"{listen!r} listens on every address: say which one peers reach (`advertise`)"
             )
