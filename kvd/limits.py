@@ -436,3 +436,5 @@ OLDEST_TURN: Final = 4
 MIN_PULL_TIMEOUT: Final = 0.001
 MAX_PULL_TIMEOUT: Final = 3600.0
 MAX_LEASE_TTL: Final = 3600.0
+MAX_COMMAND_SECONDS: Final = 86_400.0
+"""How long a command may be told to wait: a day. The kernel takes no infinity."""
