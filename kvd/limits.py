@@ -365,9 +365,9 @@ be released, which that of an engine aborted in its last step cannot."""
 ROUTER_RELEASE_SECONDS: Final = 10.0
 """For a decode server to take the request that releases an offer."""
 
-ROUTER_TAKEN_SECONDS: Final = 1.0
-"""After the head of its answer: vLLM gives its engine the request milliseconds later, and drops it if its client leaves
-before that. For so long it may go on to load the blocks."""
+ROUTER_TAKEN_SECONDS: Final = 5.0
+"""After the head of its answer: vLLM gives its engine the request milliseconds later, on cores that others keep busy
+seconds later, and drops it if its client leaves before that. For so long it may go on to load the blocks."""
 
 ROUTER_PROBE_SECONDS: Final = 2.0
 """For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
@@ -436,3 +436,5 @@ OLDEST_TURN: Final = 4
 MIN_PULL_TIMEOUT: Final = 0.001
 MAX_PULL_TIMEOUT: Final = 3600.0
 MAX_LEASE_TTL: Final = 3600.0
+MAX_COMMAND_SECONDS: Final = 86_400.0
+"""How long a command may be told to wait: a day. The kernel takes no infinity."""

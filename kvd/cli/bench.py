@@ -12,6 +12,7 @@ from rich.console import Console
 from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
 from kvd.bench.spinners import Spinners
+from kvd.cli.arguments import seconds
 from kvd.errors import BadRequest, ErrorCode
 
 _WINDOW = 32
@@ -28,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--load", action="store_true", help="measure status and small pulls during pulls of 1 GiB")
     what.add_argument("--rate", action="store_true", help="measure how many small pulls a second are sustained")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long --rate runs (default: 30)")
+    parser.add_argument("--seconds", type=seconds, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="spin N processes during the measurement (default: 0)"

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from kvd.cli import arguments
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.inquiry import Inquiry
@@ -24,7 +25,9 @@ def add_parser(subparsers: Any) -> None:
         "refuses new offers and pulls, finishes running ones within its grace time (KVD_DRAIN_GRACE), and exits.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="time limit (default: 120)")
+    parser.add_argument(
+        "--wait", type=arguments.seconds, default=120.0, metavar="SECONDS", help="time limit (default: 120)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 

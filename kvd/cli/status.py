@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvd.cli.arguments import seconds
 from kvd.cli.status_view import status_view
 from kvd.daemon.config import load
 from kvd.net.inquiry import Inquiry
@@ -27,7 +28,7 @@ def add_daemon_flags(parser: argparse.ArgumentParser, timeout: float = 5.0) -> N
     """Adds the flags that say which daemon, and how long to wait for it."""
     parser.add_argument("--socket", metavar="PATH", help="the daemon's session socket (default: as for `kvd serve`)")
     parser.add_argument(
-        "--timeout", type=float, default=timeout, metavar="SECONDS", help=f"time limit (default: {timeout:g})"
+        "--timeout", type=seconds, default=timeout, metavar="SECONDS", help=f"time limit (default: {timeout:g})"
     )
 
 

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli.arguments import seconds
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.cli.status_view import headline, size, tables
 from kvd.net.inquiry import Inquiry
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command."""
     parser = subparsers.add_parser("top", description="Shows a daemon live.")
     add_daemon_flags(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between updates (default: 1)")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between updates (default: 1)")
     parser.add_argument("--count", type=int, default=0, metavar="N", help="end after N updates")
     parser.add_argument("--json", action="store_true", help="print a line of rates for each update instead")
     parser.set_defaults(run=run)

@@ -4,6 +4,7 @@ Exceptions are logged with their type and the lines they passed, and kvd's own w
 the values of variables may hold tickets, block ids or users' keys.
 """
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -26,12 +27,25 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         _redacted_traceback,
         structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(),
     ]
+    lines = _Lines(sys.stderr)
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_names: lines,
         cache_logger_on_first_use=True,
     )
+
+
+class _Lines(structlog.PrintLogger):
+    """Lines that nobody reads any more (a pipe without a reader, a full disk) are lost; what logs them goes on."""
+
+    def msg(self, message: str) -> None:
+        """Prints `message`."""
+        with contextlib.suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def _redacted_traceback(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -10,7 +10,7 @@ from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
 
 _ADDRESS = re.compile(
-    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s]+\.peers))"
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s\0]+\.peers))"
     r"(#(?P<key>[0-9a-f]{64}))?"
 )
 

@@ -1,5 +1,8 @@
+import contextlib
 import io
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -8,10 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from kvd.actors.runtime.actor import Actor, Dispatcher, OnFailure, handles
 from kvd.actors.runtime.supervisor import LoggingSupervisor
+from kvd.bench.spec import flat_spec
+from kvd.client import Blocks, Worker
 from kvd.daemon import logs
 from kvd.errors import BadRequest, ErrorCode
 from kvd.metrics import Metrics
 from tests.simulator.virtual.loop import VirtualLoop
+from tests.support.patience import PATIENCE
 
 SECRET = "kvd1-a-ticket"  # noqa: S105
 
@@ -72,3 +78,36 @@ def test_what_is_logged_as_json_is_json(monkeypatch):
     structlog.get_logger("x").error("failed", exc_info=ValueError(SECRET))
     structlog.reset_defaults()
     assert json.loads(stream.getvalue())["error"] == "ValueError"
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+@pytest.mark.parametrize("level", ["info", "warning", "error", "critical"])
+def test_what_logs_goes_on_where_nobody_can_read_the_log(monkeypatch, style, level):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        logs.configure("info", style)
+        getattr(structlog.get_logger("kvd.test"), level)("a line that is lost")
+        structlog.reset_defaults()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_a_daemon_whose_log_has_lost_its_reader_serves_and_ends_when_it_is_asked_to(tmp_path):
+    path = tmp_path / "d.sock"
+    command = [sys.executable, "-m", "kvd.cli.main", "serve", "--name", "d", "--socket", str(path)]
+    with subprocess.Popen([*command, "--http", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stderr is not None
+        try:
+            assert any("serving" in line for line in daemon.stderr)
+            daemon.stderr.close()
+            daemon.send_signal(signal.SIGHUP)  # logs a line
+            with Worker.attach(str(path), name="w", spec=flat_spec(4, 4096), timeout=PATIENCE) as worker:
+                assert worker.offer("o", tokens=16, blocks=[Blocks(0, 0, [1])], ttl=60.0, timeout=PATIENCE)
+                worker.detach(PATIENCE)
+            daemon.send_signal(signal.SIGTERM)
+            assert daemon.wait(PATIENCE) == 0
+        finally:
+            daemon.kill()
+    assert not path.exists()

@@ -202,6 +202,20 @@ async def test_a_path_has_one_spelling_that_the_kernel_takes(tmp_path: Path, pat
     assert caught.value.code is ErrorCode.BAD_TICKET
 
 
+async def test_a_ticket_cannot_hide_another_socket_before_a_nul_in_its_address(tmp_path: Path) -> None:
+    consumer = Daemon(tmp_path / "d")
+    with running(consumer), socket.socket(socket.AF_UNIX) as victim:
+        victim.bind(str(tmp_path / "victim"))
+        victim.listen()
+        victim.setblocking(False)
+        with pytest.raises(BadRequest, match=r"is not tcp://host:port, nor ipc:///path\.peers") as caught:
+            consumer.port.connect(f"ipc://{tmp_path}/victim\0.peers")
+        with pytest.raises(BlockingIOError):
+            victim.accept()
+    (tmp_path / "victim").unlink()
+    assert caught.value.code is ErrorCode.BAD_TICKET
+
+
 async def test_a_routing_id_of_megabytes_costs_its_sender_the_connection_before_it_is_kept(tmp_path: Path) -> None:
     producer = Daemon(tmp_path / "p")
     name = b"Identity"

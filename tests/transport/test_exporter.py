@@ -1,11 +1,13 @@
 """What strangers get of the export socket, and what a hostile exporter can do to who imports from it."""
 
 import asyncio
+import ctypes
 import fcntl
 import mmap
 import os
 import select
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,6 +185,29 @@ async def test_a_process_has_few_connections_and_one_that_asks_nothing_or_twice_
         assert await hung_up(silent)
     for connected in kept:
         connected.close()
+    exporter.close()
+
+
+def ended_process() -> int:
+    """A pidfd of one."""
+    with subprocess.Popen(["true"]) as ended:
+        return os.pidfd_open(ended.pid)
+
+
+async def test_nothing_is_read_of_a_process_that_has_the_number_of_one_that_has_ended(
+    exporter: Exporter, path: str
+) -> None:
+    got = await imported(path, exporter.token())
+    assert got.process is not None
+    secret = ctypes.create_string_buffer(b"stamp", 8)  # of this process, which is the exporter's, too
+    assert got.process.read(ctypes.addressof(secret), 5) == b"stamp"
+    watched = ended_process()
+    os.dup2(watched, got.process._descriptor)  # so the number that is read from is another process's by now
+    os.close(watched)
+    with pytest.raises(ProcessLookupError):
+        got.process.read(ctypes.addressof(secret), 5)
+    assert got.stamp(ctypes.addressof(secret)) == 0
+    got.hang_up()
     exporter.close()
 
 

@@ -214,6 +214,24 @@ async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Pat
         assert agent.events.empty()
 
 
+@pytest.mark.parametrize("address", ["ipc:///run/x.peers", "tcp://127.0.0.1:1"])
+@pytest.mark.parametrize("hidden", ["{}\0.pools", "{}\0/x.pools"])
+async def test_a_peer_cannot_hide_another_socket_before_a_nul_in_the_path_of_its_own(
+    tmp_path: Path, hidden: str, address: str
+) -> None:
+    path = hidden.format(tmp_path / "victim")
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as victim:
+        victim.bind(str(tmp_path / "victim"))
+        victim.listen()
+        victim.setblocking(False)
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", path, TOKEN)), address)
+        failed = await agent.events.get()
+        assert isinstance(failed, PeerFailed)
+        assert "is not the shortest spelling of a path that ends in .pools" in failed.reason
+        with pytest.raises(BlockingIOError):
+            victim.accept()
+
+
 @pytest.mark.parametrize("lent", ["x.sock", "sub/../x.pools", "elsewhere/x.pools", "other.pools"])
 async def test_a_peer_that_leads_to_a_socket_that_is_not_its_own_is_refused_before_anybody_connects(
     tmp_path: Path, lent: str

@@ -168,7 +168,8 @@ def check_path(path: str, address: str) -> None:
         BadRequest: `BAD_MESSAGE`, it is no path of an export socket, or does not lie beside the daemon's own socket.
 
     """
-    if not path.startswith("/") or os.path.normpath(path) != path or not path.endswith(POOLS):
+    spelt = path.startswith("/") and path.endswith(POOLS) and os.path.normpath(path) == path
+    if not spelt or "\0" in path:  # the kernel reads a path up to a NUL
         text = f"it lends its pools at {path!r}, which is not the shortest spelling of a path that ends in {POOLS}"
         raise BadRequest(ErrorCode.BAD_MESSAGE, text)
     if is_unix(address) and not _is_same(path, own := export_path(address, "")):

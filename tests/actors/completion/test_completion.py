@@ -73,6 +73,16 @@ def test_acknowledging_more_than_was_sent_does_no_harm(stage, sequence):
     assert batches(stage)[-1].first == 2
 
 
+def test_what_was_never_sent_cannot_be_acknowledged(stage):
+    end_offers(stage, "a")
+    stage.room = False
+    stage.context.completion.tell(Notify("w", Released("b", "read")))
+    stage.request(Acknowledge(2))
+    stage.room = True
+    stage.run(0.1)
+    assert [(batch.first, [item.offer for item in batch.items]) for batch in batches(stage)][-1] == (2, ["b"])
+
+
 def test_a_batch_is_bounded(stage, monkeypatch):
     monkeypatch.setattr(limits, "NOTIFICATIONS_PER_BATCH", 2)
     end_offers(stage, "a", "b", "c")

@@ -3,6 +3,7 @@ import gc
 import pytest
 
 from kvd import limits
+from kvd.actors.pools.messages import RenewPool
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import (
@@ -33,6 +34,17 @@ def test_a_pull_claims_reads_fences_and_is_done(stage):
     assert stage.notified == []
     stage.peer_says(Held(1))
     assert outcome(stage) == Done("p")
+
+
+def test_a_pool_that_waits_for_its_last_write_to_be_registered_anew_takes_no_pull(stage):
+    start_reading(stage)
+    stage.context.pools.tell(RenewPool("w"))
+    stage.run()
+    [refused] = stage.pull("q", blocks=(4, 5), call=3)
+    assert (refused.call, refused.code) == (3, ErrorCode.WRONG_STATE)
+    assert "is being given back" in refused.text
+    stage.landed(1)
+    assert stage.pull("q", blocks=(4, 5), call=4) == []
 
 
 def test_pulls_whose_time_is_over_at_one_moment_fill_no_mailbox(stage, monkeypatch):
