@@ -41,7 +41,7 @@ class Transfer(Struct, eq=False):
     unanswered: Message | None = None
     """What the producer has not answered yet; it is sent again if the answer is late."""
     settled_by: float = 0.0
-    """When the producer is no longer told of a read that was proven without it; seconds on the loop's clock."""
+    """When the producer is no longer told that a reader has finished; seconds on the loop's clock."""
     span: TransferSpan | None = None
 
     @property

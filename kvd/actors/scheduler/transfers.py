@@ -93,10 +93,21 @@ class Transfers(Component):
                 self._step(transfer, Event.BEGIN)
         self._check_proven(pull)
 
+    def leave(self, pull: Pull) -> None:
+        """Tells the producers of a pull that was cancelled before it could begin that its reader will not come."""
+        for transfer in pull.transfers:
+            self._step(transfer, Event.LEFT)
+
     def stop(self, pull: Pull) -> None:
         """Ends the transfers of a pull that has ended."""
         for transfer in pull.transfers:
-            self._step(transfer, Event.STOP)
+            early = transfer.state in (State.CLAIMING, State.FENCING) and self._left_early(transfer)
+            self._step(transfer, Event.LEFT if early else Event.STOP)
+
+    @staticmethod
+    def _left_early(transfer: Transfer) -> bool:
+        """Whether its reader will not come, and the producer perhaps knows no claim that could be released."""
+        return transfer.pull.state in WAS_CANCELLED and not transfer.granted
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""
@@ -120,10 +131,10 @@ class Transfers(Component):
             case Grant():
                 self._granted(transfer, reply)
             case Held():
-                if transfer.state in (State.FENCING, State.SETTLING):
+                if transfer.state is State.FENCING or transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
             case Settled():
-                if transfer.state is State.SETTLING:
+                if transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
             case Refuse() | Broken():
                 self._refused(transfer, error_from_code(reply.code, reply.text))
@@ -218,7 +229,7 @@ class Transfers(Component):
         read = transfer.plan()
         self._context.loop.call_soon(self._count, event.seconds, read.bytes, read.count)
         stamped = transfer.stamp and event.stamp == transfer.stamp
-        self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
+        self._read_ended(transfer, Event.STAMPED if stamped else Event.LANDED)
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
         metrics = self._context.metrics
@@ -232,10 +243,14 @@ class Transfers(Component):
         transfer = self._open[event.read]
         if event.unproven:
             transfer.granted = False  # what is granted now is read without looking
-            self._step(transfer, Event.UNPROVEN)
+            self._read_ended(transfer, Event.UNPROVEN)
             return
         self._context.metrics.reads_failed.inc()
-        self._step(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+        self._read_ended(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+
+    def _read_ended(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
+        early = transfer.state is State.DRAINING and self._left_early(transfer)
+        self._step(transfer, Event.LEFT if early else event, error)
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
