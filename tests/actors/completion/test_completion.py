@@ -73,6 +73,18 @@ def test_acknowledging_more_than_was_sent_does_no_harm(stage, sequence):
     assert batches(stage)[-1].first == 2
 
 
+def test_an_acknowledgement_of_what_was_never_sent_drops_nothing(stage):
+    stage.room = False
+    for offer in "ab":
+        stage.context.completion.tell(Notify("w", Released(offer, "read")))
+    stage.run()
+    stage.request(Acknowledge(1))
+    stage.room = True
+    stage.run(1.0)
+    [batch] = batches(stage)
+    assert (batch.first, [item.offer for item in batch.items]) == (1, ["a", "b"])
+
+
 def test_a_batch_is_bounded(stage, monkeypatch):
     monkeypatch.setattr(limits, "NOTIFICATIONS_PER_BATCH", 2)
     end_offers(stage, "a", "b", "c")
