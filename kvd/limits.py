@@ -88,6 +88,12 @@ loop works out who reads from whom once for each peer, in a few microseconds eac
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one transfer: 400 MB of arrays. Layouts that need more do not suit each other."""
 
+MAX_PLANNED_AT_ONCE: Final = 1 << 15
+"""Descriptors of a plan that the event loop makes, in up to 3 ms; the largest plan takes a second on a thread."""
+
+MAX_PLANS: Final = 2
+"""Plans that threads make at a time, each another worker's: one takes a core, and up to three times its arrays."""
+
 MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
 """Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. The
 event loop works them out once for each peer, in 100 ms; NIXL then needs half a second for each block."""

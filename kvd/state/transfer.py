@@ -24,6 +24,8 @@ class State(StrEnum):
     """the producer's grant"""
     KEEPING = "keeping"
     """its pull's end: it reads nothing, and its claim is renewed until then"""
+    PLANNING = "planning"
+    """the plan of its read, which takes longer than the grant took"""
     READING = "reading"
     """the last byte"""
     FENCING = "fencing"
@@ -50,6 +52,9 @@ class Event(StrEnum):
     LASTS = "lasts"
     """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
+    UNPLANNED = "unplanned"
+    """granted, and its read is not planned yet"""
+    PLANNED = "planned"
     KEPT = "kept"
     """granted, to a pull that only holds the lease"""
     REFUSED = "refused"
@@ -106,10 +111,14 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.NEW, _E.STOP): Step(_S.ENDED),
         (_S.NEW, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
+        (_S.CLAIMING, _E.UNPLANNED): Step(_S.PLANNING),
         (_S.CLAIMING, _E.KEPT): Step(_S.KEEPING),
         (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.CLAIMING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
+        (_S.PLANNING, _E.PLANNED): Step(_S.READING, (_F.READ,)),
+        (_S.PLANNING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.PLANNING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.KEEPING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.KEEPING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
@@ -137,6 +146,7 @@ TABLE: Table[State, Event, Effect] = Table(
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
         _S.KEEPING: frozenset({_E.GRANTED}),
+        _S.PLANNING: frozenset({_E.GRANTED}),
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
         _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),

@@ -87,6 +87,9 @@ IMPOSSIBLE = {
         (T.State.NEW, T.Event.REFUSED),
         # A grant is used once, and only where the claim waits for it.
         *((state, T.Event.KEPT) for state in T.State if state is not T.State.CLAIMING),
+        # A plan is waited for once, by a claim that is granted.
+        *((state, T.Event.UNPLANNED) for state in T.State if state is not T.State.CLAIMING),
+        *((state, T.Event.PLANNED) for state in T.State if state is not T.State.PLANNING),
         # The transport speaks only of a read that is open.
         *(
             (state, event)
@@ -103,7 +106,14 @@ IMPOSSIBLE = {
         # Whoever passes answers on drops a `held` that nobody asked for.
         *(
             (state, T.Event.PROVEN)
-            for state in (T.State.NEW, T.State.CLAIMING, T.State.KEEPING, T.State.READING, T.State.DRAINING)
+            for state in (
+                T.State.NEW,
+                T.State.CLAIMING,
+                T.State.PLANNING,
+                T.State.KEEPING,
+                T.State.READING,
+                T.State.DRAINING,
+            )
         ),
     },
     "claim": {

@@ -16,6 +16,7 @@ from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Drain, Pool, PoolDown, PoolUp, Quiesce, Report, Stop
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.leaving import LeavingPulls
@@ -41,14 +42,22 @@ class SchedulerActor(Actor):
 
     name = "scheduler"
 
-    def __init__(self, context: ActorContext, transport: Transport) -> None:
+    def __init__(self, context: ActorContext, transport: Transport, background: Background) -> None:
         super().__init__(context.dispatcher)
         self._context = context
         self._targets = Targets()
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
-        self._transfers = Transfers(context, transport, self, self._producers, self._effects, step_pull=self._advance)
+        self._transfers = Transfers(
+            context,
+            transport,
+            self,
+            self._producers,
+            self._effects,
+            background=background,
+            step_pull=self._advance,
+        )
         self.serve(self._transfers)
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0

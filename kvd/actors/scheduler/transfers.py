@@ -12,15 +12,18 @@ import structlog
 from kvd.actors.handshake.messages import NeedPeer
 from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import LeaseAnswer
 from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.messages import PeerReply
 from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, Transfer
 from kvd.actors.scheduler.routes import Source
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
 from kvd.state import transfer as machine
 from kvd.state.pull import WAS_CANCELLED
@@ -44,6 +47,7 @@ class Transfers(Component):
         producers: Producers,
         effects: EffectQueue,
         *,
+        background: Background,
         step_pull: StepPull,
     ) -> None:
         self._context = context
@@ -54,6 +58,7 @@ class Transfers(Component):
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
+        self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
 
     def __len__(self) -> int:
@@ -81,7 +86,7 @@ class Transfers(Component):
 
     def begin(self, pull: Pull) -> None:
         """Reads at once where stamps show that the tickets are right; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if each.is_stamped and each.view.same_host and not pull.hold}
+        known = {each.number for each in pull.transfers if self._is_known(each)}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
                 return  # the pull has failed: none of its transfers may begin
@@ -92,6 +97,11 @@ class Transfers(Component):
             else:
                 self._step(transfer, Event.BEGIN)
         self._check_proven(pull)
+
+    @staticmethod
+    def _is_known(transfer: Transfer) -> bool:
+        """Whether its read may begin without a claim. One that is planned for long is claimed meanwhile."""
+        return transfer.is_stamped and transfer.view.same_host and not transfer.pull.hold and not transfer.is_large
 
     def leave(self, pull: Pull) -> None:
         """Tells the producers of a pull that was cancelled before it could begin that its reader will not come."""
@@ -185,14 +195,22 @@ class Transfers(Component):
                 transfer.early_grant = grant
                 self._context.handshake.tell(NeedPeer(transfer.address, stale=True))
                 return
-            transfer.plan()
+            planned = self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return
         transfer.early_grant = None
         transfer.granted = True
         transfer.generation = grant.generation
-        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED)
+        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED if planned else Event.UNPLANNED)
+
+    def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
+        if isinstance(result, KvdError):
+            self._fail(transfer, result)
+            return
+        transfer.descriptors = result
+        if transfer.state is State.PLANNING:
+            self._step(transfer, Event.PLANNED)
 
     def learned(self, address: str) -> None:
         """Uses the grants of this peer's pools that were not known before the peer told about them."""
@@ -215,6 +233,7 @@ class Transfers(Component):
         if pool is None or (view.incarnation, pool.epoch) != (grant.incarnation, grant.epoch):
             return False
         transfer.descriptors = None
+        self._plans.drop(transfer)
         pull.views[rank.address] = view
         sources = {source.rank: source for source in self._producers.sources(pull)}
         transfer.source = sources.get(transfer.source.rank, transfer.source)
@@ -260,6 +279,8 @@ class Transfers(Component):
         if step.state is not before:
             if (event, step.state) != (Event.STOP, State.DRAINING):  # its claim must last as long as its read
                 self._requests.answered(transfer)
+            if transfer.planning is not None and step.state is not State.PLANNING:
+                self._plans.drop(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
         for effect in step.effects:
@@ -280,7 +301,7 @@ class Transfers(Component):
         match effect:
             case Effect.CLAIM:
                 self._requests.claim(transfer)
-                self._effects.put(self._plan, transfer)  # while the claims are on their way, those of the others too
+                self._effects.put(self._plan_claimed, transfer)  # while all claims of the pull are on their way
             case Effect.READ:
                 self._read(transfer)
             case Effect.FENCE:
@@ -301,14 +322,17 @@ class Transfers(Component):
         if all(transfer.state in machine.PROVEN for transfer in pull.transfers):
             self._step_pull(pull, PullEvent.PROVEN, None)
 
+    def _plan_claimed(self, transfer: Transfer) -> None:
+        if transfer.state is State.CLAIMING:
+            self._plan(transfer)
+
     def _plan(self, transfer: Transfer) -> bool:
-        """Whether its read could be planned; its pull has failed if not."""
+        """Whether its read is planned; if not, it will be, or its pull has failed."""
         try:
-            transfer.plan()
+            return self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return False
-        return True
 
     def _fail(self, transfer: Transfer, error: KvdError) -> None:
         """Fails the pull, which stops all its transfers."""

@@ -28,9 +28,9 @@ CONTENT = proof(SECRET, "there", "o", 4, (Span(0, 0, ids(0, 1)),))
 STAMP = stamp(SECRET, 9, CONTENT, epoch=1)
 
 
-def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5):
+def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5, blocks=(0, 1)):
     rank = TicketRank("peer", "tcp://peer:1", incarnation, "there", "o", 0, SECRET, generation, epoch, word)
-    return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
+    return Ticket(4, (rank,), ((Span(0, 0, ids(*blocks)),),)).encode()
 
 
 def read_once(stage, same_host=True):
