@@ -126,10 +126,11 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
 
-MAX_LEAVING_PULLS: Final = 1024
+MAX_LEAVING: Final = 1024
 MAX_LEAVING_TICKET_BYTES: Final = 16 * MIB
-"""One worker's pulls that were cancelled before their producers' daemons were known, and their tickets in memory: those
-of a batch of requests that is aborted. The oldest are given up beyond it, and their offers end by their time."""
+"""One worker's pulls that were cancelled before their producers' daemons were known, and as many transfers of which a
+producer is told that their readers will not come; and their tickets in memory: those of a batch of requests that is
+aborted. The oldest are given up beyond it, and their offers end by their time."""
 
 MAX_ROUTED_RANKS: Final = 16_384
 """Producer ranks in the routes that are kept, of some KiB each: tickets may name ranks in any order, and pools come and

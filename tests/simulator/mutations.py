@@ -500,7 +500,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 4000,
+    "MAX_CLAIMS_PER_OFFER": 93,
     "MAX_CLAIMS_WAITING": 84,
     "MAX_HANDSHAKES": 54,
     "MAX_REQUESTS_PER_WORKER": 120,

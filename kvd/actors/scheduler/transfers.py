@@ -16,6 +16,7 @@ from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import LeaseAnswer
 from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.scheduler.leaving import Leaving
 from kvd.actors.scheduler.messages import PeerReply
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.plans import Plans
@@ -58,6 +59,7 @@ class Transfers(Component):
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
+        self._leaving: Leaving[Transfer] = Leaving(lambda transfer: self._step(transfer, Event.REFUSED))
         self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
 
@@ -285,6 +287,8 @@ class Transfers(Component):
                 transfer.span.enter(step.state)
         for effect in step.effects:
             self._effects.put(self._carry_out, effect, transfer, error)
+        if before is State.LEAVING:
+            self._leaving.discard(transfer, transfer.pull.pool.id)
         if step.state in machine.TABLE.final:
             self._open.pop(transfer.number, None)
         self._tell_reads(transfer.pull, before, step.state)
@@ -308,6 +312,9 @@ class Transfers(Component):
                 self._requests.fence(transfer)
             case Effect.SETTLE:
                 self._requests.settle_soon(transfer)
+                if transfer.state is State.LEAVING:
+                    pull = transfer.pull
+                    self._leaving.add(transfer, pull.pool.id, pull.ticket_bytes // len(pull.transfers))
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:

@@ -151,16 +151,34 @@ def test_it_is_given_up_after_a_while():
     assert told(stage) == []
 
 
-@pytest.mark.parametrize("bound", ["MAX_LEAVING_PULLS", "MAX_LEAVING_TICKET_BYTES"])
+@pytest.mark.parametrize("bound", ["MAX_LEAVING", "MAX_LEAVING_TICKET_BYTES"])
 def test_the_oldest_are_given_up_beyond_their_bounds(stage, monkeypatch, bound):
     cancel_unknown(stage, "p0")
     [pull] = leaving(stage)
-    monkeypatch.setattr(limits, bound, 2 if bound == "MAX_LEAVING_PULLS" else 2 * pull.ticket_bytes)
+    monkeypatch.setattr(limits, bound, 2 if bound == "MAX_LEAVING" else 2 * pull.ticket_bytes)
     for number in range(1, 5):
         cancel_unknown(stage, f"p{number}")
     assert [each.key[1] for each in leaving(stage)] == ["p3", "p4"]
     stage.peer_says(welcome_of())
     assert [claim.consumer for claim in told(stage)] == ["p3", "p4"]
+
+
+@pytest.mark.parametrize("bound", ["MAX_LEAVING", "MAX_LEAVING_TICKET_BYTES"])
+def test_a_producer_that_does_not_answer_is_told_of_no_more_than_the_bound(stage, monkeypatch, bound):
+    for number in range(5):
+        stage.pull(f"p{number}")
+        if not number:
+            size = stage.context.scheduler._pulls["w", "p0"].ticket_bytes
+            stage.peer_says(welcome_of())
+        monkeypatch.setattr(limits, bound, 2 if bound == "MAX_LEAVING" else 2 * size)
+        stage.request(Cancel(5, f"p{number}"))
+    transfers = stage.context.scheduler._transfers
+    assert [transfer.pull.key[1] for transfer in transfers._open.values()] == ["p3", "p4"]
+    assert [claim.consumer for claim in told(stage)] == ["p3", "p4"]
+    for number in (4, 5):
+        stage.peer_says(Settled((number,)))
+    assert len(transfers) == 0
+    assert list(transfers._leaving) == []
 
 
 def test_it_ends_with_the_pool_of_its_worker(stage):

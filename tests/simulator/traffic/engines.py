@@ -108,7 +108,7 @@ class Router:
         self.engines = engines
         self.sequences = 0
         self.outcomes: dict[str, int] = {}
-        """How many pulls ended how."""
+        """How many pulls ended how, but for those that were made to be cancelled."""
         self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
         """Called for each pull that was sent."""
         self._alive: list[Sequence] = []
@@ -325,8 +325,9 @@ class Router:
             self._pull(sequence, worker, joined, attempt + 1)
 
     def _ended(self, request: str, outcome: str) -> None:
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         sequence, worker = self._by_request[request]
+        if not sequence.cancelled:
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if outcome == "done":
             sequence.done.add(worker)
 
