@@ -88,6 +88,12 @@ loop works out who reads from whom once for each peer, in a few microseconds eac
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one transfer: 400 MB of arrays. Layouts that need more do not suit each other."""
 
+MAX_PLANNED_AT_ONCE: Final = 1 << 15
+"""Descriptors of a plan that the event loop makes, in up to 3 ms; the largest plan takes a second on a thread."""
+
+MAX_PLANS: Final = 2
+"""Plans that threads make at a time, each another worker's: one takes a core, and up to three times its arrays."""
+
 MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
 """Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. The
 event loop works them out once for each peer, in 100 ms; NIXL then needs half a second for each block."""
@@ -119,6 +125,12 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
+
+MAX_LEAVING: Final = 1024
+MAX_LEAVING_TICKET_BYTES: Final = 16 * MIB
+"""One worker's pulls that were cancelled before their producers' daemons were known, and as many transfers of which a
+producer is told that their readers will not come; and their tickets in memory: those of a batch of requests that is
+aborted. The oldest are given up beyond it, and their offers end by their time."""
 
 MAX_ROUTED_RANKS: Final = 16_384
 """Producer ranks in the routes that are kept, of some KiB each: tickets may name ranks in any order, and pools come and

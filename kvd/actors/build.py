@@ -65,7 +65,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
     context.peers = channel = PeerChannel(context, peer_port, peers, dependencies.rights)
     context.pools = PoolsActor(context, dependencies.provider, transport, dependencies.background, dependencies.store)
     context.leases = LeasesActor(context, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
-    context.scheduler = SchedulerActor(context, transport)
+    context.scheduler = SchedulerActor(context, transport, dependencies.background)
     context.completion = CompletionActor(context)
     context.handshake = HandshakeActor(
         context,

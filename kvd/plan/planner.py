@@ -47,6 +47,10 @@ class Planner:
         few = self._templates if self._most <= FEW else []
         self._few = [(template, template.offsets, groups) for template, groups in few]
 
+    def most(self, blocks: int) -> int:
+        """How many descriptors a plan has at most that fills so many destination blocks."""
+        return self._most * blocks
+
     def plan(self, spans: Sequence[Span], tokens: int | None = None) -> Descriptors:
         """The descriptors that fill every destination block named, one span a group in the groups' order.
 

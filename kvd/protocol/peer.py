@@ -69,7 +69,8 @@ class Fence(Message, frozen=True, tag="fence"):
 class Settle(Message, frozen=True, tag="settle"):
     """Reports readers that have finished; the leases' stamps, read after the last byte, proved their reads.
 
-    Answered by `Settled`, whatever has become of the leases.
+    A fence of generation 0 is of a reader that will not come, of whose claim no grant is known: if its offer is not
+    there yet, it counts when that comes. Answered by `Settled`, whatever has become of the leases.
     """
 
     fences: Annotated[tuple[Fence, ...], Meta(max_length=limits.MAX_SETTLED)]

@@ -6,6 +6,8 @@ Runs at the consumer's daemon. The rules, which the table below makes precise:
   are proven; the first transfer that fails, the deadline, or the worker itself ends it otherwise.
 - Its blocks are given back once, and only while no read of it is open. If it fails or is cancelled before that, they
   are in quarantine until the transport has ended its reads; then the worker is told that they are free.
+- One that is cancelled before it has transfers goes on for a while without its blocks, until its producers can be told
+  that its reader will not come: their offers would stand until their time is over.
 - Nothing is claimed before every producer's daemon has named its pool, and each producer rank gets one transfer.
 """
 
@@ -29,6 +31,8 @@ class State(StrEnum):
     """the end of its open reads; it has failed"""
     CANCELLING = "cancelling"
     """the end of its open reads; it was cancelled"""
+    LEAVING = "leaving"
+    """word from its producers' daemons, to tell them that it was cancelled; it has no blocks any more"""
     DONE = "done"
     """nothing: all bytes are here and proven"""
     FAILED = "failed"
@@ -75,29 +79,39 @@ class Effect(StrEnum):
     """end its transfers"""
     FREE = "free"
     """give its blocks back, so that other pulls may name them"""
+    LEAVE = "leave"
+    """keep it without its blocks"""
+    LEFT = "left"
+    """forget it, and tell the producers that were found that its reader will not come"""
     TELL_FREED = "tell_freed"
     """tell the worker that its blocks have left quarantine"""
 
 
 _S, _E, _F = State, Event, Effect
 
-UNROUTED = frozenset({_S.CONNECTING, _S.WAITING})
+UNROUTED = frozenset({_S.CONNECTING, _S.WAITING, _S.LEAVING})
 """It has no transfers yet."""
 QUARANTINED = frozenset({_S.FAILING, _S.CANCELLING})
 """It has ended, and its blocks may still be written to."""
-WAS_CANCELLED = frozenset({_S.CANCELLING, _S.CANCELLED})
+WAS_CANCELLED = frozenset({_S.CANCELLING, _S.CANCELLED, _S.LEAVING})
+_CONNECTING = (_S.CONNECTING, _S.WAITING)
 
 TABLE: Table[State, Event, Effect] = Table(
     "pull",
     initial=_S.CONNECTING,
     final=frozenset({_S.DONE, _S.FAILED, _S.CANCELLED}),
     steps={
-        **{(state, _E.MISSING): Step(_S.CONNECTING, (_F.CONNECT,)) for state in (_S.CONNECTING, _S.WAITING)},
-        **{(state, _E.RESTARTED): Step(_S.CONNECTING) for state in (_S.CONNECTING, _S.WAITING)},
+        **{(state, _E.MISSING): Step(_S.CONNECTING, (_F.CONNECT,)) for state in _CONNECTING},
+        **{(state, _E.RESTARTED): Step(_S.CONNECTING) for state in _CONNECTING},
         (_S.CONNECTING, _E.ABSENT): Step(_S.WAITING, (_F.RETRY,)),
-        **{(state, _E.ROUTED): Step(_S.ROUTED, (_F.BEGIN,)) for state in (_S.CONNECTING, _S.WAITING)},
-        **{(state, _E.FAIL): Step(_S.FAILED, (_F.CONCLUDE, _F.FREE)) for state in (_S.CONNECTING, _S.WAITING)},
-        **{(state, _E.CANCEL): Step(_S.CANCELLED, (_F.CONCLUDE, _F.FREE)) for state in (_S.CONNECTING, _S.WAITING)},
+        **{(state, _E.ROUTED): Step(_S.ROUTED, (_F.BEGIN,)) for state in _CONNECTING},
+        **{(state, _E.FAIL): Step(_S.FAILED, (_F.CONCLUDE, _F.FREE)) for state in _CONNECTING},
+        **{(state, _E.CANCEL): Step(_S.LEAVING, (_F.CONCLUDE, _F.FREE, _F.LEAVE)) for state in _CONNECTING},
+        (_S.LEAVING, _E.MISSING): Step(_S.LEAVING, (_F.CONNECT,)),
+        (_S.LEAVING, _E.RESTARTED): Step(_S.LEAVING),
+        (_S.LEAVING, _E.ABSENT): Step(_S.LEAVING, (_F.RETRY,)),
+        (_S.LEAVING, _E.ROUTED): Step(_S.CANCELLED, (_F.LEFT,)),
+        (_S.LEAVING, _E.FAIL): Step(_S.CANCELLED, (_F.LEFT,)),
         (_S.ROUTED, _E.OPENED): Step(_S.READING),
         (_S.ROUTED, _E.PROVEN): Step(_S.DONE, (_F.CONCLUDE, _F.FREE)),
         (_S.ROUTED, _E.FAIL): Step(_S.FAILED, (_F.CONCLUDE, _F.STOP, _F.FREE)),

@@ -6,7 +6,7 @@ The rules, which the table below makes precise:
   byte. A transfer is held only by a fence that was sent after the last byte landed, or by the stamp, read after it.
   Anything else ends in `ended`, and its pull in failure.
 - Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
-  (`landed`, `stamped`, `unproven`, `broke`) end that.
+  (`landed`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
 - The claim is released only after the read has ended, so that a producer never frees what is still being read.
 """
 
@@ -24,6 +24,8 @@ class State(StrEnum):
     """the producer's grant"""
     KEEPING = "keeping"
     """its pull's end: it reads nothing, and its claim is renewed until then"""
+    PLANNING = "planning"
+    """the plan of its read, which takes longer than the grant took"""
     READING = "reading"
     """the last byte"""
     FENCING = "fencing"
@@ -32,6 +34,8 @@ class State(StrEnum):
     """the end of its read, after the pull has ended"""
     SETTLING = "settling"
     """the producer's answer that it knows of the read; all bytes are here and proven already"""
+    LEAVING = "leaving"
+    """the producer's answer that it knows that no reader will come; it contributed nothing"""
     HELD = "held"
     """nothing: all bytes are here and proven"""
     ENDED = "ended"
@@ -48,6 +52,9 @@ class Event(StrEnum):
     LASTS = "lasts"
     """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
+    UNPLANNED = "unplanned"
+    """granted, and its read is not planned yet"""
+    PLANNED = "planned"
     KEPT = "kept"
     """granted, to a pull that only holds the lease"""
     REFUSED = "refused"
@@ -59,6 +66,8 @@ class Event(StrEnum):
     """the stamp was not found before the first byte, and nothing was read"""
     BROKE = "broke"
     """the transport ended the read without all bytes"""
+    LEFT = "left"
+    """its pull was cancelled, no read is open (any more), and the producer has not granted a claim"""
     PROVEN = "proven"
     """the fence came back: held"""
     STOP = "stop"
@@ -72,7 +81,7 @@ class Effect(StrEnum):
     READ = "read"
     FENCE = "fence"
     SETTLE = "settle"
-    """tell the producer, soon, that this reader has finished"""
+    """tell the producer, soon and until it has answered, that this reader has finished"""
     ABORT = "abort"
     """ask the transport to end the read early"""
     RELEASE = "release"
@@ -87,6 +96,8 @@ _S, _E, _F = State, Event, Effect
 
 OPEN = frozenset({_S.READING, _S.DRAINING})
 """Its read is open: something may write to the pull's blocks."""
+TELLING = frozenset({_S.SETTLING, _S.LEAVING})
+"""The producer is told that its reader has finished."""
 PROVEN = frozenset({_S.SETTLING, _S.HELD})
 """All its bytes are here and proven."""
 
@@ -98,10 +109,16 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.NEW, _E.BEGIN): Step(_S.CLAIMING, (_F.CLAIM,)),
         (_S.NEW, _E.KNOWN): Step(_S.READING, (_F.READ,)),
         (_S.NEW, _E.STOP): Step(_S.ENDED),
+        (_S.NEW, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
+        (_S.CLAIMING, _E.UNPLANNED): Step(_S.PLANNING),
         (_S.CLAIMING, _E.KEPT): Step(_S.KEEPING),
         (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.CLAIMING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
+        (_S.PLANNING, _E.PLANNED): Step(_S.READING, (_F.READ,)),
+        (_S.PLANNING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.PLANNING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.KEEPING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.KEEPING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
@@ -114,6 +131,7 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.FENCING, _E.PROVEN): Step(_S.HELD, (_F.CONTRIBUTE,)),
         (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.FENCING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.SETTLING, _E.PROVEN): Step(_S.HELD),
         # The lease may have ended meanwhile, which does not concern the reader any more.
         (_S.SETTLING, _E.REFUSED): Step(_S.HELD),
@@ -121,14 +139,19 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.UNPROVEN): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.DRAINING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
+        (_S.LEAVING, _E.PROVEN): Step(_S.ENDED),
+        (_S.LEAVING, _E.REFUSED): Step(_S.ENDED),
     },
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
         _S.KEEPING: frozenset({_E.GRANTED}),
+        _S.PLANNING: frozenset({_E.GRANTED}),
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
         _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),
         _S.DRAINING: frozenset({_E.GRANTED, _E.REFUSED, _E.STOP}),
+        _S.LEAVING: frozenset({_E.GRANTED, _E.STOP}),
         _S.HELD: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
         _S.ENDED: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
     },

@@ -24,6 +24,7 @@ from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.transfers import Transfers
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
@@ -392,7 +393,7 @@ def a_pool_is_given_up_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolsActor, "_linger", linger)
 
 
-@mutation(Promise.SURVIVES, first=394, needs=Piece.CROWDED_HOSTS)
+@mutation(Promise.SURVIVES, first=957, needs=Piece.CROWDED_HOSTS)
 def a_pool_makes_room_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_spare", property(lambda self: self.state is PoolState.KEPT))
 
@@ -414,7 +415,7 @@ def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=338)
+@mutation(Promise.SURVIVES, first=749)
 def lost_requests_are_not_sent_again(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
 
@@ -458,6 +459,33 @@ def claims_are_never_released(monkeypatch):
     monkeypatch.setattr(PeerRequests, "release", lambda self, transfer, finished: None)
 
 
+@mutation(Promise.SOUND)
+def who_will_not_come_is_not_counted(monkeypatch):
+    monkeypatch.setattr(Transfers, "_left_early", staticmethod(lambda transfer: False))
+
+
+@mutation(Promise.SOUND)
+def who_leaves_before_the_offer_is_forgotten(monkeypatch):
+    original = Claims._judge
+
+    def judge(self, claim):
+        leaving = claim.state is claim_machine.State.LEAVING
+        error = original(self, claim)
+        if leaving and claim in self._waiting.all():
+            self._end(claim, claim_machine.Event.BREAK, "released")
+        return error
+
+    monkeypatch.setattr(Claims, "_judge", judge)
+
+
+@mutation(Promise.SOUND)
+def pulls_that_are_cancelled_before_their_producers_are_known_are_forgotten(monkeypatch):
+    effect = pull_machine.Effect
+    step = Step(pull_machine.State.CANCELLED, (effect.CONCLUDE, effect.FREE))
+    changed = {(state, pull_machine.Event.CANCEL): step for state in pull_machine._CONNECTING}
+    steps(monkeypatch, pull_machine.TABLE, steps=changed)
+
+
 # --- each bound -------------------------------------------------------------------------------------------------------
 
 
@@ -472,7 +500,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 4000,
+    "MAX_CLAIMS_PER_OFFER": 93,
     "MAX_CLAIMS_WAITING": 84,
     "MAX_HANDSHAKES": 54,
     "MAX_REQUESTS_PER_WORKER": 120,

@@ -73,7 +73,7 @@ IMPOSSIBLE = {
         # A read that is open is not proven; a transfer that is stopped is proven no more.
         *((state, U.Event.PROVEN) for state in U.State if state is not U.State.ROUTED),
         # The scheduler has forgotten it.
-        *((state, U.Event.CANCEL) for state in pull.TABLE.final),
+        *((state, U.Event.CANCEL) for state in (*pull.TABLE.final, U.State.LEAVING)),
         (U.State.DONE, U.Event.FAIL),
         (U.State.CANCELLED, U.Event.FAIL),
     },
@@ -87,6 +87,9 @@ IMPOSSIBLE = {
         (T.State.NEW, T.Event.REFUSED),
         # A grant is used once, and only where the claim waits for it.
         *((state, T.Event.KEPT) for state in T.State if state is not T.State.CLAIMING),
+        # A plan is waited for once, by a claim that is granted.
+        *((state, T.Event.UNPLANNED) for state in T.State if state is not T.State.CLAIMING),
+        *((state, T.Event.PLANNED) for state in T.State if state is not T.State.PLANNING),
         # The transport speaks only of a read that is open.
         *(
             (state, event)
@@ -94,22 +97,36 @@ IMPOSSIBLE = {
             if state not in (T.State.READING, T.State.DRAINING)
             for event in (T.Event.LANDED, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE)
         ),
+        # It tells of a pull that was cancelled before its claim was granted, and of no read that is open.
+        *(
+            (state, T.Event.LEFT)
+            for state in T.State
+            if state not in (T.State.NEW, T.State.CLAIMING, T.State.FENCING, T.State.DRAINING)
+        ),
         # Whoever passes answers on drops a `held` that nobody asked for.
         *(
             (state, T.Event.PROVEN)
-            for state in (T.State.NEW, T.State.CLAIMING, T.State.KEEPING, T.State.READING, T.State.DRAINING)
+            for state in (
+                T.State.NEW,
+                T.State.CLAIMING,
+                T.State.PLANNING,
+                T.State.KEEPING,
+                T.State.READING,
+                T.State.DRAINING,
+            )
         ),
     },
     "claim": {
         # A fence is answered by the state that the claim is in; it changes only one that is held.
         *((state, C.Event.FENCE) for state in C.State if state is not C.State.HELD),
-        # A claim is judged once.
+        # A claim is judged while it waits, and cancelled once.
         *(
             (state, event)
             for state in C.State
-            if state is not C.State.WAITING
+            if state not in (C.State.WAITING, C.State.LEAVING)
             for event in (C.Event.GRANT, C.Event.REFUSE)
         ),
+        *((state, C.Event.CANCEL) for state in C.State if state is not C.State.WAITING),
         # Whoever breaks claims knows which ones wait or are held.
         *((state, C.Event.BREAK) for state in claim.TABLE.final),
     },
@@ -142,7 +159,7 @@ def test_a_read_is_closed_only_on_the_transports_word():
     """Promise 3, read off the table: nothing but the transport's events ends a read that is open."""
     for (state, event), step in transfer.TABLE.steps.items():
         if state in T.OPEN and step.state not in T.OPEN:
-            assert event in (T.Event.LANDED, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE)
+            assert event in (T.Event.LANDED, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE, T.Event.LEFT)
 
 
 def test_a_read_is_opened_by_every_step_into_an_open_state():
@@ -150,18 +167,22 @@ def test_a_read_is_opened_by_every_step_into_an_open_state():
         assert (T.Effect.READ in step.effects) == (state not in T.OPEN and step.state in T.OPEN)
 
 
+BARE = pull.TABLE.final | {U.State.LEAVING}
+"""A pull that has its outcome and has given its blocks back."""
+
+
 def test_blocks_of_a_pull_are_given_back_once_and_with_no_read_open():
     """Promise 3, read off the table: a pull with an open read keeps its blocks until the last read is closed."""
     for (state, event), step in pull.TABLE.steps.items():
         frees = U.Effect.FREE in step.effects
-        assert frees == (step.state in pull.TABLE.final)
+        assert frees == (step.state in BARE and state not in BARE)
         assert not (frees and state in (U.State.READING, *U.QUARANTINED)) or event is U.Event.CLOSED
         assert (U.Effect.TELL_FREED in step.effects) == (state in U.QUARANTINED and frees)
 
 
 def test_a_pull_tells_one_outcome():
     """Promise 1, read off the table: it is told on the way out of the states that have none, and never again."""
-    told = U.QUARANTINED | pull.TABLE.final
+    told = U.QUARANTINED | BARE
     for (state, _), step in pull.TABLE.steps.items():
         assert step.effects.count(U.Effect.CONCLUDE) == (state not in told and step.state in told)
         assert not (state in told and step.state not in told)
@@ -169,12 +190,18 @@ def test_a_pull_tells_one_outcome():
 
 def test_every_pull_that_has_no_outcome_can_fail_and_be_cancelled():
     """Promise 1, in time: its deadline ends it, whatever it waits for."""
-    for state in set(U.State) - U.QUARANTINED - pull.TABLE.final:
+    for state in set(U.State) - U.QUARANTINED - BARE:
         for event, ends in ((U.Event.FAIL, "failed"), (U.Event.CANCEL, "cancelled")):
             step = pull.TABLE.step(state, event)
             assert U.Effect.CONCLUDE in step.effects
             assert (step.state in U.WAS_CANCELLED) == (ends == "cancelled")
             assert (U.Effect.STOP in step.effects) == (state not in U.UNROUTED)
+
+
+def test_a_pull_that_has_given_its_blocks_back_begins_no_transfer():
+    for (state, _), step in pull.TABLE.steps.items():
+        assert not (state in BARE and U.Effect.BEGIN in step.effects)
+        assert state not in BARE or step.state in BARE
 
 
 def test_a_pull_is_done_only_when_all_its_transfers_are_proven():

@@ -98,23 +98,33 @@ class Claims(Component):
         self._records[key] = claim = ClaimRecord(key, peer, request, span)
         return claim
 
-    def _judge(self, claim: ClaimRecord) -> None:
-        """Grants a claim, refuses it, or has it wait for its offer."""
+    def _judge(self, claim: ClaimRecord) -> KvdError | None:
+        """Grants a claim, has it wait for its offer or refuses it, and then says why.
+
+        For one that is leaving it counts its reader instead, and answers nothing.
+        """
+        leaving = claim.state is State.LEAVING
         try:
             lease = self._offers.for_claim(claim.request)
             if lease is None:
                 self._waiting.put(claim)
-                self._due.set(claim.key, self._context.loop.time() + self._context.settings.claim_wait)
-                return
+                if claim.key not in self._due:
+                    self._due.set(claim.key, self._context.loop.time() + self._context.settings.claim_wait)
+                return None
             self._hold(claim, lease)
         except KvdError as error:
             self._end(claim, Event.REFUSE, "refused", error)
-            self._refuse(claim, error)
-            return
+            if not leaving:
+                self._refuse(claim, error)
+            return error
+        if leaving:
+            self._end(claim, Event.RELEASE, "released", finished=True)
+            return None
         self._context.metrics.claims.labels("granted").inc()
         if claim.span is not None:
             claim.span.granted()
         self._grant(claim)
+        return None
 
     def offered(self, lease: Lease) -> None:
         """Answers the claims that came before this offer."""
@@ -125,7 +135,8 @@ class Claims(Component):
         self._judge_again(self._waiting.all())
 
     def _judge_again(self, claims: list[ClaimRecord]) -> None:
-        for claim in claims:
+        # Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
+        for claim in sorted(claims, key=lambda claim: claim.state is State.LEAVING):
             self._waiting.discard(claim)
             self._judge(claim)
 
@@ -186,10 +197,23 @@ class Claims(Component):
             self._reply(sender, Broken(tuple(lost), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
 
     def _settle(self, sender: bytes, peer: str, fences: tuple[Fence, ...]) -> None:
-        errors = [self._check_fence(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
+        errors = [self._settle_one(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
         if unknown := sum(error is not None for error in errors):
             self._unknown.charge(peer, self._context.loop.time(), unknown)
         self._reply(sender, Settled(tuple(fence.claim for fence in fences)))
+
+    def _settle_one(self, key: ClaimKey, peer: str, fence: Fence) -> KvdError | None:
+        if fence.generation:
+            return self._check_fence(key, peer, fence)
+        claim = self._records.get(key)
+        if claim is not None:
+            self._release(key, finished=True)
+            return None
+        if fence.unclaimed is None:
+            return NOT_HELD
+        claim = self._add(key, peer, fence.unclaimed)
+        claim.state = machine.TABLE.step(claim.state, Event.CANCEL).state
+        return self._judge(claim)
 
     def _fence(self, key: ClaimKey, peer: str, fence: Fence) -> None:
         error = self._check_fence(key, peer, fence)
@@ -230,7 +254,11 @@ class Claims(Component):
 
     def _release(self, key: ClaimKey, *, finished: bool) -> None:
         claim = self._records.get(key)
-        if claim is not None:
+        if claim is None or claim.state is State.LEAVING:
+            return
+        if claim.state is State.WAITING and finished:
+            claim.state = machine.TABLE.step(claim.state, Event.CANCEL).state
+        else:
             self._end(claim, Event.RELEASE, "released", finished=finished)
 
     def _overdue(self, key: ClaimKey) -> None:
@@ -245,6 +273,8 @@ class Claims(Component):
             error = Unavailable(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
             self._break(claim, error)
             self._refuse(claim, error)
+        elif claim.state is State.LEAVING:
+            self._end(claim, Event.BREAK, "released")
 
     def break_all(self, lease: Lease, why: str) -> None:
         """Breaks every claim of a lease that has ended."""

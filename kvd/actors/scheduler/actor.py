@@ -4,6 +4,9 @@ A pull follows `kvd.state.pull`. It has one transfer for each producer rank that
 of those follows `kvd.state.transfer`.
 """
 
+from collections.abc import Iterator
+from itertools import chain
+
 from kvd import limits
 from kvd.actors.completion.messages import Notify
 from kvd.actors.gateway.messages import Reported
@@ -13,8 +16,10 @@ from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Drain, Pool, PoolDown, PoolUp, Quiesce, Report, Stop
 from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.scheduler.leaving import LeavingPulls
 from kvd.actors.scheduler.messages import CancelRequest, EndHolds, PeerDown, PeerIdle, PeerUp, StartPull
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, PullKey
@@ -37,15 +42,24 @@ class SchedulerActor(Actor):
 
     name = "scheduler"
 
-    def __init__(self, context: ActorContext, transport: Transport) -> None:
+    def __init__(self, context: ActorContext, transport: Transport, background: Background) -> None:
         super().__init__(context.dispatcher)
         self._context = context
         self._targets = Targets()
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
-        self._transfers = Transfers(context, transport, self, self._producers, self._effects, step_pull=self._advance)
+        self._transfers = Transfers(
+            context,
+            transport,
+            self,
+            self._producers,
+            self._effects,
+            background=background,
+            step_pull=self._advance,
+        )
         self.serve(self._transfers)
+        self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0
         self._draining = False
         self._overdue: Batch[PullKey] = Batch(lambda: self.soon(self._deadlines_over))
@@ -138,7 +152,7 @@ class SchedulerActor(Actor):
             self._context.handshake.tell(NeedPeer(address, stale=address in self._producers, worker=pull.key[0]))
 
     def _retry(self, pull: Pull) -> None:
-        if pull.state is State.WAITING:
+        if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
             pull.lookups = _LOOKUPS - 1
             self._route(pull)
 
@@ -149,7 +163,7 @@ class SchedulerActor(Actor):
         """Continues pulls that waited for this peer, and uses its grants of pools that were not known yet."""
         address = message.view.address
         self._producers.learn(message.view)
-        for pull in [pull for pull in self._pulls.values() if address in pull.awaited]:
+        for pull in [pull for pull in self._all() if address in pull.awaited]:
             pull.awaited.discard(address)
             if not pull.awaited:
                 self._route(pull)
@@ -177,7 +191,10 @@ class SchedulerActor(Actor):
             self._context.handshake.tell(ForgetPeer(address))
 
     def _unrouted(self, address: str) -> list[Pull]:
-        return [pull for pull in self._pulls.values() if pull.state in machine.UNROUTED and pull.reads_from(address)]
+        return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]
+
+    def _all(self) -> Iterator[Pull]:
+        return chain(self._pulls.values(), self._leaving)
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
@@ -203,6 +220,11 @@ class SchedulerActor(Actor):
                 self._conclude(pull, error)
             case Effect.STOP:
                 self._transfers.stop(pull)
+            case Effect.LEAVE:
+                self._leaving.add(pull)
+            case Effect.LEFT:
+                self._leaving.discard(pull)
+                self._transfers.leave(pull)
             case Effect.TELL_FREED:
                 self._count_quarantined(-1)
                 self._context.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
@@ -287,6 +309,7 @@ class SchedulerActor(Actor):
     def pool_down(self, message: PoolDown) -> None:
         """The pool is gone; it was quiet."""
         self._targets.down(message.pool)
+        self._leaving.end(message.pool.id)
         self._producers.forget_pool(message.pool.epoch)
 
     @handles(Quiesce)

@@ -11,7 +11,7 @@ from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
 from kvd.protocol.types import Message
-from kvd.state.transfer import Event, State
+from kvd.state.transfer import TELLING, Event, State
 
 CLAIM_AFTER = 0.02
 """Seconds after which a read that began without a claim sends one: on the same host most have ended by then."""
@@ -38,7 +38,7 @@ class PeerRequests:
         self._step = step
         self._renewing = False
         self._settling: list[Transfer] = []
-        """Proven, and the producer has not been told."""
+        """Those whose reader has finished, and the producer has not been told."""
         self._unclaimed: list[Transfer] = []
         """Reads that began without a claim since `_claim_lasting` ran."""
         self._late: Batch[Transfer] = Batch(lambda: scheduler.soon(self._resend))
@@ -61,7 +61,7 @@ class PeerRequests:
         for transfer in self._late.take():
             if transfer.unanswered is None or transfer in self._due:
                 continue  # the answer has come since
-            if transfer.state is State.SETTLING and self._context.loop.time() > transfer.settled_by:
+            if transfer.state in TELLING and self._context.loop.time() > transfer.settled_by:
                 self._step(transfer, Event.REFUSED)  # a peer that lives and does not answer: its lease will expire
             else:
                 self.request(transfer, transfer.unanswered)
@@ -119,7 +119,7 @@ class PeerRequests:
         self.request(transfer, self._fence_of(transfer))
 
     def settle_soon(self, transfer: Transfer) -> None:
-        """Tells the producer of a read that was proven without it, so that it counts its reader."""
+        """Tells the producer of a read that was proven without it, or will not come, so that it counts its reader."""
         if not self._settling:
             self._scheduler.later(SETTLE_AFTER, self._settle)
         self._settling.append(transfer)
@@ -130,8 +130,9 @@ class PeerRequests:
         by_address: dict[str, list[Fence]] = {}
         again = self._context.loop.time() + self._context.settings.retry
         for transfer in settling:
-            if transfer.state is State.SETTLING:
-                transfer.unanswered = fence = self._fence_of(transfer)
+            if transfer.state in TELLING:
+                fence = self._leave_of(transfer) if transfer.state is State.LEAVING else self._fence_of(transfer)
+                transfer.unanswered = fence if transfer.state is State.SETTLING else Settle((fence,))
                 self._due.set(transfer, again)
                 by_address.setdefault(transfer.address, []).append(fence)
         for address, fences in by_address.items():
@@ -140,6 +141,9 @@ class PeerRequests:
 
     def _fence_of(self, transfer: Transfer) -> Fence:
         return Fence(transfer.number, transfer.generation, None if transfer.granted else self._claim_of(transfer))
+
+    def _leave_of(self, transfer: Transfer) -> Fence:
+        return Fence(transfer.number, 0, self._claim_of(transfer))
 
     def _claim_of(self, transfer: Transfer) -> Claim:
         pull, rank = transfer.pull, transfer.rank

@@ -5,7 +5,7 @@ from msgspec import Struct, field
 from kvd import limits
 from kvd.actors.runtime.messages import PeerView, Pool
 from kvd.actors.runtime.spans import PullSpan, TransferSpan
-from kvd.actors.scheduler.routes import Source, plan_read
+from kvd.actors.scheduler.routes import Source, is_large, plan_read
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
 from kvd.protocol.ticket import Ticket, TicketRank, stamp
@@ -30,6 +30,8 @@ class Transfer(Struct, eq=False):
     """Of the lease, once it is known."""
     descriptors: Descriptors | None = None
     """What to read, once it is planned."""
+    planning: object = None
+    """Names the plan that is being made of it on a thread; None if none is."""
     early_grant: Grant | None = None
     """Speaks of a pool that the peer has not told us about yet."""
     stamp: int = 0
@@ -41,7 +43,7 @@ class Transfer(Struct, eq=False):
     unanswered: Message | None = None
     """What the producer has not answered yet; it is sent again if the answer is late."""
     settled_by: float = 0.0
-    """When the producer is no longer told of a read that was proven without it; seconds on the loop's clock."""
+    """When the producer is no longer told that a reader has finished; seconds on the loop's clock."""
     span: TransferSpan | None = None
 
     @property
@@ -80,6 +82,11 @@ class Transfer(Struct, eq=False):
             pull = self.pull
             self.descriptors = plan_read(self.source, pull.ticket, pull.blocks, len(pull.pool.spec.groups))
         return self.descriptors
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the loop should not plan it."""
+        return is_large(self.source, self.pull.blocks)
 
     def expect_stamp(self) -> int:
         """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd import plan
+from kvd import limits, plan
 from kvd.actors.runtime.messages import PeerPool, PeerView, Pool
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.plan import Descriptors, Planner
@@ -70,6 +70,14 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
         )
         for index in involved
     )
+
+
+def is_large(source: Source, wanted: Sequence[Span]) -> bool:
+    """Whether the plan of a read takes longer than the loop should: it is made on a thread."""
+    if source.planner is None:
+        return False
+    blocks = sum(len(span.ids) for span in wanted) // 4
+    return max(source.planner.most(blocks), blocks) > limits.MAX_PLANNED_AT_ONCE
 
 
 def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: int) -> Descriptors:

@@ -12,15 +12,19 @@ import structlog
 from kvd.actors.handshake.messages import NeedPeer
 from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import LeaseAnswer
 from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.scheduler.leaving import Leaving
 from kvd.actors.scheduler.messages import PeerReply
 from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, Transfer
 from kvd.actors.scheduler.routes import Source
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
 from kvd.state import transfer as machine
 from kvd.state.pull import WAS_CANCELLED
@@ -44,6 +48,7 @@ class Transfers(Component):
         producers: Producers,
         effects: EffectQueue,
         *,
+        background: Background,
         step_pull: StepPull,
     ) -> None:
         self._context = context
@@ -54,6 +59,8 @@ class Transfers(Component):
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
+        self._leaving: Leaving[Transfer] = Leaving(lambda transfer: self._step(transfer, Event.REFUSED))
+        self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
 
     def __len__(self) -> int:
@@ -81,7 +88,7 @@ class Transfers(Component):
 
     def begin(self, pull: Pull) -> None:
         """Reads at once where stamps show that the tickets are right; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if each.is_stamped and each.view.same_host and not pull.hold}
+        known = {each.number for each in pull.transfers if self._is_known(each)}
         for transfer in pull.transfers:
             if transfer.number in known and not self._plan(transfer):
                 return  # the pull has failed: none of its transfers may begin
@@ -93,10 +100,26 @@ class Transfers(Component):
                 self._step(transfer, Event.BEGIN)
         self._check_proven(pull)
 
+    @staticmethod
+    def _is_known(transfer: Transfer) -> bool:
+        """Whether its read may begin without a claim. One that is planned for long is claimed meanwhile."""
+        return transfer.is_stamped and transfer.view.same_host and not transfer.pull.hold and not transfer.is_large
+
+    def leave(self, pull: Pull) -> None:
+        """Tells the producers of a pull that was cancelled before it could begin that its reader will not come."""
+        for transfer in pull.transfers:
+            self._step(transfer, Event.LEFT)
+
     def stop(self, pull: Pull) -> None:
         """Ends the transfers of a pull that has ended."""
         for transfer in pull.transfers:
-            self._step(transfer, Event.STOP)
+            early = transfer.state in (State.CLAIMING, State.FENCING) and self._left_early(transfer)
+            self._step(transfer, Event.LEFT if early else Event.STOP)
+
+    @staticmethod
+    def _left_early(transfer: Transfer) -> bool:
+        """Whether its reader will not come, and the producer perhaps knows no claim that could be released."""
+        return transfer.pull.state in WAS_CANCELLED and not transfer.granted
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""
@@ -120,10 +143,10 @@ class Transfers(Component):
             case Grant():
                 self._granted(transfer, reply)
             case Held():
-                if transfer.state in (State.FENCING, State.SETTLING):
+                if transfer.state is State.FENCING or transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
             case Settled():
-                if transfer.state is State.SETTLING:
+                if transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
             case Refuse() | Broken():
                 self._refused(transfer, error_from_code(reply.code, reply.text))
@@ -174,14 +197,22 @@ class Transfers(Component):
                 transfer.early_grant = grant
                 self._context.handshake.tell(NeedPeer(transfer.address, stale=True))
                 return
-            transfer.plan()
+            planned = self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return
         transfer.early_grant = None
         transfer.granted = True
         transfer.generation = grant.generation
-        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED)
+        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED if planned else Event.UNPLANNED)
+
+    def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
+        if isinstance(result, KvdError):
+            self._fail(transfer, result)
+            return
+        transfer.descriptors = result
+        if transfer.state is State.PLANNING:
+            self._step(transfer, Event.PLANNED)
 
     def learned(self, address: str) -> None:
         """Uses the grants of this peer's pools that were not known before the peer told about them."""
@@ -204,6 +235,7 @@ class Transfers(Component):
         if pool is None or (view.incarnation, pool.epoch) != (grant.incarnation, grant.epoch):
             return False
         transfer.descriptors = None
+        self._plans.drop(transfer)
         pull.views[rank.address] = view
         sources = {source.rank: source for source in self._producers.sources(pull)}
         transfer.source = sources.get(transfer.source.rank, transfer.source)
@@ -218,7 +250,7 @@ class Transfers(Component):
         read = transfer.plan()
         self._context.loop.call_soon(self._count, event.seconds, read.bytes, read.count)
         stamped = transfer.stamp and event.stamp == transfer.stamp
-        self._step(transfer, Event.STAMPED if stamped else Event.LANDED)
+        self._read_ended(transfer, Event.STAMPED if stamped else Event.LANDED)
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
         metrics = self._context.metrics
@@ -232,10 +264,14 @@ class Transfers(Component):
         transfer = self._open[event.read]
         if event.unproven:
             transfer.granted = False  # what is granted now is read without looking
-            self._step(transfer, Event.UNPROVEN)
+            self._read_ended(transfer, Event.UNPROVEN)
             return
         self._context.metrics.reads_failed.inc()
-        self._step(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+        self._read_ended(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+
+    def _read_ended(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
+        early = transfer.state is State.DRAINING and self._left_early(transfer)
+        self._step(transfer, Event.LEFT if early else event, error)
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
@@ -245,10 +281,14 @@ class Transfers(Component):
         if step.state is not before:
             if (event, step.state) != (Event.STOP, State.DRAINING):  # its claim must last as long as its read
                 self._requests.answered(transfer)
+            if transfer.planning is not None and step.state is not State.PLANNING:
+                self._plans.drop(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
         for effect in step.effects:
             self._effects.put(self._carry_out, effect, transfer, error)
+        if before is State.LEAVING:
+            self._leaving.discard(transfer, transfer.pull.pool.id)
         if step.state in machine.TABLE.final:
             self._open.pop(transfer.number, None)
         self._tell_reads(transfer.pull, before, step.state)
@@ -265,13 +305,16 @@ class Transfers(Component):
         match effect:
             case Effect.CLAIM:
                 self._requests.claim(transfer)
-                self._effects.put(self._plan, transfer)  # while the claims are on their way, those of the others too
+                self._effects.put(self._plan_claimed, transfer)  # while all claims of the pull are on their way
             case Effect.READ:
                 self._read(transfer)
             case Effect.FENCE:
                 self._requests.fence(transfer)
             case Effect.SETTLE:
                 self._requests.settle_soon(transfer)
+                if transfer.state is State.LEAVING:
+                    pull = transfer.pull
+                    self._leaving.add(transfer, pull.pool.id, pull.ticket_bytes // len(pull.transfers))
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:
@@ -286,14 +329,17 @@ class Transfers(Component):
         if all(transfer.state in machine.PROVEN for transfer in pull.transfers):
             self._step_pull(pull, PullEvent.PROVEN, None)
 
+    def _plan_claimed(self, transfer: Transfer) -> None:
+        if transfer.state is State.CLAIMING:
+            self._plan(transfer)
+
     def _plan(self, transfer: Transfer) -> bool:
-        """Whether its read could be planned; its pull has failed if not."""
+        """Whether its read is planned; if not, it will be, or its pull has failed."""
         try:
-            transfer.plan()
+            return self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return False
-        return True
 
     def _fail(self, transfer: Transfer, error: KvdError) -> None:
         """Fails the pull, which stops all its transfers."""

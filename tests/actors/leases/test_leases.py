@@ -244,6 +244,123 @@ def test_a_claim_that_is_let_go_waits_no_more(stage):
     assert stage.answers == []
 
 
+def cancelled_early(stage, number=1, **which):
+    assert stage.asked_by_peer(claim(number, **which)) == []
+    assert stage.asked_by_peer(Release(number, finished=True)) == []
+
+
+def test_the_reader_of_a_claim_that_was_cancelled_before_its_offer_has_finished_when_the_offer_comes(stage):
+    cancelled_early(stage)
+    stage.run(1.0)
+    stage.offer()
+    assert released(stage) == [("o", "read")]
+    assert stage.answers == []
+    assert not stage.context.leases._claims._records
+    assert stage.context.leases._claims._held == 0
+
+
+def will_not_come(number=1, **which):
+    return Settle((Fence(number, 0, claim(number, **which)),))
+
+
+@pytest.mark.parametrize("before", [(), (claim(),)], ids=["unheard", "claimed"])
+@pytest.mark.parametrize("offered", [False, True])
+def test_a_reader_that_settles_because_it_will_not_come_has_finished_when_its_offer_is_there(stage, before, offered):
+    if offered:
+        stage.offer()
+    for ask in before:
+        stage.asked_by_peer(ask)
+    for _ in range(2):
+        assert stage.asked_by_peer(will_not_come()) == [Settled((1,))]
+    if not offered:
+        assert released(stage) == []
+        stage.offer()
+    assert released(stage) == [("o", "read")]
+    assert stage.asked_by_peer(will_not_come()) == [Settled((1,))]
+    assert not stage.context.leases._claims._records
+    assert stage.context.leases._claims._held == 0
+
+
+def test_a_reader_that_will_not_come_is_counted_once_however_often_it_says_so(stage):
+    stage.offer(consumers=2)
+    for number in (1, 1, 2):
+        assert stage.asked_by_peer(will_not_come(number)) == [Settled((number,))]
+    assert released(stage) == []
+    assert stage.asked_by_peer(will_not_come(3, consumer="another")) == [Settled((3,))]
+    assert released(stage) == [("o", "read")]
+
+
+def test_who_says_that_it_will_not_come_must_show_the_ticket(stage):
+    [offered] = stage.offer()
+    [rank] = ticket.decode(offered.ticket).ranks
+    for wrong in ({"secret": bytes(16)}, {"generation": rank.generation + 1}, {"blocks": (0, 2)}):
+        assert stage.asked_by_peer(will_not_come(**wrong)) == [Settled((1,))]
+    assert stage.asked_by_peer(Settle((Fence(1, 0),))) == [Settled((1,))]
+    assert released(stage) == []
+    assert not stage.context.leases._claims._records
+
+
+def test_each_reader_that_left_before_the_offer_counts_as_one_of_its_consumer(stage):
+    cancelled_early(stage, 1, reader=0, readers=2)
+    stage.offer()
+    assert released(stage) == []
+    [grant] = stage.asked_by_peer(claim(2, reader=1, readers=2))
+    assert stage.asked_by_peer(Fence(2, grant.generation)) == [Held(2)]
+    assert released(stage) == [("o", "read")]
+
+
+def test_a_consumer_that_waits_is_served_though_another_left_before_the_offer(stage):
+    cancelled_early(stage, 1, consumer="A")
+    stage.asked_by_peer(claim(2, consumer="B"))
+    stage.offer()
+    [(_, grant)] = stage.answers
+    assert (type(grant), grant.claim) == (Grant, 2)
+    assert released(stage) == []
+    assert stage.asked_by_peer(Fence(2, grant.generation)) == [Held(2)]
+    assert released(stage) == [("o", "read")]
+
+
+def test_who_leaves_before_the_offer_without_its_secret_ends_nothing_and_gets_no_answer(stage):
+    cancelled_early(stage, secret=bytes(16))
+    stage.offer()
+    stage.run(5.0)
+    assert (released(stage), stage.answers) == ([], [])
+    assert not stage.context.leases._claims._records
+
+
+@pytest.mark.parametrize("more", [Release(1, finished=True), Release(1, finished=False), claim()])
+def test_a_claim_that_was_cancelled_early_waits_no_longer_for_what_comes_again(stage, more):
+    cancelled_early(stage)
+    for _ in range(3):
+        stage.run(0.5)
+        assert stage.asked_by_peer(more) == []
+    assert len(stage.context.leases._claims._waiting) == 1
+    stage.run(0.6)
+    assert not stage.context.leases._claims._records
+    assert len(stage.context.leases._claims._waiting) == 0
+    stage.offer()
+    stage.run(1.0)
+    assert (released(stage), stage.answers) == ([], [])
+
+
+def test_claims_that_were_cancelled_early_have_their_share_of_those_that_wait(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 2)
+    for number in (1, 2):
+        cancelled_early(stage, number, offer=f"o{number}")
+    [refuse] = stage.asked_by_peer(claim(3, offer="o3"))
+    assert refuse.code == ErrorCode.OVERLOADED
+    stage.offer("o1")
+    assert stage.asked_by_peer(claim(4, offer="o3")) == []
+
+
+def test_claims_that_were_cancelled_early_end_when_the_drain_begins(stage):
+    cancelled_early(stage)
+    stage.context.leases.tell(Drain())
+    stage.run(5.0)
+    assert stage.answers == []
+    assert not stage.context.leases._claims._records
+
+
 @pytest.mark.parametrize(
     ("asked", "code"),
     [

@@ -21,16 +21,16 @@ from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Freed
 from kvd.transport.interface import Landed, ReadFailed
 from tests.actors.scheduler.pulling import outcome, start_reading
-from tests.actors.stage import PEER_STAMPS, SECRET, ids, welcome_of
+from tests.actors.stage import PEER_STAMPS, SECRET, Stage, ids, welcome_of
 
 WORD = 3
 CONTENT = proof(SECRET, "there", "o", 4, (Span(0, 0, ids(0, 1)),))
 STAMP = stamp(SECRET, 9, CONTENT, epoch=1)
 
 
-def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5):
+def known_ticket(epoch=1, generation=9, word=WORD, incarnation=5, blocks=(0, 1)):
     rank = TicketRank("peer", "tcp://peer:1", incarnation, "there", "o", 0, SECRET, generation, epoch, word)
-    return Ticket(4, (rank,), ((Span(0, 0, ids(0, 1)),),)).encode()
+    return Ticket(4, (rank,), ((Span(0, 0, ids(*blocks)),),)).encode()
 
 
 def read_once(stage, same_host=True):
@@ -113,6 +113,55 @@ def test_a_pull_that_is_cancelled_before_the_stamp_was_looked_for_claims_nothing
     unproven(stage, 2)
     assert len(stage.asks(Claim)) == 1
     assert stage.notified[1:] == [Cancelled("q", quarantined=True), Freed("q")]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Landed(2, 0.01, stamp=STAMP),
+        Landed(2, 0.01),
+        ReadFailed(2, "given up"),
+        ReadFailed(2, "no stamp", unproven=True),
+    ],
+    ids=["stamped", "landed", "broke", "unproven"],
+)
+def test_the_producer_hears_of_a_cancelled_read_that_needed_no_claim_until_it_has_answered(stage, end):
+    read_at_once(stage)
+    stage.request(Cancel(9, "q"))
+    stage.run(0.1)
+    assert stage.asks(Settle) == []
+    stage.transport_says(end)
+    assert stage.notified[1:] == [Cancelled("q", quarantined=True), Freed("q")]
+    stage.run(0.1)
+    [settle] = stage.asks(Settle)
+    [fence] = settle.fences
+    assert (fence.claim, fence.generation, fence.unclaimed.offer, fence.unclaimed.consumer) == (2, 0, "o", "q")
+    stage.run(0.6)
+    assert stage.asks(Settle) == [settle, settle]
+    stage.peer_says(Settled((2,)))
+    stage.run(1.2)
+    assert stage.asks(Settle) == [settle, settle]
+    assert stage.asks(Claim)[1:] == stage.asks(Release) == []
+    assert len(stage.context.scheduler._transfers) == 0
+
+
+def test_a_producer_that_never_answers_is_no_longer_told_of_a_cancelled_read():
+    stage = Stage(claim_ttl=3.0, retry=0.5, tombstone=2.0)
+    stage.attach()
+    read_at_once(stage)
+    stage.request(Cancel(9, "q"))
+    stage.read_failed(2)
+    for _ in range(3):
+        stage.pongs(5)
+    assert len(stage.context.scheduler._transfers) == 0
+
+
+def test_a_read_that_fails_says_nothing_of_its_reader_which_may_come_again(stage):
+    read_at_once(stage)
+    stage.read_failed(2)
+    stage.run(1.0)
+    assert isinstance(stage.notified[-1], Failed)
+    assert stage.asks(Settle) == []
 
 
 def test_a_stamp_that_was_found_after_the_last_byte_is_the_proof(stage):

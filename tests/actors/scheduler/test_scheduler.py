@@ -4,7 +4,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.pools.messages import RenewPool
-from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.messages import Drain, Quiesce, Stop
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import (
     Broken,
@@ -170,6 +170,20 @@ def test_blocks_that_a_pull_writes_to_are_not_offered_until_nothing_writes_to_th
     stage.read_failed(1)
     [offered] = stage.offer(blocks=(1, 2))
     assert isinstance(offered, Offered)
+
+
+def test_a_pool_that_quiesces_takes_no_pull_while_one_that_has_ended_may_still_write_to_it(stage):
+    start_reading(stage)
+    pool = stage.context.scheduler._pulls["w", "p"].pool
+    stage.context.scheduler.tell(Quiesce(pool))
+    stage.run()
+    assert outcome(stage) == Cancelled("p", quarantined=True)
+    [refused] = stage.pull("q", blocks=(4, 5))
+    assert (refused.code, refused.text) == (ErrorCode.WRONG_STATE, "the pool 'w' is being given back")
+    stage.read_failed(1)
+    assert stage.context.scheduler._targets.is_quiet(pool.id)
+    [refused] = stage.pull("q", blocks=(4, 5))
+    assert refused.code == ErrorCode.WRONG_STATE
 
 
 def test_a_block_named_twice_is_refused(stage):

@@ -23,6 +23,9 @@ MAX_TOKENS = 12
 _BRIEF = 0.15
 """Seconds that a brief offer lasts unless it is claimed; a slow read takes longer."""
 
+_EARLY = 0.03
+"""Seconds within which a pull is cancelled that is to be: claims, handshakes and stamped reads take as long."""
+
 _HELD = 4
 """One in so many pulls has its offer held from before it until its end."""
 
@@ -64,6 +67,8 @@ class Sequence:
     calm: bool
     """It has all the time it needs and is not cancelled: without a fault it is done."""
     began: float
+    cancelled: bool = False
+    """Its pulls are cancelled soon after they began, which ends its offers."""
     brief: bool = False
     """Offered so briefly that no message may be lost or late."""
     tickets: dict[int, str] = field(default_factory=dict)
@@ -103,7 +108,7 @@ class Router:
         self.engines = engines
         self.sequences = 0
         self.outcomes: dict[str, int] = {}
-        """How many pulls ended how."""
+        """How many pulls ended how, but for those that were made to be cancelled."""
         self.on_pull: Callable[[Sequence, Worker, str], None] = lambda _sequence, _worker, _request: None
         """Called for each pull that was sent."""
         self._alive: list[Sequence] = []
@@ -121,12 +126,20 @@ class Router:
             return None
         return self._begin(source, target, calm, self._earlier(source))
 
+    def begin_cancelled(self, source: Engine, target: Engine) -> Sequence | None:
+        """Prefills a sequence whose pulls are cancelled at once; None if an engine is not ready."""
+        if not source.ready or not target.ready:
+            return None
+        return self._begin(source, target, True, None, cancelled=True)
+
     def begin_again(self, sequence: Sequence) -> None:
         """Prefills another sequence under the name of one that is offered no more."""
         if sequence.source.ready and sequence.target.ready and self._is_over(sequence):
             self._begin(sequence.source, sequence.target, False, sequence)
 
-    def _begin(self, source: Engine, target: Engine, calm: bool, earlier: Sequence | None) -> Sequence:
+    def _begin(
+        self, source: Engine, target: Engine, calm: bool, earlier: Sequence | None, *, cancelled: bool = False
+    ) -> Sequence:
         rng = self.world.rng
         self.sequences += 1
         sequence = Sequence(
@@ -140,9 +153,10 @@ class Router:
             tries=0 if calm else rng.randrange(3),
             calm=calm,
             began=self.world.loop.now,
+            cancelled=cancelled,
         )
         self._alive.append(sequence)
-        brief = calm and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
+        brief = calm and not cancelled and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
         sequence.brief = brief
         ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
@@ -184,7 +198,7 @@ class Router:
         if blocks is None:
             return
         run = worker.runs
-        late = not sequence.calm and self.world.chance(0.3)
+        late = (sequence.cancelled or not sequence.calm) and self.world.chance(0.3)
         secret = like[1] if like and not late else _secret(f"{sequence.name} {worker.process.name}")
         if not late:
             sequence.offered[rank] = (blocks, secret)
@@ -273,6 +287,8 @@ class Router:
             worker.give_back(blocks)
             return
         self.on_pull(sequence, worker, request)
+        if sequence.cancelled:
+            worker.process.call_later(self.world.rng.random() * _EARLY, worker.cancel, request)
         if attempt % 10 <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
 
@@ -309,8 +325,9 @@ class Router:
             self._pull(sequence, worker, joined, attempt + 1)
 
     def _ended(self, request: str, outcome: str) -> None:
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         sequence, worker = self._by_request[request]
+        if not sequence.cancelled:
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if outcome == "done":
             sequence.done.add(worker)
 

@@ -1,0 +1,200 @@
+"""Large plans leave the loop: everybody else's pulls go on, and what changes meanwhile is noticed."""
+
+from collections import deque
+
+import pytest
+
+from kvd import limits
+from kvd.actors.runtime.messages import Quiesce
+from kvd.errors import BadRequest, ErrorCode
+from kvd.plan import Planner, route
+from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Release, Renew
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Pull
+from tests.actors.scheduler.pulling import outcome
+from tests.actors.scheduler.test_same_host_reads import known_ticket, read_once
+from tests.actors.stage import CACHE, Stage, ids, make_ticket, welcome_of
+
+BIG = (2, 3, 4, 5)
+BIG_TICKET = make_ticket(blocks=BIG)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A stage on which plans of more than two blocks are large; `works` has those that threads were given."""
+    stage = Stage(claim_ttl=3.0, retry=0.5)
+    stage.attach()
+    transfers = stage.context.scheduler._transfers
+    stage.works = deque()
+    transfers._plans._background = lambda work, done: stage.works.append((work, done))
+    planner = Planner(CACHE.spec, CACHE.spec, route([CACHE.spec], CACHE.spec).shares[0])
+    monkeypatch.setattr(limits, "MAX_PLANNED_AT_ONCE", planner.most(2))
+    return stage
+
+
+def pull_big(stage, name="p", session=b"\1" * 16, blocks=BIG):
+    assert stage.request(Pull(2, name, BIG_TICKET, (Span(0, 0, ids(*blocks)),), 5.0), session) == []
+
+
+def make_plan(stage):
+    """A thread makes the plan that was begun first."""
+    work, done = stage.works.popleft()
+    try:
+        result = work()
+    except BadRequest as error:
+        result = error
+    done(result)
+    stage.run()
+
+
+def plans(stage):
+    return stage.context.scheduler._transfers._plans
+
+
+def is_idle(stage):
+    return not stage.works and not plans(stage)._queued and not plans(stage)._running
+
+
+def test_a_read_begins_once_its_plan_is_made_and_its_claim_is_renewed_until_then(stage):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    assert stage.reads == []
+    for _ in range(3):
+        stage.pongs(5)
+    assert len(stage.asks(Claim)) == 1
+    assert len(stage.asks(Renew)) >= 2
+    make_plan(stage)
+    [read] = stage.reads
+    assert read.descriptors.count > 0
+    stage.landed(1)
+    assert stage.asks(Fence) == [Fence(1, 7)]
+    stage.peer_says(Held(1))
+    assert outcome(stage) == Done("p")
+    assert is_idle(stage)
+
+
+def test_a_plan_that_is_made_before_the_grant_is_used_with_it(stage):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    make_plan(stage)
+    assert stage.reads == []
+    stage.peer_says(Grant(1, 7, 1, 5))
+    assert len(stage.reads) == 1
+    assert stage.works == deque()
+
+
+def test_a_small_pull_of_another_worker_is_done_while_a_large_plan_is_made(stage):
+    stage.attach("v", connection=2)
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    assert len(stage.works) == 1
+    assert stage.request(Pull(2, "q", make_ticket(), (Span(0, 0, ids(2, 3)),), 5.0), b"\2" * 16) == []
+    stage.peer_says(Grant(2, 7, 1, 5))
+    stage.landed(2)
+    stage.peer_says(Held(2))
+    assert outcome(stage) == Done("q")
+    assert len(stage.works) == 1
+    make_plan(stage)
+    assert [read.read for read in stage.reads] == [2, 1]
+
+
+def test_a_worker_has_one_thread_at_a_time_and_workers_take_turns(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PLANS", 2)
+    for number, name in enumerate(("v", "u"), 2):
+        stage.attach(name, connection=number)
+    stage.pull("first", blocks=())
+    stage.peer_says(welcome_of())
+    for session, name in ((1, "w1"), (1, "w2"), (2, "v1"), (2, "v2"), (3, "u1")):
+        spans = (Span(0, 0, ids(*BIG) if name[1] == "1" else ids(0, 1, 6)),)
+        assert stage.request(Pull(2, name, BIG_TICKET, spans, 5.0), bytes([session]) * 16) == []
+    begun = []
+    while stage.works:
+        pulls = [done.args[1].pull.key for _, done in stage.works]
+        assert len(pulls) == len({worker for worker, _ in pulls}) <= 2
+        begun += [name for _, name in pulls if name not in begun]
+        make_plan(stage)
+    assert begun == ["w1", "v1", "w2", "v2", "u1"]
+    assert is_idle(stage)
+
+
+def test_a_pull_that_is_cancelled_while_it_is_planned_ends_at_once_and_its_plan_is_dropped(stage):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    stage.request(Cancel(9, "p"))
+    assert outcome(stage) == Cancelled("p", quarantined=False)
+    assert stage.asks(Release) == [Release(1, finished=True)]
+    make_plan(stage)
+    assert stage.reads == []
+    assert is_idle(stage)
+
+
+def test_a_plan_that_waits_for_its_turn_is_not_made_once_its_pull_has_ended(stage):
+    pull_big(stage, "p", blocks=(2, 3, 4))
+    pull_big(stage, "q", blocks=(5, 6, 7))
+    stage.peer_says(welcome_of())
+    assert len(stage.works) == 1
+    stage.request(Cancel(9, "q"))
+    assert plans(stage)._queued == {}
+    make_plan(stage)
+    assert is_idle(stage)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_lease_that_ends_while_its_read_is_planned_fails_the_pull(stage, granted):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    if granted:
+        stage.peer_says(Grant(1, 7, 1, 5))
+    stage.peer_says(Broken((1,), "lease_broken", "gone"))
+    assert outcome(stage) == Failed("p", "lease_broken", "gone", quarantined=False)
+    make_plan(stage)
+    assert stage.reads == []
+    assert is_idle(stage)
+
+
+def test_a_pool_that_ends_does_not_wait_for_the_plan_of_a_pull_into_it(stage):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    pool = stage.context.scheduler._pulls["w", "p"].pool
+    stage.context.scheduler.tell(Quiesce(pool, force=True, why="it ends"))
+    stage.run()
+    assert outcome(stage).code == ErrorCode.POOL_BUSY
+    assert stage.context.scheduler._targets.is_quiet(pool.id)
+    make_plan(stage)
+    assert stage.reads == []
+
+
+def test_what_cannot_be_planned_fails_its_pull(stage):
+    spans = (Span(0, 0, ids(2, 3, 4, 5)),)
+    stage.request(Pull(2, "p", make_ticket(blocks=(0, 1, 99, 2)), spans, 5.0))
+    stage.peer_says(welcome_of())
+    assert stage.notified == []
+    make_plan(stage)
+    assert outcome(stage).code == ErrorCode.BAD_BLOCKS
+
+
+def test_a_grant_of_another_epoch_is_read_by_a_plan_of_its_own(stage):
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 2, 5))  # the pool was registered anew
+    stage.peer_says(welcome_of(epoch=2))
+    make_plan(stage)
+    assert stage.reads == []
+    make_plan(stage)
+    assert len(stage.reads) == 1
+    assert is_idle(stage)
+
+
+def test_a_large_read_of_a_lease_that_the_ticket_names_is_claimed_while_it_is_planned(stage):
+    read_once(stage)
+    whole = known_ticket(blocks=BIG)
+    stage.request(Pull(2, "q", whole, (Span(0, 0, ids(4, 5, 6, 7)),), 5.0))
+    assert [claim.claim for claim in stage.asks(Claim)] == [1, 2]
+    stage.peer_says(Grant(2, 9, 1, 5))
+    assert len(stage.reads) == 1
+    make_plan(stage)
+    assert [read.expected for read in stage.reads] == [0, 0]
