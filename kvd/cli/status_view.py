@@ -90,6 +90,8 @@ def _counts(status: StatusReport) -> Table:
     states = ", ".join(f"{count} {state}" for state, count in pulls.transfers.items()) or "no transfers"
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
     table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
+    held = ", ".join(f"{count} {state}" for state, count in (leases.blocks | pulls.blocks).items() if count)
+    table.add_row("[bold]blocks[/]", held or "none held")
     totals = status.totals
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")

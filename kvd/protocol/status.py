@@ -29,21 +29,26 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):
-    """Active offers, how many are claimed, and claims that wait for an offer."""
+    """Active offers, how many are claimed, and claims that wait for an offer; `blocks` by what they stand for."""
 
     active: int
     claimed: int
     claims_held: int
     claims_waiting: int
+    blocks: dict[str, int] = {}
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to."""
+    """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to.
+
+    `blocks` are those of pulls by what they stand for, `busy_blocks` those of each worker.
+    """
 
     pulls: int
     transfers: dict[str, int]
     quarantined: int
     busy_blocks: dict[str, int]
+    blocks: dict[str, int] = {}
 
 
 class LogStatus(msgspec.Struct, frozen=True):

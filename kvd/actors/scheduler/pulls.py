@@ -3,6 +3,7 @@
 from msgspec import Struct, field
 
 from kvd import limits
+from kvd.actors.runtime.blocks import Size
 from kvd.actors.runtime.messages import PeerView, Pool
 from kvd.actors.runtime.spans import PullSpan, TransferSpan
 from kvd.actors.scheduler.routes import Source, plan_read
@@ -109,6 +110,8 @@ class Pull(Struct, eq=False):
     """Addresses of the daemons that were ready when it came, and have not been asked for their pools since."""
     hold: bool
     """It only holds its leases."""
+    size: Size
+    """Of the blocks that are to be filled."""
     state: pull_machine.State = pull_machine.TABLE.initial
     lookups: int = 0
     """How often daemons were asked again because of pools that they had not named."""
