@@ -65,6 +65,9 @@ class Metrics:
         )
         self.peer_paths = gauge("kvd_peer_paths", "Peers that this daemon reads from, by the kind of path.", "kind")
         self.peers_slow = gauge("kvd_peers_slow", "Peers whose path is slower than the hardware allows.")
+        self.peers_unreached = gauge(
+            "kvd_peers_unreached", "Peers that answer messages and whose memory the transport does not reach."
+        )
         self.slow_paths = counter(
             "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
         )

@@ -74,7 +74,10 @@ def _peers(peers: list[PeerStatus]) -> Table:
         path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
         heard = f"{peer.silent_seconds:.1f} s ago"
         table.add_row(escape(peer.daemon or "?"), escape(peer.address), state, path, escape(peer.path or "-"), heard)
-        if note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
+        if peer.unreached_seconds is not None:
+            text = f"its memory has not been reached for {peer.unreached_seconds:.0f} s: {peer.last_loss}"
+            table.add_row("", "", "", f"[red]{escape(text)}[/]")
+        elif note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
             table.add_row("", "", "", f"[red]{escape(note)}[/]")
     return table
 

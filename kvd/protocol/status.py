@@ -17,7 +17,10 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A peer that the daemon connects to; `path` names the transports of its bytes, `slow` why they are slow."""
+    """A peer that the daemon connects to; `path` names the transports of its bytes, `slow` why they are slow.
+
+    `unreached_seconds` is for how long the transport has not reached its memory; None if it does, or has not tried.
+    """
 
     address: str
     daemon: str | None
@@ -26,6 +29,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     path: str = ""
     slow: str | None = None
     last_loss: str = ""
+    unreached_seconds: float | None = None
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):

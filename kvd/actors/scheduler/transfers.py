@@ -23,7 +23,6 @@ from kvd.actors.scheduler.routes import Source
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code
 from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
 from kvd.state import transfer as machine
-from kvd.state.pull import WAS_CANCELLED
 from kvd.state.pull import Event as PullEvent
 from kvd.state.transfer import Effect, Event, State
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
@@ -243,7 +242,7 @@ class Transfers(Component):
         before, step = transfer.state, machine.TABLE.step(transfer.state, event)
         transfer.state = step.state
         if step.state is not before:
-            if (event, step.state) != (Event.STOP, State.DRAINING):  # its claim must last as long as its read
+            if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
@@ -275,8 +274,7 @@ class Transfers(Component):
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:
-                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-                self._requests.release(transfer, finished=transfer.pull.state in WAS_CANCELLED)
+                self._requests.release(transfer)
             case Effect.FAIL:
                 self._step_pull(transfer.pull, PullEvent.FAIL, error)
             case Effect.CONTRIBUTE:
