@@ -37,6 +37,13 @@ class Metrics:
             "kvd_offers_total", "Offers that ended, by reason (read, expired, withdrawn, shutdown).", "reason"
         )
         self.leases_active = gauge("kvd_leases_active", "Offers whose blocks are held for consumers.")
+        self.held_blocks = gauge(
+            "kvd_held_blocks",
+            "Blocks of workers that nothing else may use, by what they stand for (offered, claimed, overdue, pulling, "
+            "quarantined); a block counts once for each offer or pull that names it.",
+            "state",
+        )
+        self.held_bytes = gauge("kvd_held_bytes", "Bytes of these blocks.", "state")
         self.claims = counter("kvd_claims_total", "Claims of peers, by answer (granted, refused).", "answer")
         self.claims_active = gauge("kvd_claims_active", "Claims of peers in force.")
         self.wrong_proofs = counter(
@@ -58,6 +65,9 @@ class Metrics:
         )
         self.peer_paths = gauge("kvd_peer_paths", "Peers that this daemon reads from, by the kind of path.", "kind")
         self.peers_slow = gauge("kvd_peers_slow", "Peers whose path is slower than the hardware allows.")
+        self.peers_unreached = gauge(
+            "kvd_peers_unreached", "Peers that answer messages and whose memory the transport does not reach."
+        )
         self.slow_paths = counter(
             "kvd_slow_paths_total", "Times that a peer was reached over a slower path than the hardware allows.", "kind"
         )

@@ -28,10 +28,13 @@ def why_not() -> str | None:
 
 
 class Host:
-    """One namespace with an interface `eth0`. `within` is the command prefix that runs a command there."""
+    """One namespace with an interface `eth0`. `within` is the command prefix that runs a command there.
 
-    def __init__(self, switch: str, name: str, address: str) -> None:
-        self.name, self.address = name, address
+    If it has a `data_address`, `eth1` is on a network of its own.
+    """
+
+    def __init__(self, switch: str, name: str, address: str, data_address: str = "") -> None:
+        self.name, self.address, self.data_address = name, address, data_address
         self.namespace = f"kvd-{os.getpid()}-{name}"
         self._boot_id = Path(tempfile.gettempdir(), f"{self.namespace}.boot_id")
         own_boot = f'mount --bind {self._boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
@@ -45,13 +48,20 @@ class Host:
         """Makes the namespace and plugs it into the switch. Its kernel calls itself another one than ours."""
         self._boot_id.write_text(f"{uuid.uuid4()}\n")
         _run("ip", "netns", "add", self.namespace)
-        _run(
-            "ip", "-n", self._switch, "link", "add", self.name, "type", "veth", "peer", "eth0", "netns", self.namespace
-        )
-        _run("ip", "-n", self._switch, "link", "set", self.name, "master", "bridge", "up")
-        _run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            _run("ip", "-n", self.namespace, "link", "set", device, "up")
+        _run("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        self._connect(self.name, "bridge", "eth0", self.address)
+        if self.data_address:
+            self._connect(self._data_link, "data", "eth1", self.data_address)
+
+    def _connect(self, link: str, bridge: str, device: str, address: str) -> None:
+        _run("ip", "-n", self._switch, "link", "add", link, "type", "veth", "peer", device, "netns", self.namespace)
+        _run("ip", "-n", self._switch, "link", "set", link, "master", bridge, "up")
+        _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", device)
+        _run("ip", "-n", self.namespace, "link", "set", device, "up")
+
+    @property
+    def _data_link(self) -> str:
+        return f"{self.name}-data"
 
     def remove(self) -> None:
         """Removes the namespace, if it was made."""
@@ -64,16 +74,20 @@ class Host:
         _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", "eth0")
         self.address = address
 
+    @property
+    def _sends_data_by(self) -> str:
+        return "eth1" if self.data_address else "eth0"
+
     def throttle(self, megabits: int) -> None:
-        """Limits what it sends to `megabits` per second."""
+        """Limits the data that it sends to `megabits` per second."""
         token = ["tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
-        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", *token)
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", self._sends_data_by, "root", *token)
         self._throttled = True
 
     def unthrottle(self) -> None:
         """Removes the limit, if there is one."""
         if self._throttled:
-            _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", "eth0", "root")
+            _run("tc", "-n", self.namespace, "qdisc", "delete", "dev", self._sends_data_by, "root")
         self._throttled = False
 
     def unplug(self) -> None:
@@ -83,6 +97,14 @@ class Host:
     def plug(self) -> None:
         """Puts the cable back."""
         _run("ip", "-n", self._switch, "link", "set", self.name, "up")
+
+    def unplug_data(self) -> None:
+        """Pulls the cable of its network for data alone."""
+        _run("ip", "-n", self._switch, "link", "set", self._data_link, "down")
+
+    def plug_data(self) -> None:
+        """Puts that cable back."""
+        _run("ip", "-n", self._switch, "link", "set", self._data_link, "up")
 
     def mute(self, *others: "Host") -> None:
         """Loses silently what it sends to the others; what they send arrives."""
@@ -98,16 +120,20 @@ class Host:
 
 
 class Hosts:
-    """Hosts with these names on one network, 10.77.0.0/24."""
+    """Hosts with these names on one network, 10.77.0.0/24; with `data` on a second one, 10.78.0.0/24, too."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, data: bool = False) -> None:
         self._switch = f"kvd-{os.getpid()}-switch"
-        self.hosts = [Host(self._switch, name, f"10.77.0.{number}") for number, name in enumerate(names, 1)]
+        self.hosts = [
+            Host(self._switch, name, f"10.77.0.{number}", f"10.78.0.{number}" if data else "")
+            for number, name in enumerate(names, 1)
+        ]
 
     def __enter__(self) -> list[Host]:
         try:
             _run("ip", "netns", "add", self._switch)
-            _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+            for bridge in ("bridge", "data"):
+                _run("ip", "-n", self._switch, "link", "add", bridge, "up", "type", "bridge")
             for host in self.hosts:
                 host.connect()
         except BaseException:

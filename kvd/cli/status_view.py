@@ -74,7 +74,10 @@ def _peers(peers: list[PeerStatus]) -> Table:
         path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
         heard = f"{peer.silent_seconds:.1f} s ago"
         table.add_row(escape(peer.daemon or "?"), escape(peer.address), state, path, escape(peer.path or "-"), heard)
-        if note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
+        if peer.unreached_seconds is not None:
+            text = f"its memory has not been reached for {peer.unreached_seconds:.0f} s: {peer.last_loss}"
+            table.add_row("", "", "", f"[red]{escape(text)}[/]")
+        elif note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
             table.add_row("", "", "", f"[red]{escape(note)}[/]")
     return table
 
@@ -90,6 +93,8 @@ def _counts(status: StatusReport) -> Table:
     states = ", ".join(f"{count} {state}" for state, count in pulls.transfers.items()) or "no transfers"
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
     table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
+    held = ", ".join(f"{count} {state}" for state, count in (leases.blocks | pulls.blocks).items() if count)
+    table.add_row("[bold]blocks[/]", held or "none held")
     totals = status.totals
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")

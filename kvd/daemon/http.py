@@ -160,7 +160,8 @@ class HttpServer:
             return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, why)
         if path == b"/readyz":
             reasons = self._health.reasons
-            text = "".join(f"{name}: {reason}\n" for name, reason in sorted(reasons.items())) or "ready\n"
+            lines = [f"{name}: {reason}" for name, reason in sorted(reasons.items())] or ["ready"]
+            text = "\n".join((*lines, *self._health.notes(limits.MAX_REPORTED_PEERS), ""))
             return _Answer(HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, text.encode())
         return _Answer(HTTPStatus.NOT_FOUND, b"paths: /metrics, /livez, /readyz\n")
 

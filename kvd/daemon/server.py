@@ -191,6 +191,7 @@ class Daemon:
             metrics=self.metrics,
             supervisor=LoggingSupervisor(self.metrics, self.fail),
             condition=self.health.set,
+            note=self.health.note,
             idle=self._is_idle,
             spans=self._traces,
         )

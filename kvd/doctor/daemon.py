@@ -15,11 +15,15 @@ from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
 from kvd.net.unix import Credentials, credentials
 from kvd.protocol.address import POOLS
-from kvd.protocol.status import decode
+from kvd.protocol.status import PeerStatus, decode
 
 _SAME_USER: Final = (
     "nothing, where they trust each other; else run each as a user of its own, with keys "
     "(docs/security.md, Within a host)"
+)
+_UNREACHED: Final = (
+    "if it was heard just now, the network of the data has failed: look at that of `unprotected_transport` on both "
+    "hosts, its link, routes and firewall (`transport_ports`); else the host or its daemon"
 )
 _SLOW: Final = "mend what it names, on both sides (`kvd doctor` there says more), and restart one of the two daemons"
 
@@ -47,12 +51,19 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
+    findings.extend(_unreached(peer) for peer in status.handshake if peer.unreached_seconds is not None)
     findings.extend(
         Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", _SLOW)
         for peer in status.handshake
         if peer.slow
     )
     return findings
+
+
+def _unreached(peer: PeerStatus) -> Finding:
+    text = f"its memory has not been reached for {peer.unreached_seconds:.0f} s, and it was last heard "
+    text += f"{peer.silent_seconds:.1f} s ago, at {peer.address}: {peer.last_loss}"
+    return Finding(f"peer {peer.daemon or peer.address}", Level.BROKEN, text, _UNREACHED)
 
 
 def _check_mode(path: str, found: os.stat_result) -> Finding:

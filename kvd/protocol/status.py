@@ -17,7 +17,10 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A peer that the daemon connects to; `path` names the transports of its bytes, `slow` why they are slow."""
+    """A peer that the daemon connects to; `path` names the transports of its bytes, `slow` why they are slow.
+
+    `unreached_seconds` is for how long the transport has not reached its memory; None if it does, or has not tried.
+    """
 
     address: str
     daemon: str | None
@@ -26,24 +29,30 @@ class PeerStatus(msgspec.Struct, frozen=True):
     path: str = ""
     slow: str | None = None
     last_loss: str = ""
+    unreached_seconds: float | None = None
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):
-    """Active offers, how many are claimed, and claims that wait for an offer."""
+    """Active offers, how many are claimed, and claims that wait for an offer; `blocks` by what they stand for."""
 
     active: int
     claimed: int
     claims_held: int
     claims_waiting: int
+    blocks: dict[str, int] = {}
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to."""
+    """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to.
+
+    `blocks` are those of pulls by what they stand for, `busy_blocks` those of each worker.
+    """
 
     pulls: int
     transfers: dict[str, int]
     quarantined: int
     busy_blocks: dict[str, int]
+    blocks: dict[str, int] = {}
 
 
 class LogStatus(msgspec.Struct, frozen=True):

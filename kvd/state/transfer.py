@@ -7,7 +7,8 @@ The rules, which the table below makes precise:
   Anything else ends in `ended`, and its pull in failure.
 - Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
   (`landed`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
-- The claim is released only after the read has ended, so that a producer never frees what is still being read.
+- The claim of a pull that has not ended is released only after the read has ended. Of one that has ended it is released
+  when the read has, or when that takes long: nobody will use what the read brings.
 """
 
 from enum import StrEnum

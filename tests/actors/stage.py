@@ -75,6 +75,7 @@ class Stage:
         self.stamps_readable = True
         """Whether their stamps can be read, if they are."""
         self.conditions = {}
+        self.notes = {}
         self.context = ActorContext(
             loop=self.loop,
             settings=Settings(daemon="d", incarnation=INCARNATION, **settings),
@@ -82,6 +83,7 @@ class Stage:
             supervisor=self,
             condition=self.conditions.__setitem__,
             idle=self.idle.append,
+            note=lambda name, text, seconds: self.notes.__setitem__(name, (text, seconds)),
         )
         self.dependencies = Dependencies(
             worker_port=_WorkerPort(self),

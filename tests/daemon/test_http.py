@@ -65,6 +65,13 @@ def test_the_three_paths_say_how_the_daemon_is(served: Served) -> None:
     assert served.get("/readyz") == (503, "starting: the daemon has not finished starting\n")
     served.health.set("starting", None)
     assert served.get("/readyz?verbose") == (200, "ready\n")
+    served.health.note("peer x", "its memory is not reached", 7.0)
+    served.health.note("peer y", "nor its", 70.0)
+    noted = "ready\npeer y: for 70 s, nor its\npeer x: for 7 s, its memory is not reached\n"
+    assert served.get("/readyz") == (200, noted)
+    served.health.note("peer x", None, 0.0)
+    served.health.note("peer y", None, 0.0)
+    assert served.get("/readyz") == (200, "ready\n")
     status, text = served.get("/metrics")
     assert status == 200
     assert "kvd_ready 1.0" in text

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 
 from tests.support.fleet import RemoteError, until
 from tests.support.patience import PATIENCE
@@ -69,6 +71,13 @@ class Stage:
             if not self.workers[consumer].call("status")["scheduler"]["quarantined"]:
                 break
         self.arrived(consumer, *self.pull(producer, consumer, PATIENCE))
+
+    def readyz(self, name):
+        """The text of its HTTP port, which only its own host reaches."""
+        url = f"http://{self.daemons[name].serving()['http']}/readyz"
+        script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout={PATIENCE}).read().decode())"
+        command = [*self.hosts[name].within, sys.executable, "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def hurry(self):
         """The links are as fast as they can be."""

@@ -269,6 +269,7 @@ class HandshakeActor(Actor):
         for peer in self._peers.using(event.agent):
             peer.failed(self.loop.time(), self._context.settings.heartbeat)
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
+            peer.note_unreached(self.loop.time(), self._context)
 
     def _beat(self, link: int) -> None:
         """A peer's heartbeat: pings or greets it, gives up on it if it is silent, offers to forget it if it is idle."""
@@ -299,6 +300,8 @@ class HandshakeActor(Actor):
 
     def _lose(self, peer: Peer, event: Event, reason: str) -> None:
         peer.loss = reason
+        if event is not Event.UNREACHABLE:
+            peer.unnote(self._context)
         self._step(peer, event)
 
     def _step(self, peer: Peer, event: Event) -> None:
@@ -331,6 +334,7 @@ class HandshakeActor(Actor):
                     self._given.pop(peer.welcome.agent, None)
                 peer.forgotten(self._context)
             case Effect.HANG_UP:
+                peer.unnote(self._context)
                 self._port.disconnect(peer.link)
                 self._peers.remove(peer)
                 self._slots.forget(peer.link)

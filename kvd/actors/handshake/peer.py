@@ -18,6 +18,10 @@ _log = structlog.get_logger("kvd.handshake")
 MISSED_BEATS = 3
 """Heartbeats in a row without a word after which a peer is lost at the next."""
 
+DATA_NETWORK = (
+    "look at the network of `unprotected_transport` on both hosts: its link, routes, firewall (`transport_ports`)"
+)
+
 _LONGEST_PAUSE = 32
 """Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
@@ -55,6 +59,10 @@ class Peer:
     loss: str = ""
     failures: int = 0
     """How often the transport has failed since it last reached the peer."""
+    unreached_from: float | None = None
+    """When the transport failed first since it last reached the peer."""
+    noted: bool = False
+    """Whether it was said that messages reach the peer and the transport does not."""
     greeted_from: float = -math.inf
     """When the peer may be greeted again after the last failure."""
     pings: int = 0
@@ -107,9 +115,31 @@ class Peer:
 
         One that was ready is greeted at once, unless that was done less than a heartbeat ago.
         """
+        self.unreached_from = now if self.unreached_from is None else self.unreached_from
         at_once = self.state in _READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.failures += 1
+
+    def note_unreached(self, now: float, context: ActorContext) -> None:
+        """Says that the network of the data has failed: the transport failed again after the peer had been greeted."""
+        if self.failures < 2 or self.unreached_from is None:
+            return
+        seconds = now - self.unreached_from
+        who = f"{self.welcome.daemon if self.welcome else 'a daemon'} at {self.address}"
+        text = f"{who} answers messages, and its memory is not reached ({self.loss}); {DATA_NETWORK}"
+        if not self.noted:
+            context.metrics.peers_unreached.inc()
+            _log.warning("peer not reached for reading", peer=self.address, reason=self.loss, seconds=round(seconds, 1))
+        self.noted = True
+        context.note(f"peer {self.address}", text, seconds)
+
+    def unnote(self, context: ActorContext) -> None:
+        """It is reached again, or messages do not reach it either."""
+        if self.noted:
+            context.metrics.peers_unreached.dec()
+            context.note(f"peer {self.address}", None, 0.0)
+            _log.info("peer no longer noted as not reached", peer=self.address)
+        self.noted = False
 
     def avoided(self, now: float) -> bool:
         """Whether it has failed repeatedly and is not greeted now, so that no pull should wait for it."""
@@ -122,7 +152,8 @@ class Peer:
 
     def reached_by(self, event: PeerAdded, context: ActorContext) -> None:
         """Notes the path to it, and warns when it becomes slow."""
-        self.failures = 0
+        self.failures, self.unreached_from = 0, None
+        self.unnote(context)
         settings, welcome, path = context.settings, self.welcome, event.path
         slow = why_slow(path, rdma_here=settings.rdma)
         if welcome is not None and bool(settings.host) and welcome.host == settings.host and not event.same_host:
@@ -174,4 +205,5 @@ class Peer:
             "slow": self.slow,
             "silent_seconds": round(now - self.heard, 3),
             "last_loss": self.loss,
+            "unreached_seconds": None if self.unreached_from is None else round(now - self.unreached_from, 3),
         }

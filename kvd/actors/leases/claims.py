@@ -347,6 +347,6 @@ class Claims(Component):
     def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken | Settled) -> None:
         self._context.peers.answer(sender, message)
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, object]:
         """As a status tells of them."""
         return {"claims_held": self._held, "claims_waiting": len(self._waiting)}

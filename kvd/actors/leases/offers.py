@@ -3,6 +3,7 @@
 import hmac
 from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 from kvd import limits
 from kvd.actors.completion.messages import Notify
@@ -13,6 +14,7 @@ from kvd.actors.runtime.actor import Actor, Component, handles
 from kvd.actors.runtime.batch import InBatches
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.held import HeldBlocks, Hold
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.memory.stamps import Stamps
@@ -21,6 +23,9 @@ from kvd.protocol.peer import Claim
 from kvd.protocol.worker import Offer, Released
 from kvd.state import lease as machine
 from kvd.state.lease import Effect, Event, State
+
+_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
+_HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
 
 
 class Offers(Component):
@@ -53,6 +58,7 @@ class Offers(Component):
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, InBatches(actor, self._expired), for_others=True)
+        self._held = HeldBlocks(context.metrics, _HOLDS)
         self._draining = False
 
     # --- an offer begins --------------------------------------------------------------------------------------------
@@ -75,11 +81,13 @@ class Offers(Component):
             generation=self._last_generation,
             proof=proof,
             blocks=offer.spans,
+            size=pool.blocks.size_of(offer.spans),
             consumers=offer.consumers,
             expires=self._context.loop.time() + offer.ttl,
             stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof, pool.epoch)),
         )
         self._leases[key] = lease
+        self._count_held(lease, Hold.OFFERED)
         self._count_standing(pool.id, +1)
         self._due.set(key, lease.expires)
         return lease
@@ -161,6 +169,8 @@ class Offers(Component):
         lease = self._leases.get(key)
         if lease is not None and self._context.loop.time() >= lease.expires:
             self.step(lease, Event.EXPIRE, "expired")
+            if lease.state is State.CLAIMED:
+                self._count_held(lease, Hold.OVERDUE)
 
     def step(self, lease: Lease, event: Event, reason: str = "") -> None:
         """Carries an event out. `reason` is for `Released`, if the event ends the lease."""
@@ -194,7 +204,14 @@ class Offers(Component):
 
     def _enter(self, lease: Lease, state: State) -> None:
         self._in_claim += (state is State.CLAIMED) - (lease.state is State.CLAIMED)
-        lease.state = state
+        if state is not lease.state:
+            lease.state = state
+            self._count_held(lease, _HOLD_OF.get(state))
+
+    def _count_held(self, lease: Lease, hold: Hold | None) -> None:
+        """Counts the blocks of a lease as what they stand for now; None once they are the worker's own again."""
+        self._held.move(lease.size, lease.counted, hold)
+        lease.counted = hold
 
     def _count_standing(self, pool: int, change: int) -> None:
         self._standing[pool] += change
@@ -244,6 +261,11 @@ class Offers(Component):
         if self._draining and not self._standing:
             self._context.idle(self._owner)
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, object]:
         """The counts of a status, and the last generation."""
-        return {"active": self._standing.total(), "claimed": self._in_claim, "last_generation": self._last_generation}
+        return {
+            "active": self._standing.total(),
+            "claimed": self._in_claim,
+            "blocks": self._held.report(),
+            "last_generation": self._last_generation,
+        }

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from kvd.actors.runtime.blocks import Size
+from kvd.actors.runtime.held import Hold
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.runtime.spans import ClaimSpan
 from kvd.errors import ErrorCode, KvdError, Unavailable
@@ -61,12 +63,15 @@ class Lease:
     """What a claim has to show."""
     blocks: Spans
     """Those that it holds, until it ends."""
+    size: Size
     consumers: int
     """How many may finish before it ends, 0 for any number."""
     expires: float
     stamp: int
     """The word that holds its stamp while it is alive, 0 for none."""
     state: lease_machine.State = lease_machine.TABLE.initial
+    counted: Hold | None = None
+    """As what its blocks are counted."""
     reason: str = ""
     """Why it ended, in the words of `Released.reason`."""
     claims: dict[ClaimKey, ClaimRecord] = field(default_factory=dict)

@@ -3,12 +3,20 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec
 from kvd.plan import check_ids
 from kvd.protocol.types import Span
+
+
+class Size(NamedTuple):
+    """Of the blocks that one offer or pull names; a block that two of them name is in both."""
+
+    blocks: int
+    bytes: int
 
 
 def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
@@ -43,12 +51,22 @@ class BlocksInUse:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._arena_of = [group.arena for group in spec.groups]
+        self._block_bytes = [group.block_bytes for group in spec.groups]
         self._written: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
         self._offered: dict[int, set[int]] = {arena: set() for arena in self._arena_of}
         self._again: dict[int, Counter[int]] = {arena: Counter() for arena in self._arena_of}
         """In how many more offers a block stands: those of prompts with one beginning share blocks."""
         self._named = 0
         """Block ids in all offers that stand."""
+
+    def size_of(self, spans: Sequence[Span]) -> Size:
+        """How much the blocks of `spans` are."""
+        blocks = size = 0
+        for span in spans:
+            count = len(span.ids) // 4
+            blocks += count
+            size += count * self._block_bytes[span.group]
+        return Size(blocks, size)
 
     # --- pulls ------------------------------------------------------------------------------------------------------
 

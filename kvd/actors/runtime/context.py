@@ -14,6 +14,7 @@ from kvd.protocol.types import Message
 from kvd.protocol.worker import Notifications
 
 SetCondition = Callable[[str, str | None], None]
+SetNote = Callable[[str, str | None, float], None]
 
 
 class PeerMessages(Protocol):
@@ -51,6 +52,9 @@ class ActorContext:
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
     """Called with the name of an actor that was told to drain, once it has nothing left to do."""
+    note: SetNote = lambda _name, _text, _seconds: None
+    """Says what is wrong, and for how many seconds already, with one peer while the daemon serves others (or, with
+    None, that it is well again)."""
     spans: Spans | None = None
     """Traces requests; None if tracing is off."""
     dispatcher: Dispatcher = field(init=False)

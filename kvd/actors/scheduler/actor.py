@@ -16,6 +16,7 @@ from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.held import HeldBlocks, Hold
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Drain, Pool, PoolDown, PoolUp, Quiesce, Report, Stop
 from kvd.actors.scheduler.effects import EffectQueue
@@ -61,6 +62,7 @@ class SchedulerActor(Actor):
         self.serve(self._transfers)
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0
+        self._held = HeldBlocks(context.metrics, (Hold.PULLING, Hold.QUARANTINED))
         self._draining = False
         self._overdue: Batch[PullKey] = Batch(lambda: self.soon(self._deadlines_over))
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, self._overdue.put)
@@ -85,6 +87,7 @@ class SchedulerActor(Actor):
             awaited=unknown,
             unasked={rank.address for rank in ticket.ranks} - unknown,
             hold=request.hold,
+            size=pool.blocks.size_of(request.spans),
         )
         try:
             self._check(key)
@@ -95,6 +98,7 @@ class SchedulerActor(Actor):
         if self._context.spans is not None:
             pull.span = self._context.spans.pull(pool.worker, request)
         self._pulls[key] = pull
+        self._held.move(pull.size, None, Hold.PULLING)
         self._deadlines.set(key, now + request.timeout)
         if unknown:
             self._step(pull, Event.MISSING)
@@ -226,11 +230,13 @@ class SchedulerActor(Actor):
                 self._leaving.discard(pull)
                 self._transfers.leave(pull)
             case Effect.TELL_FREED:
+                self._held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)  # which `FREE` ends
                 self._count_quarantined(-1)
                 self._context.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
             case Effect.FREE:
                 del self._pulls[pull.key]
                 self._targets.give_back(pull)
+                self._held.move(pull.size, Hold.PULLING, None)
                 self._check_quiet(pull.pool)
 
     def _conclude(self, pull: Pull, error: KvdError | None) -> None:
@@ -245,6 +251,7 @@ class SchedulerActor(Actor):
             self._context.metrics.pull_failures.labels(error.code).inc()
             outcome = Failed(request, error.code, error.text[: limits.MAX_ERROR_TEXT], quarantined)
         if quarantined:
+            self._held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
             self._count_quarantined(+1)
         self._deadlines.unset(pull.key)
         self._context.completion.tell(Notify(worker, outcome))
@@ -349,6 +356,7 @@ class SchedulerActor(Actor):
             "connecting": sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
             "transfers": self._transfers.states(),
             "quarantined": self._quarantined,
+            "blocks": self._held.report(),
             "busy_blocks": self._targets.busy_blocks(),
             "routes": self._producers.routes,
         }

@@ -11,6 +11,7 @@ from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
 from kvd.protocol.types import Message
+from kvd.state.pull import WAS_CANCELLED
 from kvd.state.transfer import TELLING, Event, State
 
 CLAIM_AFTER = 0.02
@@ -92,13 +93,18 @@ class PeerRequests:
         self._scheduler.later(self._context.settings.claim_ttl / 3, self._renew)
 
     def _renew(self) -> None:
-        """Renews every granted claim, also while its read drains: the producer must not free what is being read.
+        """Renews every granted claim; that of a read which still drains, although its pull has ended, is released.
+
+        Nobody will use what such a read brings, and it may hang for long: the producer need not keep blocks for it.
+        Those that drain as quickly as usual keep theirs, as a producer without readers answers slowly.
 
         A claim that is not granted yet is sent again instead: a renewal that overtakes it would be answered `Broken`.
         """
         by_address: dict[str, list[int]] = {}
         for transfer in self._transfers.values():
-            if transfer.granted:
+            if transfer.state is State.DRAINING:
+                self.release(transfer)
+            elif transfer.granted:
                 by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
             for start in range(0, len(numbers), limits.MAX_RENEWALS):
@@ -107,10 +113,14 @@ class PeerRequests:
         if self._transfers:
             self._renew_later()
 
-    def release(self, transfer: Transfer, *, finished: bool) -> None:
-        """The claim is not wanted any more; if `finished`, this reader will not come again."""
+    def release(self, transfer: Transfer) -> None:
+        """The claim is not wanted any more; the producer is told once."""
+        self.answered(transfer)
         if transfer.claimed:
-            self._send(transfer.address, Release(transfer.number, finished))
+            # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
+            self._send(transfer.address, Release(transfer.number, transfer.pull.state in WAS_CANCELLED))
+            transfer.claimed = transfer.granted = False
+            transfer.released = True
 
     # --- fences -----------------------------------------------------------------------------------------------------
 

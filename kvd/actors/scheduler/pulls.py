@@ -3,6 +3,7 @@
 from msgspec import Struct, field
 
 from kvd import limits
+from kvd.actors.runtime.blocks import Size
 from kvd.actors.runtime.messages import PeerView, Pool
 from kvd.actors.runtime.spans import PullSpan, TransferSpan
 from kvd.actors.scheduler.routes import Source, is_large, plan_read
@@ -40,6 +41,8 @@ class Transfer(Struct, eq=False):
     """The producer was asked to hold the lease."""
     granted: bool = False
     """The producer holds the lease for this claim."""
+    released: bool = False
+    """The producer was told that the claim is not wanted any more."""
     unanswered: Message | None = None
     """What the producer has not answered yet; it is sent again if the answer is late."""
     settled_by: float = 0.0
@@ -116,6 +119,8 @@ class Pull(Struct, eq=False):
     """Addresses of the daemons that were ready when it came, and have not been asked for their pools since."""
     hold: bool
     """It only holds its leases."""
+    size: Size
+    """Of the blocks that are to be filled."""
     state: pull_machine.State = pull_machine.TABLE.initial
     lookups: int = 0
     """How often daemons were asked again because of pools that they had not named."""

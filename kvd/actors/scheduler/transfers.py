@@ -119,7 +119,7 @@ class Transfers(Component):
     @staticmethod
     def _left_early(transfer: Transfer) -> bool:
         """Whether its reader will not come, and the producer perhaps knows no claim that could be released."""
-        return transfer.pull.state in WAS_CANCELLED and not transfer.granted
+        return transfer.pull.state in WAS_CANCELLED and not transfer.granted and not transfer.released
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""
@@ -279,7 +279,7 @@ class Transfers(Component):
         before, step = transfer.state, machine.TABLE.step(transfer.state, event)
         transfer.state = step.state
         if step.state is not before:
-            if (event, step.state) != (Event.STOP, State.DRAINING):  # its claim must last as long as its read
+            if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
             if transfer.planning is not None and step.state is not State.PLANNING:
                 self._plans.drop(transfer)
@@ -318,8 +318,7 @@ class Transfers(Component):
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:
-                # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-                self._requests.release(transfer, finished=transfer.pull.state in WAS_CANCELLED)
+                self._requests.release(transfer)
             case Effect.FAIL:
                 self._step_pull(transfer.pull, PullEvent.FAIL, error)
             case Effect.CONTRIBUTE:

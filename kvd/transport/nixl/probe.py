@@ -142,6 +142,8 @@ class Probe:
                 reason = await _answer(process)
         except (TimeoutError, EOFError, OSError):
             reason = f"its metadata ended the process that tried it first: {await self._end()}"
+            if reason.endswith(signal.SIGALRM.name):
+                reason += f", as it was not reached within {TRY_SECONDS} s"
         if reason:
             await self._end()  # NIXL keeps a part of what it refused
         return reason

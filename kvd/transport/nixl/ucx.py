@@ -12,6 +12,8 @@ import importlib.util
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, Final
 
+from kvd import limits
+
 BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
 
 TCP_SETTINGS: Final = {
@@ -24,6 +26,7 @@ ENVIRONMENT: Final = {
     "NIXL_LOG_LEVEL": "FATAL",  # failures are also raised and become events; the log would repeat them on stderr
     "UCX_LOG_LEVEL": "fatal",  # the same: it logs pages about a killed peer
     "UCX_MODULES": "^cuda",  # pools are host memory; it would map the CUDA driver, hundreds of megabytes
+    "UCX_TCP_USER_TIMEOUT": f"{limits.TRANSPORT_SILENCE_SECONDS}s",  # a dead network ends reads, which nothing else can
     "UCX_DEBUG_SIGNO": "0",  # SIGHUP would turn its debug log on; here it reloads the allow-list
 }
 """Read once, when NIXL and UCX are loaded."""

@@ -214,6 +214,47 @@ def test_a_peer_that_the_transport_cannot_have_is_greeted_after_a_growing_while_
     assert all("bad metadata" in failed.text for failed in stage.notified)
 
 
+def unreached(stage):
+    """What is said of the peer, and for how many seconds; and the gauge."""
+    found = stage.context.metrics.registry.get_sample_value("kvd_peers_unreached")
+    return (*stage.notes.get("peer tcp://peer:1", (None, 0.0)), found)
+
+
+def test_a_peer_that_answers_messages_and_is_not_reached_for_reading_is_named_until_it_is():
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    stage.transport_says(PeerFailed("peer#1", "connection timed out"))
+    assert unreached(stage) == (None, 0.0, 0.0)  # it may be dead
+    add_peer, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda *_: None
+    stage.peer_says(welcome_of())
+    for _ in range(5):
+        stage.pongs(5)
+    stage.transport_says(PeerFailed("peer#1", "no answer"))
+    text, seconds, gauge = unreached(stage)
+    assert "peer at tcp://peer:1 answers messages, and its memory is not reached" in text
+    assert "no answer" in text
+    assert "unprotected_transport" in text
+    assert (seconds, gauge) == (5.0, 1.0)
+    stage.dependencies.transport.add_peer = add_peer
+    stage.run(3.0)
+    stage.peer_says(welcome_of())
+    assert unreached(stage) == (None, 0.0, 0.0)
+
+
+def test_a_peer_that_does_not_answer_messages_either_is_not_said_to_be_out_of_reach_of_reads_alone(stage):
+    stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull(timeout=600.0)
+    for _ in range(2):
+        stage.peer_says(welcome_of())
+        stage.transport_says(PeerFailed("peer#1", "no answer"))
+        stage.run(3.0)
+    assert unreached(stage)[0] is not None
+    stage.run(8.0)
+    assert unreached(stage) == (None, 0.0, 0.0)
+
+
 def test_a_peer_that_the_transport_lost_is_greeted_at_once_but_not_twice_within_a_heartbeat(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())

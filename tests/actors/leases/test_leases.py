@@ -2,6 +2,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvd import limits
+from kvd.actors.runtime.held import Hold
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.token_bucket import RateLimit
 from kvd.errors import ErrorCode
@@ -9,7 +10,8 @@ from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Error, Offer, Offered, Released
-from tests.actors.stage import INCARNATION, SECRET, Stage, ids
+from tests.actors.scheduler.pulling import start_reading
+from tests.actors.stage import CACHE, INCARNATION, SECRET, Stage, ids
 from tests.actors.stage import make_claim as claim
 
 
@@ -707,6 +709,55 @@ def test_offers_that_end_at_one_moment_fill_no_mailbox(stage, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_ITEMS", 20)
     stage.run(31.0)
     assert [item.offer for item in stage.notified] == [f"o{number}" for number in range(100)]
+
+
+def held(stage):
+    """Blocks and bytes by state, as a scrape has them, where there are any."""
+    registry = stage.context.metrics.registry
+    found = {}
+    for name in ("kvd_held_blocks", "kvd_held_bytes"):
+        for hold in Hold:
+            if value := registry.get_sample_value(name, {"state": hold}):
+                found.setdefault(hold.value, []).append(value)
+    return found
+
+
+def test_blocks_that_stand_for_readers_are_counted_by_state_from_the_offer_to_its_end(stage):
+    each = CACHE.spec.groups[0].block_bytes
+    assert held(stage) == {}
+    stage.offer(ttl=5.0)
+    stage.offer("p", blocks=(2,), ttl=60.0)
+    assert held(stage) == {"offered": [3, 3 * each]}
+    stage.asked_by_peer(claim(ttl=20.0))
+    stage.asked_by_peer(claim(2, ttl=20.0))
+    assert held(stage) == {"offered": [1, each], "claimed": [2, 2 * each]}
+    stage.run(6.0)
+    assert held(stage) == {"offered": [1, each], "overdue": [2, 2 * each]}
+    stage.asked_by_peer(Release(1, finished=False))
+    assert held(stage) == {"offered": [1, each], "overdue": [2, 2 * each]}
+    stage.asked_by_peer(Release(2, finished=False))
+    assert held(stage) == {"offered": [1, each]}
+    stage.request(Cancel(9, "p"))
+    assert held(stage) == {}
+
+
+def test_a_claim_that_is_gone_leaves_blocks_offered_until_their_time_is_over(stage):
+    stage.offer(ttl=30.0)
+    stage.asked_by_peer(claim())
+    stage.asked_by_peer(Release(1, finished=False))
+    assert list(held(stage)) == ["offered"]
+    stage.run(31.0)
+    assert held(stage) == {}
+
+
+def test_blocks_of_a_pull_are_counted_as_quarantined_from_its_outcome_until_its_read_has_ended(stage):
+    each = CACHE.spec.groups[0].block_bytes
+    start_reading(stage)
+    assert held(stage) == {"pulling": [2, 2 * each]}
+    stage.run(5.5)
+    assert held(stage) == {"quarantined": [2, 2 * each]}
+    stage.read_failed(1)
+    assert held(stage) == {}
 
 
 class Traced:

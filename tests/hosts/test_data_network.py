@@ -1,0 +1,73 @@
+"""Two hosts whose data goes over a network of its own, which dies while messages get through."""
+
+import pytest
+
+from benchmarks.hosts.namespaces import Hosts
+from kvd.doctor.daemon import check_daemon
+from kvd.doctor.finding import Level
+from tests.hosts.stage import HEARTBEAT, MEGABITS, PORT, SHORT, Stage
+from tests.support.fleet import Fleet, until
+from tests.support.patience import PATIENCE
+
+
+@pytest.fixture
+def split(tmp_path):
+    with Hosts("p0", "d0", data=True) as hosts, Fleet(tmp_path) as fleet:
+        daemons = {
+            host.name: fleet.daemon(
+                host.name,
+                within=host.within,
+                listen=f"tcp://{host.address}:{PORT}",
+                insecure="true",
+                unprotected_transport=host.data_address,
+                heartbeat=str(HEARTBEAT),
+            )
+            for host in hosts
+        }
+        yield Stage(fleet, {host.name: host for host in hosts}, daemons)
+
+
+def faults(stage):
+    """What the doctor finds broken at the consumer."""
+    findings = check_daemon(str(stage.daemons["d0"].socket), PATIENCE)
+    return [finding for finding in findings if finding.level is Level.BROKEN]
+
+
+def test_a_network_of_the_data_that_dies_alone_costs_its_pulls_and_gives_every_block_back_and_is_named(split):
+    stage = split
+    assert faults(stage) == []
+    producer = stage.hosts["p0"]
+    producer.throttle(MEGABITS)
+    torn = stage.pull_in_mid_transfer("p0", "d0")
+    assert stage.peer("d0", "p0")["path"] == "tcp/eth1"
+    producer.unplug_data()
+    # What is sent for this one is never acknowledged: the kernel alone would try for a quarter of an hour.
+    late, _ = stage.pull("p0", "d0", timeout=1.0, ids=SHORT)
+    ended = stage.workers["d0"].outcome(late)
+    assert (ended["kind"], ended["code"], ended["quarantined"]) == ("Failed", "deadline", True)
+    ended = stage.workers["d0"].outcome(torn)
+    assert (ended["kind"], ended["quarantined"]) == ("Failed", False)
+    assert ended["code"] in ("transport", "peer_lost")  # the read's end and the peer's loss are told at one moment
+    for _ in until("nothing is in quarantine"):
+        if not stage.workers["d0"].call("status")["scheduler"]["quarantined"]:
+            break
+    for _ in until("the producer holds no claim"):
+        if not stage.workers["p0"].call("status")["leases"]["claims_held"]:
+            break
+    stage.pull("p0", "d0", timeout=PATIENCE)  # somebody wants the peer: it is greeted, and tried again
+    for _ in until("the daemon says that the peer is not reached"):
+        if "answers messages, and its memory is not reached" in stage.readyz("d0"):
+            break
+    assert stage.readyz("d0").startswith("ready\n")
+    assert "10.77.0.1" in stage.readyz("d0")
+    [fault] = faults(stage)
+    assert "its memory has not been reached for" in fault.text
+    assert "unprotected_transport" in fault.fix
+    producer.plug_data()
+    stage.hurry()
+    for _ in until("blocks arrive again"):
+        name, _ = stage.pull("p0", "d0", PATIENCE)
+        if stage.workers["d0"].outcome(name)["kind"] == "Done":
+            break
+    assert faults(stage) == []
+    assert stage.readyz("d0").strip() == "ready"
