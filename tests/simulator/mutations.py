@@ -112,7 +112,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
     handler(monkeypatch, CompletionActor, Notify, notify)
 
 
-@mutation(Promise.ENDS_ONCE, first=306)
+@mutation(Promise.ENDS_ONCE, first=920)
 def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
