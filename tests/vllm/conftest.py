@@ -1,5 +1,5 @@
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,13 @@ HERE = Path(__file__).parent
 TEST_SECONDS = 900
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
-LAST = ["test_lifecycle.py", "test_faults.py"]
+LAST = [HERE / "test_lifecycle.py", HERE / "test_faults.py"]
 """They share servers, which the latter kills."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == HERE]
-    items.sort(key=lambda item: LAST.index(item.path.name) if item in ours and item.path.name in LAST else -1)
+    items.sort(key=lambda item: LAST.index(item.path) if item.path in LAST else -1)
     found = importlib.util.find_spec("vllm")
     installed = found is not None and found.origin is not None  # a folder named vllm could pass for a namespace package
     for item in ours:
@@ -33,10 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """After a test that failed, the next one gets other servers."""
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """After a test that failed, its report has what the servers logged of it, and the next one gets other servers."""
     report = yield
     if report.failed and "shared" in item.funcargs:
+        report.sections += item.funcargs["shared"].logged()
         item.funcargs["shared"].stop()
     return report
 

@@ -1,5 +1,6 @@
 """Servers that tests share: started when a test asks for them, stopped when one asks for others."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ BLOCKS = 66
 PULL_SECONDS = 600.0
 """Longer than any test waits: a request whose blocks do not come ends for what has happened to them."""
 
+LOGGED_LINES = 40
+"""Of each process, in the report of a test that failed."""
+
 LOST_SOON = {"heartbeat": "5", "claim_ttl": "20"}
 """Daemons that die are missed within the patience of a request, and those that are only slow are not."""
 
@@ -27,7 +31,7 @@ class Compared:
     """A model on a pair, with a router before it, and on a server of its own."""
 
     def __init__(self, folder: Path, models: Path, model: str) -> None:
-        self.pair = KvdPair(folder, models, model)
+        self.pair = KvdPair(folder, models, model, extra={"offer_ttl": PULL_SECONDS, "pull_timeout": PULL_SECONDS})
         self.single = Server("single", folder, Engine(models, model))
         self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
 
@@ -71,6 +75,15 @@ class Shared:
             self._sets[name] = wanted = make(self._folders.mktemp(name))
             await start_all(wanted.services)
         return wanted
+
+    def logged(self) -> list[tuple[str, str]]:
+        """For each process that has logged errors, or something of kvd, its name and the last lines of that."""
+        found = []
+        for service in (service for each in self._sets.values() for service in each.services):
+            lines = service.log.read_text(errors="replace").splitlines() if service.log.exists() else []
+            if told := [line for line in lines if re.search("kvd|error|warning", line, re.IGNORECASE)][-LOGGED_LINES:]:
+                found.append((f"log of {service.name}", "\n".join(told)))
+        return found
 
     def stop(self) -> None:
         """Ends what runs."""
