@@ -233,6 +233,10 @@ MAX_HANDSHAKES: Final = 16
 """Handshakes at a time; others queue. Loading a peer's metadata stops the transport for 0.4 to 3 ms; a thousand peers
 at once would stop every read for seconds."""
 
+PREDECESSOR_SECONDS: Final = 15.0
+"""How long a start waits for ports and locks that another process has. One that was killed on a busy machine took 10 s
+to end; units and manifests give a start a minute and more."""
+
 STANDSTILL_SECONDS: Final = 0.25
 """A timer that is later than this says that the daemon had no processor, or did something long: its own timers are
 some milliseconds late when it is busy."""

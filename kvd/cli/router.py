@@ -11,6 +11,7 @@ import uvloop
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
+from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
 from kvd.router.http import HttpServer
 from kvd.router.log import FewLines
@@ -65,17 +66,21 @@ def run(args: argparse.Namespace) -> int:
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
     raise_open_files(limits.ROUTER_OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(server, len(prefill), len(decode)))
+        runner.run(_serve(server, Ports.of(args.listen), len(prefill), len(decode)))
     return 0
 
 
-async def _serve(server: HttpServer, prefill: int, decode: int) -> None:
+async def _serve(server: HttpServer, ports: list[Ports], prefill: int, decode: int) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    log = logging.getLogger(__name__)
+    await wait_until_free(ports, stopping, lambda what: log.warning("waiting for %s", what))
+    if stopping.is_set():
+        return
     async with server:
         text = "routing on http://%s between %d prefill and %d decode servers"
-        logging.getLogger(__name__).info(text, server.address, prefill, decode)
+        log.info(text, server.address, prefill, decode)
         await stopping.wait()
 
 

@@ -25,6 +25,7 @@ from kvd.daemon.background import Background
 from kvd.daemon.config import Config
 from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
+from kvd.daemon.predecessor import wait_for_predecessor
 from kvd.daemon.rejections import Rejections
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
@@ -83,6 +84,7 @@ class Daemon:
         self._busy: set[str] = set()
         self._idle = asyncio.Event()
         self._probe: Probe | None = None
+        self._trust: Trust | None = None
 
     async def serve(self) -> int:
         """Starts, waits for SIGTERM or SIGINT, drains, stops. Returns the exit status: 1 after a failure, else 0."""
@@ -90,7 +92,10 @@ class Daemon:
         loop.set_exception_handler(self._escaped)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        await self._run(loop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        await wait_for_predecessor(self.config, self._stopping, self._notifier)
+        if not self._stopping.is_set():
+            await self._run(loop)
         return 1 if self._failure else 0
 
     async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -98,7 +103,6 @@ class Daemon:
         raise_open_files(limits.MAX_PEERS * DESCRIPTORS_PER_LINK)
         self._trust = self._load_trust()
         self._directory = self._make_directory()
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
         provider = provider_for(config.device, config.memory)
         rules = () if config.worker_policy is None else policy.load(config.worker_policy)
         self._http = HttpServer(config.http, self.metrics.registry, self.health)

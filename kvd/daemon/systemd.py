@@ -37,6 +37,10 @@ class Notifier:
         self._owed: deque[tuple[str, int]] = deque()
         """What the socket refused and must still get, in order, each with a descriptor or -1."""
 
+    def starting(self, what: str, seconds: float) -> None:
+        """The start is held up by `what`, a line for `systemctl status`, and may take `seconds` more."""
+        self._owe(f"STATUS={what}\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+
     def ready(self) -> None:
         """The start is complete."""
         self._owe("READY=1")

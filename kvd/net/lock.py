@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import stat
+from dataclasses import dataclass
 
 from kvd.errors import BadRequest, ErrorCode
 
@@ -70,6 +71,38 @@ class PathLock:
                     ErrorCode.BAD_CONFIG, f"another kvd serves {path}: stop it, or choose another socket path"
                 ) from error
             os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The lock of the socket at `path`, seen from outside (a `kvd.holders.Place`)."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"the socket {self.path}"
+
+    def taken(self) -> bool:
+        """Whether a process of a user that may have it holds it."""
+        try:
+            if os.lstat(f"{self.path}.lock").st_uid not in (os.geteuid(), 0):
+                return False  # `PathLock` refuses it, however long one waits
+            descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def links(self) -> set[str]:
+        """The lock's file."""
+        return {f"{os.path.realpath(self.path)}.lock"}
 
 
 def refuse_other_files(path: str) -> None:

@@ -1,6 +1,7 @@
 """`kvd router` as a process, and what it says of wrong flags."""
 
 import asyncio
+import contextlib
 import re
 import resource
 import signal
@@ -13,6 +14,7 @@ import pytest
 from kvd import limits
 from kvd.cli.main import main
 from tests.router.scripted import BODY, DONE, PATH, decoded, prefilled, scripted
+from tests.support.ports import free_port
 
 SERVERS = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
 
@@ -57,3 +59,22 @@ async def test_it_routes_until_sigterm() -> None:
             if router.returncode is None:
                 router.kill()
                 await router.wait()
+
+
+@pytest.mark.real
+async def test_a_router_waits_for_the_port_that_its_predecessor_has_and_names_it() -> None:
+    command = [sys.executable, "-m", "kvd.cli.main", "router", *SERVERS, "--listen", f"127.0.0.1:{free_port()}"]
+    routers: list[asyncio.subprocess.Process] = []
+    try:
+        for _ in range(2):
+            routers.append(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE))
+            line = (await routers[-1].stderr.readline()).decode()
+        first, second = routers
+        assert f"waiting for port {command[-1].rpartition(':')[2]} of 127.0.0.1, which pid {first.pid} (" in line
+        first.kill()
+        assert f"routing on http://{command[-1]}" in (await second.stderr.readline()).decode()
+    finally:
+        for router in routers:
+            with contextlib.suppress(ProcessLookupError):
+                router.kill()
+            await router.wait()

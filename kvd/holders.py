@@ -1,0 +1,155 @@
+"""Waits for ports and locks that a process which is dying still holds.
+
+A process that was killed keeps them until the kernel has ended it, which takes seconds if it gets no processor, or has
+hundreds of gigabytes to give back. Its successor is started before that.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvd import limits
+
+_PROC: Final = Path("/proc")
+_LISTENING: Final = "0A"
+_LOOK_SECONDS: Final = 0.05
+_COMMAND_CHARACTERS: Final = 120
+
+
+class Place(Protocol):
+    """What one process has at a time."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def taken(self) -> bool:
+        """Whether a process has it now; leaves it as it is."""
+
+    def links(self) -> set[str]:
+        """What the descriptors are, as /proc/PID/fd shows them, by which a process has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """`count` TCP ports of `host`, an address or a name, between `first` and `last`, both included."""
+
+    host: str
+    first: int
+    last: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, endpoint: str) -> "list[Ports]":
+        """That of a `host:port`; none for port 0, which means any that is free."""
+        host, _, port = endpoint.rpartition(":")
+        return [cls(host.strip("[]"), int(port), int(port))] if int(port) else []
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.first == self.last:
+            return f"port {self.first} of {self.host or 'all addresses'}"
+        return f"{self.count} of the ports {self.first}-{self.last} of {self.host or 'all addresses'}"
+
+    def taken(self) -> bool:
+        """Whether fewer than `count` can be had."""
+        free = 0
+        for port in range(self.first, self.last + 1):
+            free += not self._is_taken(port)
+            if free == self.count:
+                return False
+        return True
+
+    def _is_taken(self, port: int) -> bool:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As servers bind: with this, only one that listens keeps others away, and this probe does not.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, port))
+            except OSError as error:
+                return error.errno == errno.EADDRINUSE
+            except (OverflowError, UnicodeError):  # as of other errors, the server itself says what is wrong
+                return False
+        return False
+
+    def links(self) -> set[str]:
+        """The sockets that listen there, at whatever address."""
+        found = set()
+        for table in ("tcp", "tcp6"):
+            with contextlib.suppress(OSError):
+                for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                    _, local, _, state, *rest = line.split()
+                    if state == _LISTENING and self.first <= int(local.rpartition(":")[2], 16) <= self.last:
+                        found.add(f"socket:[{rest[5]}]")
+        return found
+
+
+async def wait_until_free(
+    places: Sequence[Place],
+    stopping: asyncio.Event,
+    tell: Callable[[str], None],
+    seconds: float = limits.PREDECESSOR_SECONDS,
+) -> None:
+    """Waits until nobody has these places, `seconds` at most, or `stopping` is set.
+
+    If it has to wait, `tell` is called at once with what for, and who has it. What stays taken is for the caller to
+    meet where it is opened.
+    """
+    deadline = time.monotonic() + seconds
+    taken = [place for place in places if place.taken()]
+    if taken:
+        tell("; ".join(f"{place.name}, which {holders(place)} has" for place in taken))
+    while taken and not stopping.is_set() and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await stopping.wait()
+        taken = [place for place in taken if place.taken()]
+
+
+def holders(place: Place) -> str:
+    """The processes that have a place, with their commands; `an unknown process` if /proc does not tell.
+
+    It does not tell another user's, except root, nor those of other PID namespaces.
+    """
+    links = place.links()
+    found = [process for process in _processes() if links & _descriptors(process)]
+    return " and ".join(f"pid {process.name} ({_command(process)})" for process in found) or "an unknown process"
+
+
+def _processes() -> Iterator[Path]:
+    own = str(os.getpid())
+    return (entry for entry in _PROC.iterdir() if entry.name.isdecimal() and entry.name != own)
+
+
+def _descriptors(process: Path) -> set[str]:
+    """What a process has open: its first thread may have ended, and shows nothing then."""
+    with contextlib.suppress(OSError):  # it is gone, or not ours to look at
+        for thread in (process / "task").iterdir():
+            if found := set(_links(thread / "fd")):
+                return found
+    return set()
+
+
+def _links(folder: Path) -> Iterator[str]:
+    for descriptor in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(descriptor)
+
+
+def _command(process: Path) -> str:
+    """Its command line, or only its name, which is what is left of one that is ending."""
+    try:
+        words = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip() or (process / "comm").read_bytes()
+    except OSError:
+        return "gone meanwhile"
+    text = "".join(each if each.isprintable() else "?" for each in words.decode(errors="replace").strip())
+    return text if len(text) <= _COMMAND_CHARACTERS else f"{text[:_COMMAND_CHARACTERS]}..."
