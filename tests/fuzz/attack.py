@@ -25,6 +25,8 @@ class Place(Struct, frozen=True):
     """TCP addresses, `host:port`, that it listens on besides these: its transport's."""
     near: str
     """Address of an honest neighbour daemon."""
+    router: str
+    """A router's `host:port`, whose servers never answer."""
     key: str
     """Key file of an admitted daemon called `evil`; empty where nobody has keys."""
 
@@ -39,7 +41,8 @@ class Attack:
 
     name: ClassVar[str]
     who: ClassVar[str]
-    """`stranger` (another user where the run may become one), `worker` or `peer`."""
+    """`stranger` (another user where the run may become one), `worker`, `peer`, `client` (of the router), or `crowd`:
+    many users, which only root can play."""
     cost: ClassVar[float] = 1.0
     """What one message takes, in small messages: a run of n messages has fewer of the dear ones."""
 

@@ -17,10 +17,10 @@ import msgspec
 import zmq
 
 from kvd.errors import KvdError
-from tests.fuzz import on_links, on_peers, on_ports, on_requests, on_sessions
+from tests.fuzz import on_descriptors, on_links, on_peers, on_ports, on_requests, on_router, on_sessions, on_users
 from tests.fuzz.attack import REGISTRY, Attack, Place
 
-MODULES = (on_sessions, on_ports, on_requests, on_peers, on_links)
+MODULES = (on_sessions, on_ports, on_requests, on_peers, on_links, on_descriptors, on_users, on_router)
 """Where attacks are."""
 
 REBUFFS = (OSError, zmq.ZMQError, KvdError)

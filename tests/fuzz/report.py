@@ -34,6 +34,9 @@ class Report(Struct):
     start: Resources = Resources(0, 0, 0)
     most: Resources = Resources(0, 0, 0)
     end: Resources = Resources(0, 0, 0)
+    router_start: Resources = Resources(0, 0, 0)
+    router_most: Resources = Resources(0, 0, 0)
+    router_end: Resources = Resources(0, 0, 0)
     log_bytes: int = 0
     before: list[float] = field(default_factory=list)
     during: list[float] = field(default_factory=list)
@@ -68,6 +71,8 @@ class Report(Struct):
             found.append(f"resident memory grew by {grown / MIB:.0f} MiB, {MOST_GROWTH / MIB:.0f} is the bound")
         if (more := self.end.descriptors - self.start.descriptors) > MOST_DESCRIPTORS:
             found.append(f"{more} descriptors more than at the start, {MOST_DESCRIPTORS} is the bound")
+        if (grown := self.router_most.resident - self.router_start.resident) > MOST_GROWTH:
+            found.append(f"the router's memory grew by {grown / MIB:.0f} MiB, {MOST_GROWTH / MIB:.0f} is the bound")
         if whole and self.messages < self.wanted:
             found.append(f"only {self.messages} of {self.wanted} messages were sent in {self.seconds:.0f} s")
         if latency and self.ratio > MOST_RATIO:
@@ -85,6 +90,8 @@ class Report(Struct):
         resident = (each.resident / MIB for each in (self.start, self.most, self.end))
         lines += [f"deaths       {len(self.deaths)}"]
         lines += ["resident     {:.1f} MiB at the start, {:.1f} at most, {:.1f} at the end".format(*resident)]
+        resident = (each.resident / MIB for each in (self.router_start, self.router_most, self.router_end))
+        lines += ["router       {:.1f} MiB at the start, {:.1f} at most, {:.1f} at the end".format(*resident)]
         for what in ("descriptors", "threads"):
             numbers = (getattr(each, what) for each in (self.start, self.most, self.end))
             lines.append("{:12} {} at the start, {} at most, {} at the end".format(what, *numbers))

@@ -50,6 +50,7 @@ def besiege(plan: Plan, folder: Path) -> Report:
             time.sleep(plan.before_seconds)
             report.before = honest.since().seconds
         report.start = report.most = resources(place.pid)
+        report.router_start = report.router_most = resources(stage.router.pid)
         log = stage.log_bytes()
         begun = time.monotonic()
         with ExitStack() as stack:
@@ -64,13 +65,15 @@ def besiege(plan: Plan, folder: Path) -> Report:
             report.silent = stage.answers()
             report.deaths = stage.dead()
         report.log_bytes = stage.log_bytes() - log
-        report.wanted = sum(plan.shares().values())
+        report.wanted = sum(sum(orders.shares.values()) for orders in groups.values())
     return report
 
 
 def _orders(plan: Plan, place: Place) -> dict[str, Orders]:
     """By who attacks. Strangers are another user where we may become one."""
     shares = plan.shares()
+    if os.geteuid():
+        shares = {name: share for name, share in shares.items() if REGISTRY[name].who != "crowd"}
     return {
         who: Orders(
             place,
@@ -97,6 +100,7 @@ def _watch(stage: Stage, place: Place, running: dict, report: Report, until: flo
                 report.errors += [counts.error] if counts.error else []
         with suppress(OSError):
             report.most = _higher(report.most, resources(place.pid))
+            report.router_most = _higher(report.router_most, resources(stage.router.pid))
         report.deaths = stage.dead()
         if report.deaths:
             return
@@ -116,6 +120,7 @@ def _settle(stage: Stage, place: Place, report: Report) -> None:
     while not stage.dead():
         with suppress(OSError):
             report.end = resources(place.pid)
+            report.router_end = resources(stage.router.pid)
         small = report.end.resident <= report.start.resident + MOST_GROWTH // 2
         few = report.end.descriptors <= report.start.descriptors + MOST_DESCRIPTORS // 2
         if (small and few) or time.monotonic() > until:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import time
 import urllib.request
@@ -99,6 +100,8 @@ class Stage:
             self._evil = str(folder / "evil.key")
         else:
             self.near, self.target = (self._fleet.daemon(name, **flags) for name in ("near", "target"))
+        flags = ("--listen", "127.0.0.1:0", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
+        self.router = self._processes.start("router", "kvd.cli.main", "router", *flags)
 
     def __enter__(self) -> "Stage":
         return self
@@ -119,8 +122,18 @@ class Stage:
             http=target.http,
             ports=tuple(port for port in ports if port not in own),
             near=near.address,
+            router=self._routing(),
             key=self._evil,
         )
+
+    def _routing(self) -> str:
+        """Where the router listens."""
+        log, until = self._folder / "router.log", time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if found := re.search(r"routing on http://(\S+)", log.read_text()):
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(f"the router did not start: {log.read_text()}")
 
     def _status(self, daemon: object) -> StatusReport:
         until = time.monotonic() + PATIENCE
@@ -136,9 +149,9 @@ class Stage:
     def dead(self) -> list[str]:
         """What its last words were, for each daemon that is gone."""
         found = []
-        for daemon in (self.target, self.near):
-            if select.select([daemon.child.exit], [], [], 0)[0]:
-                found.append(str(daemon.child.ended()))
+        for child in (self.target.child, self.near.child, self.router):
+            if select.select([child.exit], [], [], 0)[0]:
+                found.append(str(child.ended()))
         return found
 
     def answers(self) -> list[str]:
