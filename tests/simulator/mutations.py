@@ -24,6 +24,7 @@ from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
@@ -440,12 +441,38 @@ def a_returned_pool_is_not_taken(monkeypatch):
     monkeypatch.setattr(pools.PoolsActor, "_make", make)
 
 
+@mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)
+def a_stored_pool_is_not_taken(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "take", lambda self, worker, uid, spec: -1)
+
+
+@mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)
+def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
+    def keep(self, worker, uid, spec, descriptor):
+        received = dict(self._received)
+        keep_then(self, worker, uid, spec, descriptor)
+        self._received.update({name: self._descriptors.dup(descriptor) for name in received})
+
+    keep_then = DescriptorStore.keep
+    monkeypatch.setattr(DescriptorStore, "keep", keep)
+
+
 # --- 0: nothing leaks -------------------------------------------------------------------------------------------------
 
 
 @mutation(Promise.SOUND)
 def tombstones_stay(monkeypatch):
     monkeypatch.setattr(Tombstones, "sweep", lambda self: None)
+
+
+@mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
+def pools_that_nobody_claims_stay_stored(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "drop_unclaimed", lambda self: None)
+
+
+@mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
+def a_pool_that_has_ended_stays_stored(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "drop", lambda self, worker: None)
 
 
 @mutation(Promise.SOUND)

@@ -69,6 +69,8 @@ def _run(world: World) -> Router:
     fabric.is_told = partial(is_told, daemons)
     schedule = Schedule(world, fabric, daemons, router)
     for daemon in daemons:
+        if daemon.systemd is not None and not world.pools_end:
+            daemon.systemd.in_use = lambda file: any(worker.uses(file) for worker in schedule.workers)
         daemon.start()
     for worker in schedule.workers:
         worker.start()

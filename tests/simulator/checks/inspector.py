@@ -3,6 +3,8 @@
 from array import array
 
 from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.protocol.types import Spans
@@ -55,6 +57,17 @@ def is_told(daemons: list[Daemon], reader: str, request: ReadRequest) -> bool:
     return pool is not None and (pool.epoch, pool.base) == (known.epoch, request.remote_base)
 
 
+def check_stored(world: World, daemon: Daemon) -> None:
+    """Every pool that a worker has is stored for the daemon's next run."""
+    pools = daemon.context.pools
+    assert isinstance(pools, PoolsActor)
+    if daemon.systemd is None:
+        return
+    for record in pools._records.values():
+        if record.state is PoolState.LENT and world.kernel.file(record.mapped.descriptor) not in daemon.systemd.files:
+            world.violate(Promise.SURVIVES, f"{daemon.name}: the pool of {record.pool.worker} is not stored")
+
+
 class Inspector:
     def __init__(self, world: World, daemons: list[Daemon]) -> None:
         self._world = world
@@ -67,6 +80,7 @@ class Inspector:
         self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
         for daemon in self._by_identity.values():
             check_offered(self._world, daemon)
+            check_stored(self._world, daemon)
         # Where clocks step back a consumer may claim of a run that it has not met, and forget that with the one before.
         if self._world.orderly and Piece.BACKWARD_CLOCKS not in self._world.pieces:
             self._find_claims_for_nobody()

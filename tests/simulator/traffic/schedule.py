@@ -23,6 +23,8 @@ _STRIKE = 0.1
 """Seconds after a pull begins within which a fault hits it."""
 _RENEWALS, _RENEWAL = 6, 0.15
 """How often a daemon registers its pools anew in a row, and the seconds between, at most."""
+_JOINTLY = 0.02
+"""Seconds within which processes end that end together."""
 _SOON = 0.01
 """Seconds after which a name that was withdrawn is offered again: its engine has heard that it may, as a rule."""
 
@@ -91,6 +93,7 @@ class Schedule:
             (self._bad_input.do, 0.5, 20),
             *([(self._linger, 1.0, 3)] if Piece.LINGERING_PROCESSES in self.world.pieces else []),
             *([(self._renew, 0.5, 1)] if Piece.TWO_ADDRESSES in self.world.pieces else []),
+            *([(self._restart_jointly, 1.0, 2)] if Piece.STORED_POOLS in self.world.pieces else []),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -182,6 +185,14 @@ class Schedule:
         for daemon in self.daemons:
             if daemon.transport.agent == agent:
                 self._crash(daemon)
+
+    def _restart_jointly(self) -> None:
+        """A daemon and all its workers end at about the same time, and others follow them."""
+        daemon, rng = self._daemon(), self.world.rng
+        self.world.loop.call_later(rng.random() * _JOINTLY, self._crash, daemon)
+        for worker in self.workers:
+            if worker.daemon is daemon:
+                self.world.loop.call_later(rng.random() * _JOINTLY, self._kill, worker)
 
     def _restart_later(self, daemon: Daemon) -> None:
         self.world.loop.call_later(0.02 + self.world.rng.random(), daemon.start_again)

@@ -14,7 +14,9 @@ from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.settings import Settings
+from kvd.daemon.systemd import DescriptorStore
 from kvd.errors import KvdError
+from kvd.memory.interface import NoStore
 from kvd.metrics import Metrics
 from kvd.state import lease as lease_machine
 from tests.simulator.checks.promises import Promise
@@ -23,6 +25,7 @@ from tests.simulator.virtual.fabric import SimFabric, SimTransport
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.memory import SimProvider, SimStamps
 from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
+from tests.simulator.virtual.systemd import Systemd
 from tests.simulator.virtual.world import World
 
 HEARTBEAT = 0.3
@@ -54,6 +57,10 @@ class Daemon:
         self._network = network
         self._fabric = fabric
         self._sessions = 0
+        self.systemd = Systemd(world, name) if Piece.STORED_POOLS in world.pieces else None
+        self._ended: list[float] = []
+        """When each run ended."""
+        self._started: list[float] = []
         self.process = Process(world.loop, name)
         self.process.kill()
 
@@ -69,6 +76,7 @@ class Daemon:
         world.note(name, "starts", self.runs)
         identity = f"{name}#{self.runs}"
         self.process = process = Process(world.loop, identity)
+        self._started.append(world.loop.now)
         self.transport = SimTransport(identity, self._fabric, process)
         self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
@@ -115,8 +123,17 @@ class Daemon:
             transport_died=self.fail,
             policy=Policy(UID, self._rules),
             stamps=self._stamps,
+            store=self._open_store(),
         )
         build_actors(self.context, dependencies)
+
+    def _open_store(self) -> DescriptorStore | NoStore:
+        if self.systemd is None:
+            return NoStore()
+        received = self.systemd.hand_over(self.process.name)
+        store = DescriptorStore(self.systemd, received, self.world.kernel)
+        self.process.call_later(POOL_LINGER, store.drop_unclaimed)
+        return store
 
     def start_again(self) -> None:
         """Like `start`, unless a run is up."""
@@ -161,6 +178,20 @@ class Daemon:
         self._sessions += 1
         return f"{self.name}/{self._sessions}".encode().ljust(16, b".")
 
+    def keeps_until(self, run: int, died: float) -> float:
+        """Until when a pool that was lent by a run is kept for the successor of a worker that died at `died`.
+
+        A service manager keeps it for the next run, and that for as long as for a worker that died when it started.
+        """
+        until = died + POOL_LINGER
+        for ended, started in zip(self._ended[run - 1 :], self._started[run:], strict=False):
+            if self.systemd is None:
+                return ended
+            if ended >= until:
+                break
+            until = started + POOL_LINGER
+        return until
+
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
@@ -170,6 +201,7 @@ class Daemon:
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.process.kill()
+        self._ended.append(self.world.loop.now)
         self._fabric.crash(self.transport.agent, [*sorted(self._mapped), self._stamps.base])
         self.peer_port.close()
         self.worker_port.close()
