@@ -16,10 +16,15 @@ from typing import Final, Protocol
 
 import structlog
 
+from kvd.actors.runtime.loop import Loop
+
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
 _MAX_OWED: Final = 1024
 """Notifications kept for a socket that refuses them: far more than a daemon's start and pools send."""
+
+_LAST_LOOK: Final = 0.1
+"""Seconds for which pools are kept beyond their time: a worker may have asked while this process stood still."""
 
 _log = structlog.get_logger("kvd.daemon.systemd")
 
@@ -188,8 +193,12 @@ class DescriptorStore:
         """Pools of the last daemon that no worker has claimed."""
         return len(self._received)
 
+    def drop_unclaimed_after(self, loop: Loop, seconds: float) -> None:
+        """Frees the pools that nobody claimed in time; if this process stood still, its workers get a moment more."""
+        loop.call_later(seconds, loop.call_later, _LAST_LOOK, self.drop_unclaimed)
+
     def drop_unclaimed(self) -> None:
-        """Frees the pools that nobody claimed in time."""
+        """Frees the pools that nobody has claimed."""
         for name in list(self._received):
             self._forget(name)
 

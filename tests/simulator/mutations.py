@@ -10,6 +10,7 @@ from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
 from kvd.actors.gateway.sessions import Sessions
 from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
@@ -18,7 +19,7 @@ from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.pools.record import PoolRecord
-from kvd.actors.runtime import blocks
+from kvd.actors.runtime import blocks, deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
@@ -39,6 +40,7 @@ from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import HEARTBEAT
 from tests.support.fake_fabric import FakeFabric, Reach
 from tests.support.fake_transport import FakeTransport
 
@@ -455,6 +457,22 @@ def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
 
     keep_then = DescriptorStore.keep
     monkeypatch.setattr(DescriptorStore, "keep", keep)
+
+
+@mutation(Promise.SURVIVES, needs=Piece.STANDSTILLS)
+def silence_is_measured_in_seconds(monkeypatch):
+    monkeypatch.setattr(Peer, "beat", lambda self, now: now - self.heard > MISSED_BEATS * HEARTBEAT)
+
+
+@mutation(Promise.SURVIVES, first=90, needs=Piece.STANDSTILLS)
+def what_came_during_a_standstill_comes_too_late(monkeypatch):
+    monkeypatch.setattr(limits, "STANDSTILL_SECONDS", float("inf"))
+    monkeypatch.setattr(limits, "LAST_LOOK_SECONDS", 0.0)
+
+
+@mutation(Promise.SURVIVES, first=1700, needs=Piece.STANDSTILLS)
+def a_standstill_is_as_long_as_a_timer_is_late(monkeypatch):
+    monkeypatch.setattr(deadlines, "_EXACT", limits.STANDSTILL_SECONDS)
 
 
 # --- 0: nothing leaks -------------------------------------------------------------------------------------------------

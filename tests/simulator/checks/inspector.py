@@ -2,6 +2,7 @@
 
 from array import array
 
+from kvd import limits
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.record import PoolState
@@ -14,11 +15,13 @@ from kvd.transport.interface import ReadRequest
 from tests.simulator.checks.bounds import over
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
-from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.fleet import CLAIM_TTL, Daemon
 from tests.simulator.virtual.world import World
 
 _EVERY = 0.12
 """Seconds between two looks; an unwanted claim lasts several of them."""
+_CATCHING_UP = limits.CATCH_UP_SECONDS + CLAIM_TTL
+"""Seconds for which a claim that nobody wants is held after a standstill."""
 _LOOKS = 3
 """How often in a row a claim may be seen without its transfer, since its release takes a moment to arrive."""
 
@@ -115,5 +118,5 @@ class Inspector:
         assert isinstance(scheduler, SchedulerActor)
         since = self._world.loop.now - (_LOOKS + 2) * _EVERY
         quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
-        stopped = consumer.process.paused or producer.process.paused
+        stopped = consumer.process.paused or producer.process.paused or self._world.stood_still(since - _CATCHING_UP)
         return not quiet or stopped or claim in scheduler._transfers._open

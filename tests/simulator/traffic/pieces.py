@@ -38,6 +38,8 @@ class Piece(StrEnum):
     """A ticket is pulled by several engines."""
     SMALL_BOUNDS = "small-bounds"
     """Queues, tables and batches are short, and sometimes full."""
+    STANDSTILLS = "standstills"
+    """Now and then a daemon, or all of the world, gets no processor for seconds; then its timers run first."""
     STORED_POOLS = "stored-pools"
     """A service manager keeps the pools' descriptors; daemons restart together with their workers."""
     TWO_ADDRESSES = "two-addresses"

@@ -26,6 +26,8 @@ from tests.simulator.virtual.world import World
 _STEP = 0.008
 """Seconds between two polls of an engine at most."""
 
+_LATE = 0.05
+"""Seconds after a standstill within which a worker is served that asked during it."""
 _HOLD = 8.0
 """Seconds of a hold at most: longer than any pull."""
 
@@ -169,7 +171,9 @@ class Worker(Ledger):
         """Whether the daemon must have kept the pool for this process, which follows one that died lately."""
         if not self._kept_by or self.world.pools_end:
             return False
-        return self.world.loop.now < self.daemon.keeps_until(self._kept_by, self._died)
+        until = self.daemon.keeps_until(self._kept_by, self._died)
+        late = [end + _LATE for began, end in self.world.standstills if began <= until <= end]
+        return self.world.loop.now < max([until, *late])
 
     def uses(self, file: File) -> bool:
         """Whether it has that pool from a run of its daemon that is up."""

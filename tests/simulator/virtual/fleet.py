@@ -1,5 +1,6 @@
 """The daemons of a simulated world: the same actors and the same wiring as the real one, over simulated parts."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,6 +58,8 @@ class Daemon:
         self._network = network
         self._fabric = fabric
         self._sessions = 0
+        self.on_start: Callable[[Daemon], None] = lambda _daemon: None
+        """Called with it when a run has started."""
         self.systemd = Systemd(world, name) if Piece.STORED_POOLS in world.pieces else None
         self._ended: list[float] = []
         """When each run ended."""
@@ -126,13 +129,14 @@ class Daemon:
             store=self._open_store(),
         )
         build_actors(self.context, dependencies)
+        self.on_start(self)
 
     def _open_store(self) -> DescriptorStore | NoStore:
         if self.systemd is None:
             return NoStore()
         received = self.systemd.hand_over(self.process.name)
         store = DescriptorStore(self.systemd, received, self.world.kernel)
-        self.process.call_later(POOL_LINGER, store.drop_unclaimed)
+        store.drop_unclaimed_after(self.process, POOL_LINGER)
         return store
 
     def start_again(self) -> None:
@@ -186,7 +190,7 @@ class Daemon:
         until = died + POOL_LINGER
         for ended, started in zip(self._ended[run - 1 :], self._started[run:], strict=False):
             if self.systemd is None:
-                return ended
+                return -math.inf
             if ended >= until:
                 break
             until = started + POOL_LINGER
@@ -254,11 +258,11 @@ class Daemon:
         self.pauses += 1
         self.process.pause()
 
-    def resume(self) -> None:
+    def resume(self, *, timers_first: bool = False) -> None:
         self.world.note(self.name, "resumes")
         self.world.disturb(self.name)
         self.pauses += 1
-        self.process.resume()
+        self.process.resume(timers_first=timers_first)
 
     # --- supervision ------------------------------------------------------------------------------------------------
 
