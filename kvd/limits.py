@@ -244,6 +244,9 @@ some milliseconds late when it is busy."""
 CATCH_UP_SECONDS: Final = 1.0
 """What others get to be read in after a standstill: a thousand messages take 50 ms."""
 
+LAST_LOOK_SECONDS: Final = 0.1
+"""The same after a timer that is less late: it may have come up at the end of a standstill."""
+
 MAX_HANDSHAKES_PER_KEY: Final = 4
 """Those of daemons with one public key. What a hostile one says of itself may take the process that tries it, and
 6 seconds each time."""

@@ -118,7 +118,7 @@ class Daemon:
             metrics=self.metrics,
         )
         self._watchdog.start()
-        loop.call_later(config.pool_linger, self._store.drop_unclaimed)
+        self._store.drop_unclaimed_after(loop, config.pool_linger)
         self._directory.start()
         gc.freeze()  # what was imported stays; to look through it again and again stopped the loop for 0.1 s
         self.health.set("starting", None)

@@ -12,14 +12,19 @@ import socket
 import stat
 from collections import deque
 from collections.abc import MutableMapping
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
+
+from kvd.actors.runtime.loop import Loop
 
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
 _MAX_OWED: Final = 1024
 """Notifications kept for a socket that refuses them: far more than a daemon's start and pools send."""
+
+_LAST_LOOK: Final = 0.1
+"""Seconds for which pools are kept beyond their time: a worker may have asked while this process stood still."""
 
 _log = structlog.get_logger("kvd.daemon.systemd")
 
@@ -125,11 +130,35 @@ def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:
     return received
 
 
+class Keeper(Protocol):
+    """Keeps descriptors by name while no daemon runs: systemd, told by a `Notifier`."""
+
+    def store(self, name: str, descriptor: int) -> None:
+        """Keeps a duplicate of `descriptor`, beside what else has that name."""
+
+    def unstore(self, name: str) -> None:
+        """Closes all that has that name."""
+
+
+class Descriptors(Protocol):
+    """What the store does with descriptors, as `os` does it."""
+
+    def dup(self, fd: int, /) -> int:
+        """Another descriptor of the same file."""
+
+    def close(self, fd: int, /) -> None:
+        """Closes one."""
+
+    def fstat(self, fd: int, /) -> os.stat_result:
+        """Which file it is of."""
+
+
 class DescriptorStore:
     """Keeps the pools' descriptors with systemd while the daemon is gone (a `kvd.memory.interface.PoolStore`)."""
 
-    def __init__(self, notifier: Notifier, received: dict[str, int]) -> None:
-        self._notifier = notifier
+    def __init__(self, keeper: Keeper, received: dict[str, int], descriptors: Descriptors = os) -> None:
+        self._keeper = keeper
+        self._descriptors = descriptors
         self._received = received
         """What the last daemon left and no pool of this one has, by name; systemd has it, too."""
         self._names: dict[str, str] = {}
@@ -142,18 +171,18 @@ class DescriptorStore:
         if wanted not in self._received:
             return -1
         self._names[worker] = wanted
-        return os.dup(self._received[wanted])
+        return self._descriptors.dup(self._received[wanted])
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
         """See `PoolStore`."""
         name = self._names[worker] = _name(worker, uid, spec)
         self._forget_others(worker, uid, name)
         if name in self._received:
-            if _is_same_file(self._received[name], descriptor):
-                os.close(self._received.pop(name))
+            if self._is_same_file(self._received[name], descriptor):
+                self._descriptors.close(self._received.pop(name))
             else:  # systemd would keep both under one name, and the next daemon could not tell them apart
                 self._forget(name)
-        self._notifier.store(name, descriptor)
+        self._keeper.store(name, descriptor)
 
     def drop(self, worker: str) -> None:
         """See `PoolStore`."""
@@ -161,15 +190,19 @@ class DescriptorStore:
         if name in self._received:
             self._forget(name)
         elif name is not None:
-            self._notifier.unstore(name)
+            self._keeper.unstore(name)
 
     @property
     def unclaimed(self) -> int:
         """Pools of the last daemon that no worker has claimed."""
         return len(self._received)
 
+    def drop_unclaimed_after(self, loop: Loop, seconds: float) -> None:
+        """Frees the pools that nobody claimed in time; if this process stood still, its workers get a moment more."""
+        loop.call_later(seconds, loop.call_later, _LAST_LOOK, self.drop_unclaimed)
+
     def drop_unclaimed(self) -> None:
-        """Frees the pools that nobody claimed in time."""
+        """Frees the pools that nobody has claimed."""
         for name in list(self._received):
             self._forget(name)
 
@@ -184,14 +217,13 @@ class DescriptorStore:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        os.close(self._received.pop(name))
-        self._notifier.unstore(name)
+        self._descriptors.close(self._received.pop(name))
+        self._keeper.unstore(name)
 
-
-def _is_same_file(one: int, other: int) -> bool:
-    """Whether two descriptors are of one file for sure: all exports of GPU memory look like the driver's device."""
-    status = os.fstat(one)
-    return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.fstat(other))
+    def _is_same_file(self, one: int, other: int) -> bool:
+        """Whether two descriptors are of one file for sure: all exports of GPU memory look like the driver's device."""
+        status = self._descriptors.fstat(one)
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, self._descriptors.fstat(other))
 
 
 def _prefix(worker: str, uid: int) -> str:

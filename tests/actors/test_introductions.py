@@ -32,7 +32,7 @@ class Slow(Stage):
         self.peer_says(msgspec.structs.replace(welcome, agent=f"peer#{link}", pools=pools), link)
 
     def met(self):
-        return [link for link, peer in self.context.handshake._peers.by_link.items() if peer.met]
+        return [link for link, peer in self.context.handshake._peers.by_link.items() if peer.announced]
 
 
 def spec_of(dtype):

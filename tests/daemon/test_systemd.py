@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.daemon.systemd import DescriptorStore, Notifier
+from tests.simulator.virtual.loop import VirtualLoop
 from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import PATIENCE
 
@@ -293,3 +294,18 @@ def test_descriptors_are_taken_from_the_environment_by_name_and_not_inherited() 
         assert received_descriptors(environ) == {}
     """)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+def test_a_pool_that_is_asked_for_at_the_end_of_a_standstill_is_not_dropped_before(systemd: Systemd) -> None:
+    pool, loop = memfd(b"kept"), VirtualLoop()
+    DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", pool)
+    os.close(pool)
+    store = DescriptorStore(telling(systemd.path), handed_over(systemd))
+    store.drop_unclaimed_after(loop, 5.0)
+    loop.stand_still(60.0)
+    loop.run_until(60.0)
+    taken = store.take("w", 0, b"spec")  # it lay in the socket
+    assert os.pread(taken, 4, 0) == b"kept"
+    os.close(taken)
+    loop.run_until(61.0)
+    assert store.unclaimed == 0

@@ -10,6 +10,7 @@ from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.messages import Notify, SessionUp
 from kvd.actors.gateway.sessions import Sessions
 from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
@@ -18,13 +19,14 @@ from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.pools.record import PoolRecord
-from kvd.actors.runtime import blocks
+from kvd.actors.runtime import blocks, deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
+from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
@@ -39,6 +41,7 @@ from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fleet import HEARTBEAT
 from tests.support.fake_fabric import FakeFabric, Reach
 from tests.support.fake_transport import FakeTransport
 
@@ -441,12 +444,54 @@ def a_returned_pool_is_not_taken(monkeypatch):
     monkeypatch.setattr(pools.PoolsActor, "_make", make)
 
 
+@mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)
+def a_stored_pool_is_not_taken(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "take", lambda self, worker, uid, spec: -1)
+
+
+@mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)
+def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
+    def keep(self, worker, uid, spec, descriptor):
+        received = dict(self._received)
+        keep_then(self, worker, uid, spec, descriptor)
+        self._received.update({name: self._descriptors.dup(descriptor) for name in received})
+
+    keep_then = DescriptorStore.keep
+    monkeypatch.setattr(DescriptorStore, "keep", keep)
+
+
+@mutation(Promise.SURVIVES, needs=Piece.STANDSTILLS)
+def silence_is_measured_in_seconds(monkeypatch):
+    monkeypatch.setattr(Peer, "beat", lambda self, now: now - self.heard > MISSED_BEATS * HEARTBEAT)
+
+
+@mutation(Promise.SURVIVES, first=90, needs=Piece.STANDSTILLS)
+def what_came_during_a_standstill_comes_too_late(monkeypatch):
+    monkeypatch.setattr(limits, "STANDSTILL_SECONDS", float("inf"))
+    monkeypatch.setattr(limits, "LAST_LOOK_SECONDS", 0.0)
+
+
+@mutation(Promise.SURVIVES, first=1700, needs=Piece.STANDSTILLS)
+def a_standstill_is_as_long_as_a_timer_is_late(monkeypatch):
+    monkeypatch.setattr(deadlines, "_EXACT", limits.STANDSTILL_SECONDS)
+
+
 # --- 0: nothing leaks -------------------------------------------------------------------------------------------------
 
 
 @mutation(Promise.SOUND)
 def tombstones_stay(monkeypatch):
     monkeypatch.setattr(Tombstones, "sweep", lambda self: None)
+
+
+@mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
+def pools_that_nobody_claims_stay_stored(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "drop_unclaimed", lambda self: None)
+
+
+@mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
+def a_pool_that_has_ended_stays_stored(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "drop", lambda self, worker: None)
 
 
 @mutation(Promise.SOUND)

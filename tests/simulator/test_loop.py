@@ -65,6 +65,17 @@ def test_a_stopped_process_does_everything_when_it_goes_on(loop):
     assert ran == ["first", "second"]
 
 
+def test_a_process_that_stood_still_runs_its_timers_before_it_reads(loop):
+    process, ran = Process(loop, "p"), []
+    process.pause()
+    loop.call_later(1.0, process.call_soon, ran.append, "read")
+    process.call_later(2.0, ran.append, "timer")
+    loop.run_until(3.0)
+    process.resume(timers_first=True)
+    loop.run_until(3.0)
+    assert ran == ["timer", "read"]
+
+
 def test_a_loop_that_feeds_itself_is_stopped(loop):
     def again():
         loop.call_soon(again)

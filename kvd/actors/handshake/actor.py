@@ -278,11 +278,11 @@ class HandshakeActor(Actor):
             return
         settings, now = self._context.settings, self.loop.time()
         if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
-            self._context.scheduler.tell(PeerIdle(peer.address))
+            self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))
         if peer.beat(now):
             self._lose(peer, Event.SILENT, f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s")
-            if not peer.met and peer.address not in self._expected:
-                self._context.scheduler.tell(PeerIdle(peer.address))  # perhaps no daemon was ever there
+            if not peer.announced and peer.address not in self._expected:
+                self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_slot(peer)
         else:
@@ -291,9 +291,9 @@ class HandshakeActor(Actor):
 
     @handles(ForgetPeer)
     def forget(self, message: ForgetPeer) -> None:
-        """Hangs up on a peer that no pull needs."""
+        """Hangs up on a peer that no pull needs; the scheduler does not know yet that it is ready again, if it is."""
         peer = self._peers.by_address.get(message.address)
-        if peer is not None:
+        if peer is not None and peer.announced == message.announced:
             self._step(peer, Event.CLOSE)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class HandshakeActor(Actor):
                 self._slots.forget(peer.link)
 
     def _announce(self, peer: Peer) -> None:
-        peer.wanted, peer.met = False, True
+        peer.wanted, peer.announced = False, peer.announced + 1
         self._context.scheduler.tell(PeerUp(peer.view()))
 
     # --- status -----------------------------------------------------------------------------------------------------

@@ -23,9 +23,13 @@ class ExpectPeers(Struct, frozen=True, gc=False):
 
 
 class ForgetPeer(Struct, frozen=True, gc=False):
-    """No pull needs this peer; one that needs it later sends `NeedPeer` first."""
+    """No pull needs this peer; one that needs it later sends `NeedPeer` first.
+
+    Unless it is announced again meanwhile: `announced` is that of the `PeerIdle` which this answers.
+    """
 
     address: str
+    announced: int
 
 
 class HandshakeRequest(Struct, frozen=True, gc=False):

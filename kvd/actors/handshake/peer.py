@@ -45,8 +45,8 @@ class Peer:
     """Whether a pull waits for it."""
     worker: str = ""
     """The worker whose pull was the first to need it; empty if it was expected."""
-    met: bool = False
-    """Whether it was ever ready."""
+    announced: int = 0
+    """How often the scheduler was told that it is ready."""
     state: State = machine.TABLE.initial
     welcome: Welcome | None = None
     pools: dict[str, PeerPool] = field(default_factory=dict)

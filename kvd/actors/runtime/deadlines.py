@@ -9,12 +9,16 @@ from kvd.actors.runtime.loop import Loop, Timer
 
 K = TypeVar("K", bound=Hashable)
 
+_EXACT = 1e-4
+"""Seconds by which a timer of a loop that does nothing else is late."""
+
 
 class Deadlines(Generic[K]):
     """Calls `expired(key)` once the deadline of `key` has passed, unless it was moved or unset before.
 
     `for_others` says that they are deadlines for what others send. If this process stood still, that may have come in
-    time and wait in a socket, as timers run before sockets are read: each deadline gets a moment more then, once.
+    time and wait in a socket, as timers run before sockets are read: each deadline gets a moment more then, once. How
+    late its timer is does not tell how long that was: it may have come up just before the end.
     """
 
     def __init__(self, loop: Loop, expired: Callable[[K], None], *, for_others: bool = False) -> None:
@@ -74,7 +78,9 @@ class Deadlines(Generic[K]):
     def _wake(self) -> None:
         self._timer = None
         now = self._loop.time()
-        stood_still = self._for_others and now - self._timer_at > limits.STANDSTILL_SECONDS
+        late = now - self._timer_at
+        stood_still = self._for_others and late > _EXACT
+        moment = limits.CATCH_UP_SECONDS if late > limits.STANDSTILL_SECONDS else limits.LAST_LOOK_SECONDS
         due: list[K] = []
         while self._heap and self._heap[0][0] <= now:
             _, _, key = heapq.heappop(self._heap)
@@ -85,7 +91,7 @@ class Deadlines(Generic[K]):
                 self._push(key, deadline)
             elif stood_still and key not in self._put_off:
                 self._put_off.add(key)
-                self._deadlines[key] = now + limits.CATCH_UP_SECONDS
+                self._deadlines[key] = now + moment
                 self._push(key, self._deadlines[key])
             else:
                 del self._deadlines[key]

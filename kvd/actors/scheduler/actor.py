@@ -192,7 +192,7 @@ class SchedulerActor(Actor):
         address = message.address
         if not self._transfers.reads_from(address) and not self._unrouted(address):
             self._producers.forget(address)
-            self._context.handshake.tell(ForgetPeer(address))
+            self._context.handshake.tell(ForgetPeer(address, message.announced))
 
     def _unrouted(self, address: str) -> list[Pull]:
         return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]

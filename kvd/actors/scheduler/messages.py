@@ -43,9 +43,13 @@ class PeerDown(Struct, frozen=True, gc=False):
 
 
 class PeerIdle(Struct, frozen=True, gc=False):
-    """No pull has needed this peer for long; answered by `ForgetPeer` unless one will."""
+    """No pull has needed this peer for long; answered by `ForgetPeer` unless one will.
+
+    `announced` says how often `PeerUp` has been told of it; the answer repeats it.
+    """
 
     address: str
+    announced: int
 
 
 class PeerReply(Struct, frozen=True, gc=False):

@@ -446,3 +446,29 @@ def test_a_peer_is_met_at_once_while_many_of_another_key_wait_for_their_metadata
     (honest,) = [link for link, address in links.items() if "honest" in address]
     stage.peer_says(msgspec.structs.replace(welcome_of(), agent="peer#honest"), honest)
     assert added[-1] == "peer#honest"
+
+
+def test_a_peer_that_is_ready_again_is_kept_though_it_was_idle_before(stage):
+    stage.pull(timeout=0.5)
+    stage.peer_says(welcome_of())
+    stage.pongs(5)
+    handshake = stage.context.handshake
+    handshake._peers.by_link[1].needed = -10.0
+    handshake.soon(handshake._beat, 1)  # it has been idle for long
+    handshake.soon(handshake._announce, handshake._peers.by_link[1])  # and is made ready by what lay in the socket
+    stage.run()
+    assert "tcp://peer:1" in stage.context.scheduler._producers
+    assert "tcp://peer:1" in handshake._peers.by_address
+    stage.pull(name="again", timeout=5.0, call=3)
+    assert stage.to_peers[-1] == (1, stage.asks(Claim)[-1])
+    stage.run(2.0)
+    assert "tcp://peer:1" in handshake._peers.by_address  # a pull needs it
+
+
+def test_what_the_scheduler_knows_of_a_peer_ends_with_it(stage):
+    stage.pull(timeout=0.5)
+    stage.peer_says(welcome_of())
+    for _ in range(12):
+        stage.pongs(5) if "tcp://peer:1" in stage.context.handshake._peers.by_address else stage.run(1.0)
+    assert "tcp://peer:1" not in stage.context.handshake._peers.by_address
+    assert "tcp://peer:1" not in stage.context.scheduler._producers

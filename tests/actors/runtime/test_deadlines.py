@@ -145,8 +145,28 @@ def test_a_deadline_of_ones_own_is_kept_after_a_standstill(standing_still):
     assert expired == [(9.0, "a")]
 
 
-def test_a_timer_that_is_late_as_on_a_busy_loop_moves_nothing(standing_still):
+def test_a_timer_that_is_late_as_on_a_busy_loop_gives_no_more_than_a_look(standing_still):
     expiry, expired = expiry_of(standing_still, for_others=True)
     expiry.set("a", 5.0)
     standing_still.run_at(5.0 + limits.STANDSTILL_SECONDS)
+    assert expired == []
+    standing_still.run_at(5.0 + limits.STANDSTILL_SECONDS + limits.LAST_LOOK_SECONDS)
+    assert [key for _, key in expired] == ["a"]
+
+
+def test_what_others_had_to_send_by_the_very_end_of_a_standstill_is_read_first(standing_still):
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    expiry.set("renewed", 8.99)
+    expiry.set("silent", 8.99)
+    standing_still.run_at(9.0)
+    assert expired == []
+    expiry.set("renewed", 14.0)
+    standing_still.run_at(9.0 + limits.LAST_LOOK_SECONDS)
+    assert [key for _, key in expired] == ["silent"]
+
+
+def test_a_timer_that_is_on_time_moves_nothing(standing_still):
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    expiry.set("a", 5.0)
+    standing_still.run_at(5.0)
     assert [key for _, key in expired] == ["a"]

@@ -2,7 +2,10 @@
 
 from array import array
 
+from kvd import limits
 from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.protocol.types import Spans
@@ -12,11 +15,13 @@ from kvd.transport.interface import ReadRequest
 from tests.simulator.checks.bounds import over
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
-from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.fleet import CLAIM_TTL, Daemon
 from tests.simulator.virtual.world import World
 
 _EVERY = 0.12
 """Seconds between two looks; an unwanted claim lasts several of them."""
+_CATCHING_UP = limits.CATCH_UP_SECONDS + CLAIM_TTL
+"""Seconds for which a claim that nobody wants is held after a standstill."""
 _LOOKS = 3
 """How often in a row a claim may be seen without its transfer, since its release takes a moment to arrive."""
 
@@ -55,6 +60,17 @@ def is_told(daemons: list[Daemon], reader: str, request: ReadRequest) -> bool:
     return pool is not None and (pool.epoch, pool.base) == (known.epoch, request.remote_base)
 
 
+def check_stored(world: World, daemon: Daemon) -> None:
+    """Every pool that a worker has is stored for the daemon's next run."""
+    pools = daemon.context.pools
+    assert isinstance(pools, PoolsActor)
+    if daemon.systemd is None:
+        return
+    for record in pools._records.values():
+        if record.state is PoolState.LENT and world.kernel.file(record.mapped.descriptor) not in daemon.systemd.files:
+            world.violate(Promise.SURVIVES, f"{daemon.name}: the pool of {record.pool.worker} is not stored")
+
+
 class Inspector:
     def __init__(self, world: World, daemons: list[Daemon]) -> None:
         self._world = world
@@ -67,6 +83,7 @@ class Inspector:
         self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
         for daemon in self._by_identity.values():
             check_offered(self._world, daemon)
+            check_stored(self._world, daemon)
         # Where clocks step back a consumer may claim of a run that it has not met, and forget that with the one before.
         if self._world.orderly and Piece.BACKWARD_CLOCKS not in self._world.pieces:
             self._find_claims_for_nobody()
@@ -101,5 +118,5 @@ class Inspector:
         assert isinstance(scheduler, SchedulerActor)
         since = self._world.loop.now - (_LOOKS + 2) * _EVERY
         quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
-        stopped = consumer.process.paused or producer.process.paused
+        stopped = consumer.process.paused or producer.process.paused or self._world.stood_still(since - _CATCHING_UP)
         return not quiet or stopped or claim in scheduler._transfers._open

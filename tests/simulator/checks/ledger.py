@@ -23,6 +23,8 @@ _AFTERMATH = 1.2
 """Seconds for which a fault excuses failures: what daemons need to notice that one is silent."""
 _HEARD = 0.1
 """Seconds for a message and its answer if none is lost or late."""
+_GREETED = 1.0
+"""Seconds after which a daemon that stood still has heard of a death, and has greeted who followed."""
 _AT_ONCE = 0.45
 """Seconds within which an impossible pull must fail; no claim has timed out by then."""
 SCRAP = 0xEE
@@ -118,7 +120,7 @@ class Ledger:
         pulling.outcomes += 1
         if pulling.outcomes > 1:
             self.world.violate(Promise.ENDS_ONCE, f"{self.name}: the pull {item.request} has a second outcome, {item}")
-        late = self.world.loop.now - pulling.deadline
+        late = self.world.loop.now - self.world.allow(pulling.sent or pulling.began, pulling.deadline)
         if late > _SLACK and self.trouble + self.daemon.pauses == pulling.trouble and not self.world.queues_fill:
             self.world.violate(
                 Promise.ENDS_ONCE, f"{self.name}: the outcome of {item.request} comes {late:.3f} s late: {item}"
@@ -166,11 +168,15 @@ class Ledger:
         # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
         # is not answered is asked for again, many times.
         excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
+        if pulling.brief or cause == ErrorCode.DEADLINE:
+            calm = calm and not self.world.stood_still(since)  # it lost the time
+        heard = _GREETED if Piece.STANDSTILLS in self.world.pieces else _HEARD
         late = (
             pulling.stale
             and pulling.trouble == self.trouble + self.daemon.pauses
             and self.world.loop.now - pulling.sent > _AT_ONCE
-            and not any(self.world.faults_since(pulling.sent - _HEARD, name) for name in pulling.concerned)
+            and not self.world.stood_still(pulling.sent)
+            and not any(self.world.faults_since(pulling.sent - heard, name) for name in pulling.concerned)
         )
         if late:
             self.world.violate(Promise.SURVIVES, f"{self.name}: {event} comes late, its daemon's run was over")

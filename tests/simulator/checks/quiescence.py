@@ -118,6 +118,11 @@ def _check_descriptors(world: World, daemon: Daemon, workers: list[Worker]) -> N
     held = len(world.kernel.held_by(daemon.process.name))
     if held != len(workers):
         world.violate(Promise.SOUND, f"{daemon.name} holds {held} descriptors, it has {len(workers)} pools")
+    if daemon.systemd is not None:
+        stored, used = daemon.systemd.files, [worker.file for worker in workers]
+        if len(stored) != len(used) or any(file not in used for file in stored):
+            numbers = [file.number for file in stored]
+            world.violate(Promise.SOUND, f"{daemon.name}: files {numbers} stay stored, it has {len(used)} pools")
     for worker in workers:
         if len(world.kernel.held_by(worker.process.name)) != 1:
             held = len(world.kernel.held_by(worker.process.name))

@@ -23,6 +23,10 @@ _STRIKE = 0.1
 """Seconds after a pull begins within which a fault hits it."""
 _RENEWALS, _RENEWAL = 6, 0.15
 """How often a daemon registers its pools anew in a row, and the seconds between, at most."""
+_JOINTLY = 0.02
+"""Seconds within which processes end that end together."""
+_STANDSTILL = 2.0
+"""Seconds for which a daemon is stopped, at most."""
 _SOON = 0.01
 """Seconds after which a name that was withdrawn is offered again: its engine has heard that it may, as a rule."""
 
@@ -67,6 +71,11 @@ class Schedule:
             knobs.read_slow = 0.5
         if Piece.CHANGING_PATHS in self.world.pieces:
             knobs.die_while_read = 0.08
+        if Piece.STANDSTILLS in self.world.pieces:
+            if rng.random() < 0.5:
+                knobs.clear()
+                knobs.read_slow = 0.5
+            knobs.stand_still = 0.1
         self.world.orderly = knobs.duplicate == knobs.delay == 0.0
         self.world.queues_fill = knobs.queue_full > 0.0
         crowded = Piece.CROWDED_HOSTS in self.world.pieces
@@ -90,7 +99,9 @@ class Schedule:
             (self.router.pull_again, 0.5, 8),
             (self._bad_input.do, 0.5, 20),
             *([(self._linger, 1.0, 3)] if Piece.LINGERING_PROCESSES in self.world.pieces else []),
+            *([(self._stand_still, 1.0, 3)] if Piece.STANDSTILLS in self.world.pieces else []),
             *([(self._renew, 0.5, 1)] if Piece.TWO_ADDRESSES in self.world.pieces else []),
+            *([(self._restart_jointly, 1.0, 2)] if Piece.STORED_POOLS in self.world.pieces else []),
         )
         for action, likely, most in kinds:
             if rng.random() < likely:
@@ -183,6 +194,14 @@ class Schedule:
             if daemon.transport.agent == agent:
                 self._crash(daemon)
 
+    def _restart_jointly(self) -> None:
+        """A daemon and all its workers end at about the same time, and others follow them."""
+        daemon, rng = self._daemon(), self.world.rng
+        self.world.loop.call_later(rng.random() * _JOINTLY, self._crash, daemon)
+        for worker in self.workers:
+            if worker.daemon is daemon:
+                self.world.loop.call_later(rng.random() * _JOINTLY, self._kill, worker)
+
     def _restart_later(self, daemon: Daemon) -> None:
         self.world.loop.call_later(0.02 + self.world.rng.random(), daemon.start_again)
 
@@ -203,16 +222,24 @@ class Schedule:
     def _pause_daemon(self) -> None:
         self._pause(self._daemon())
 
-    def _pause(self, daemon: Daemon) -> None:
+    def _pause(self, daemon: Daemon, *, timers_first: bool = False) -> None:
         if daemon.alive and not daemon.process.paused:
             daemon.pause()
             process = daemon.process
 
             def resume() -> None:
                 if process.paused and daemon.process is process:
-                    daemon.resume()
+                    daemon.resume(timers_first=timers_first)
 
-            self.world.loop.call_later(self.world.rng.random() * 2.0, resume)
+            self.world.loop.call_later(self.world.rng.random() * _STANDSTILL, resume)
+
+    def _stand_still(self) -> None:
+        """Alone, or with all the world: then it is nobody's fault, and costs nothing but time."""
+        rng = self.world.rng
+        if rng.random() < 0.5:
+            self.world.stand_still(rng.random() * _STANDSTILL)
+        else:
+            self._pause(self._daemon(), timers_first=True)
 
     def _crash_worker(self) -> None:
         self._kill(self._worker())
@@ -323,6 +350,8 @@ class Schedule:
             self._bad_input.forge(source, sequence.offer, self._worker())
         if world.chance(world.knobs.reuse):
             world.loop.call_later(world.rng.random() * _SOON, self._offer_again, sequence, source)
+        if world.chance(world.knobs.stand_still):
+            world.loop.call_later(world.rng.random() * _STRIKE, world.stand_still, world.rng.random() * _STANDSTILL)
         if not world.chance(world.knobs.strike):
             return
 

@@ -16,7 +16,7 @@ from kvd.protocol.types import Message
 from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.cache import Cache, content
-from tests.simulator.virtual.fleet import POOL_LINGER, Daemon
+from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.line import SimConnection, SimPool
 from tests.simulator.virtual.loop import Handle, Process
 from tests.simulator.virtual.memory import File
@@ -26,6 +26,8 @@ from tests.simulator.virtual.world import World
 _STEP = 0.008
 """Seconds between two polls of an engine at most."""
 
+_LATE = 0.05
+"""Seconds after a standstill within which a worker is served that asked during it."""
 _HOLD = 8.0
 """Seconds of a hold at most: longer than any pull."""
 
@@ -167,8 +169,17 @@ class Worker(Ledger):
 
     def _is_owed(self) -> bool:
         """Whether the daemon must have kept the pool for this process, which follows one that died lately."""
-        lately = self.world.loop.now - self._died < POOL_LINGER
-        return self._kept_by == self.daemon.runs and lately and not self.world.pools_end
+        if not self._kept_by or self.world.pools_end:
+            return False
+        until = self.daemon.keeps_until(self._kept_by, self._died)
+        late = [end + _LATE for began, end in self.world.standstills if began <= until <= end]
+        return self.world.loop.now < max([until, *late])
+
+    def uses(self, file: File) -> bool:
+        """Whether it has that pool from a run of its daemon that is up."""
+        session = self.session if self.alive and self.driver.connected and not self.detaching else None
+        current = session is not None and session.open and session.port is self.daemon.worker_port
+        return current and self.file is file
 
     def detach(self) -> None:
         """Gives the pool back, then starts over as another process."""
@@ -228,7 +239,7 @@ class Worker(Ledger):
     def _before_opening(self) -> None:
         """A daemon that was asked for the pool may keep one that the worker never saw."""
         if self.connection.phase is Phase.DOWN and self.connection.listened_to:
-            if self._unheard == self.daemon.runs:
+            if self._unheard == self.daemon.runs or (self._unheard and self.daemon.systemd is not None):
                 self._last_file = None
             self._unheard = self.daemon.runs
 

@@ -1,5 +1,6 @@
 """The daemons of a simulated world: the same actors and the same wiring as the real one, over simulated parts."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,7 +15,9 @@ from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.settings import Settings
+from kvd.daemon.systemd import DescriptorStore
 from kvd.errors import KvdError
+from kvd.memory.interface import NoStore
 from kvd.metrics import Metrics
 from kvd.state import lease as lease_machine
 from tests.simulator.checks.promises import Promise
@@ -23,6 +26,7 @@ from tests.simulator.virtual.fabric import SimFabric, SimTransport
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.memory import SimProvider, SimStamps
 from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
+from tests.simulator.virtual.systemd import Systemd
 from tests.simulator.virtual.world import World
 
 HEARTBEAT = 0.3
@@ -54,6 +58,12 @@ class Daemon:
         self._network = network
         self._fabric = fabric
         self._sessions = 0
+        self.on_start: Callable[[Daemon], None] = lambda _daemon: None
+        """Called with it when a run has started."""
+        self.systemd = Systemd(world, name) if Piece.STORED_POOLS in world.pieces else None
+        self._ended: list[float] = []
+        """When each run ended."""
+        self._started: list[float] = []
         self.process = Process(world.loop, name)
         self.process.kill()
 
@@ -69,6 +79,7 @@ class Daemon:
         world.note(name, "starts", self.runs)
         identity = f"{name}#{self.runs}"
         self.process = process = Process(world.loop, identity)
+        self._started.append(world.loop.now)
         self.transport = SimTransport(identity, self._fabric, process)
         self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
@@ -115,8 +126,18 @@ class Daemon:
             transport_died=self.fail,
             policy=Policy(UID, self._rules),
             stamps=self._stamps,
+            store=self._open_store(),
         )
         build_actors(self.context, dependencies)
+        self.on_start(self)
+
+    def _open_store(self) -> DescriptorStore | NoStore:
+        if self.systemd is None:
+            return NoStore()
+        received = self.systemd.hand_over(self.process.name)
+        store = DescriptorStore(self.systemd, received, self.world.kernel)
+        store.drop_unclaimed_after(self.process, POOL_LINGER)
+        return store
 
     def start_again(self) -> None:
         """Like `start`, unless a run is up."""
@@ -161,6 +182,20 @@ class Daemon:
         self._sessions += 1
         return f"{self.name}/{self._sessions}".encode().ljust(16, b".")
 
+    def keeps_until(self, run: int, died: float) -> float:
+        """Until when a pool that was lent by a run is kept for the successor of a worker that died at `died`.
+
+        A service manager keeps it for the next run, and that for as long as for a worker that died when it started.
+        """
+        until = died + POOL_LINGER
+        for ended, started in zip(self._ended[run - 1 :], self._started[run:], strict=False):
+            if self.systemd is None:
+                return -math.inf
+            if ended >= until:
+                break
+            until = started + POOL_LINGER
+        return until
+
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
@@ -170,6 +205,7 @@ class Daemon:
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.process.kill()
+        self._ended.append(self.world.loop.now)
         self._fabric.crash(self.transport.agent, [*sorted(self._mapped), self._stamps.base])
         self.peer_port.close()
         self.worker_port.close()
@@ -222,11 +258,11 @@ class Daemon:
         self.pauses += 1
         self.process.pause()
 
-    def resume(self) -> None:
+    def resume(self, *, timers_first: bool = False) -> None:
         self.world.note(self.name, "resumes")
         self.world.disturb(self.name)
         self.pauses += 1
-        self.process.resume()
+        self.process.resume(timers_first=timers_first)
 
     # --- supervision ------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,22 @@ _MAX_CALLBACKS = 400_000
 class Handle:
     """A callback that will run unless it is cancelled or its process dies."""
 
-    __slots__ = ("args", "callback", "cancelled", "process")
+    __slots__ = ("args", "callback", "cancelled", "process", "timed")
 
-    def __init__(self, process: "Process | None", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        process: "Process | None",
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        *,
+        timed: bool = False,
+    ) -> None:
         self.process = process
         self.callback = callback
         self.args = args
         self.cancelled = False
+        self.timed = timed
+        """Whether it is a timer."""
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -78,7 +87,7 @@ class VirtualLoop:
             due, _, handle = heapq.heappop(heap)
             self.now = max(self.now, due)
             self._run(handle)
-        self.now = end
+        self.now = max(self.now, end)
 
     def _run(self, handle: Handle) -> None:
         if handle.cancelled:
@@ -120,7 +129,7 @@ class Process:
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Handle:
         """Calls back in `delay` seconds, or later if the process is stopped then."""
-        return self.world.push(delay, Handle(self, callback, args))
+        return self.world.push(delay, Handle(self, callback, args, timed=True))
 
     def kill(self) -> None:
         """Runs nothing of this process from now on."""
@@ -132,8 +141,10 @@ class Process:
     def pause(self) -> None:
         self.paused = True
 
-    def resume(self) -> None:
-        """SIGCONT: runs what was due meanwhile, in order."""
+    def resume(self, *, timers_first: bool = False) -> None:
+        """SIGCONT: runs what was due meanwhile, in order; `timers_first`, before it reads its sockets."""
         self.paused = False
+        if timers_first:
+            self.backlog.sort(key=lambda handle: not handle.timed)
         self.world.ready.extend(self.backlog)
         self.backlog.clear()

@@ -4,6 +4,8 @@ Each file carries a mask of the bytes that a transport may write just now: a wor
 and closes it when it is told that they are free. Every write is held against it.
 """
 
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +50,14 @@ class Kernel:
     def file(self, descriptor: int) -> File:
         """What a descriptor stands for."""
         return self._files[descriptor][1]
+
+    def dup(self, descriptor: int, /) -> int:
+        """Another descriptor of the same file, for the same owner."""
+        return self.open(*self._files[descriptor])
+
+    def fstat(self, descriptor: int, /) -> os.stat_result:
+        """Tells files apart."""
+        return os.stat_result((stat.S_IFREG, self.file(descriptor).number, 0, 1, 0, 0, 0, 0, 0, 0))
 
     def close(self, descriptor: int) -> None:
         """Closes a descriptor; raises if it is closed twice."""

@@ -34,6 +34,8 @@ class Knobs:
     """A worker pulls with a ticket that was changed on its way."""
     reuse: float = 0.0
     """In the middle of a pull, its offer is withdrawn, and another made under its name."""
+    stand_still: float = 0.0
+    """In the middle of a pull, all the world stands still."""
     queue_full: float = 0.0
     """A worker's queue takes no message."""
     add_peer_fails: float = 0.0
@@ -47,6 +49,12 @@ class Knobs:
 
 FATAL = 1000
 """The weight of a fault that may fail a request; a lost message weighs 1."""
+
+_MOMENT = 0.05
+"""Seconds that something takes which is about to be done."""
+
+_APART = 0.3
+"""Seconds between two standstills."""
 
 LONG_DELAY = 0.8
 """Seconds."""
@@ -73,11 +81,33 @@ class World:
         """Whether kept pools may end: they cannot be registered, or make room for others."""
         self.on_death: Callable[[str], None] = lambda _agent: None
         """Called with the agent whose process is to die."""
+        self.standstills: list[tuple[float, float]] = []
+        """When nothing ran: from when until when."""
         self.crash: Exception | None = None
         """What was raised outside of any actor."""
 
     def chance(self, probability: float) -> bool:
         return probability > 0.0 and self.rng.random() < probability
+
+    def stand_still(self, seconds: float) -> None:
+        """Nobody gets a processor, and nobody has had a fault; not again before all have caught up."""
+        if self.stood_still(self.loop.now - _APART):
+            return
+        self.note("world", "stands still", seconds)
+        began = self.loop.now
+        self.loop.stand_still(seconds)
+        self.standstills.append((began, self.loop.now))
+
+    def stood_still(self, since: float) -> bool:
+        """Whether nothing ran at some time from `since` on."""
+        return any(end >= since for _, end in self.standstills)
+
+    def allow(self, since: float, until: float) -> float:
+        """Until when something may last that began at `since` and should end at `until`: standstills take no time."""
+        for began, end in self.standstills:
+            if end >= since and began <= until + _MOMENT:
+                until += end - began
+        return until
 
     def note(self, *what: object) -> None:
         """One line of the trace."""

@@ -1,0 +1,35 @@
+"""Nobody is declared dead because of one's own standstill."""
+
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.peer import MISSED_BEATS, Peer
+from kvd.state.peer import Event
+from tests.simulator.checks.promises import Promise
+from tests.simulator.virtual.fleet import HEARTBEAT, Daemon
+from tests.simulator.virtual.world import World
+
+_SINCE = (MISSED_BEATS + 2) * HEARTBEAT + 2.0
+"""Seconds before a loss within which its cause lies, if the daemon did not stand still for longer than 2 s."""
+
+
+def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
+    """Looks at every peer that this run of `daemon` gives up on as silent."""
+    handshake = daemon.context.handshake
+    assert isinstance(handshake, HandshakeActor)
+    lose = handshake._lose
+
+    def watched(peer: Peer, event: Event, reason: str) -> None:
+        if event is Event.SILENT and reason.startswith("no answer"):
+            _check(world, daemons, daemon, peer)
+        lose(peer, event, reason)
+
+    handshake._lose = watched  # type: ignore[method-assign]
+
+
+def _check(world: World, daemons: list[Daemon], daemon: Daemon, peer: Peer) -> None:
+    """A peer that is up, ran all the time and was never cut off has answered."""
+    other = next((each for each in daemons if peer.address.startswith(each.peer_port.address)), None)
+    if other is None or not other.alive or other.process.paused:
+        return
+    cut = {(daemon.name, other.name), (other.name, daemon.name)} & world.cut
+    if not cut and not world.faults_since(world.loop.now - _SINCE, other.name):
+        world.violate(Promise.SURVIVES, f"{daemon.name} gives up on {other.name}, which answered all the time")
