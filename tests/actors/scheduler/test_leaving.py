@@ -127,13 +127,13 @@ def test_a_producer_is_not_forgotten_while_it_is_to_be_told(stage):
     forgotten = []
     tell = stage.context.handshake.tell
     stage.context.handshake.tell = lambda message: forgotten.append(message) or tell(message)
-    stage.context.scheduler.tell(PeerIdle("tcp://peer:1"))
+    stage.context.scheduler.tell(PeerIdle("tcp://peer:1", 1))
     stage.run()
     assert not any(isinstance(message, ForgetPeer) for message in forgotten)
     stage.peer_says(welcome_of())
     assert len(told(stage)) == 1
     stage.peer_says(Settled((1,)))
-    stage.context.scheduler.tell(PeerIdle("tcp://peer:1"))
+    stage.context.scheduler.tell(PeerIdle("tcp://peer:1", 1))
     stage.run()
     assert any(isinstance(message, ForgetPeer) for message in forgotten)
 
