@@ -182,10 +182,10 @@ MAX_UNKNOWN_CLAIMS_PER_SECOND: Final = 1024
 peer with more, renewals and fences are dropped unread. Honest ones have them when many offers end at one moment; each
 takes up to 20 us of the loop, and some frames name 4,096."""
 
-TRANSPORT_SILENCE_SECONDS: Final = 15
+TRANSPORT_SILENCE_SECONDS: Final = 30
 """How long what was sent over TCP for reads may stay unacknowledged before UCX gives the connection up, and with it
 reads that hang: when the network of the data dies they would keep their blocks for the kernel's quarter of an hour.
-Three times as long as messages take to lose a peer that stands still."""
+Longer than messages take to lose a peer that stands still, also with heartbeats of 5 s."""
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered, so that a late request learns why they ended. Beyond it the oldest are

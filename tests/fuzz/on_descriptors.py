@@ -20,7 +20,8 @@ POOL_BYTES = 16 * 4096
 
 def troubling(stack: ExitStack, dice: Random) -> list[int]:
     """One of each kind, closed with `stack`."""
-    found = [stack.enter_context(lingering_socket())]
+    lingering = lingering_socket()
+    found = [lingering.__enter__()]
     for flags, size in ((0, 0), (os.MFD_ALLOW_SEALING, POOL_BYTES), (os.MFD_ALLOW_SEALING, 1 << 40)):
         found.append(os.memfd_create("fuzz", flags))
         with suppress(OSError):  # there is no such room
@@ -37,6 +38,7 @@ def troubling(stack: ExitStack, dice: Random) -> list[int]:
     stack.enter_context(holder)
     stack.enter_context(held)
     socket.send_fds(holder, [b"x"], found)
+    stack.push(lingering.__exit__)  # first of all: then our own last close of it does not linger
     return [*found, held.fileno()]
 
 
