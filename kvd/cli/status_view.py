@@ -91,6 +91,10 @@ def _counts(status: StatusReport) -> Table:
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
     table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
     totals = status.totals
+    processor = status.processor
+    if processor.waited:
+        style = "red" if processor.starved else "default"
+        table.add_row("[bold]processor[/]", f"[{style}]{escape(processor.text)}[/]")
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
     return table
