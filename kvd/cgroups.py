@@ -9,6 +9,10 @@ _NO_LIMIT: Final = 1 << 60
 """What version 1 says where there is none is a little below 2 ** 63."""
 
 
+_SHARES_PER_WEIGHT: Final = 10.24
+"""Version 1's `cpu.shares` are 1024 where version 2's `cpu.weight` is 100."""
+
+
 class MemoryLimit(NamedTuple):
     """A cgroup's limit, and how much of it is free, file caches included; both in bytes."""
 
@@ -52,3 +56,63 @@ def _limit(folder: Path, limit: str, usage: str, prefix: str) -> list[MemoryLimi
         return []
     cached = sum(int(counts.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
     return [MemoryLimit(folder, int(text), max(0, int(text) - used + cached))]
+
+
+class ProcessorGroup(NamedTuple):
+    """A cgroup that the kernel weighs against others; 100 is the weight of one that was given none."""
+
+    folder: Path
+    weight: float
+
+
+class Quota(NamedTuple):
+    """How many cores a cgroup may use; how often, and for how many seconds, it was stopped for using more."""
+
+    folder: Path
+    cores: float
+    throttled: int
+    seconds: float
+
+
+def processor_group(own: Path = _OWN, root: Path = _ROOT) -> ProcessorGroup | None:
+    """The cgroup as which a process is weighed; None if that is the root's, which is none.
+
+    Raises:
+        OSError: the process is gone.
+
+    """
+    for folder in folders("cpu", own, root):
+        if folder != root / "cpu" and (folder / "cpu.shares").exists():
+            return ProcessorGroup(folder, int((folder / "cpu.shares").read_text()) / _SHARES_PER_WEIGHT)
+    for folder in folders("", own, root):
+        if (folder / "cpu.weight").exists():
+            return ProcessorGroup(folder, int((folder / "cpu.weight").read_text()))
+    return None
+
+
+def quotas(own: Path = _OWN, root: Path = _ROOT) -> list[Quota]:
+    """The limits on a process's use of processors, of its cgroup and of those above it.
+
+    Raises:
+        OSError: the process is gone.
+
+    """
+    found = []
+    for folder in folders("", own, root):
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+            found += _quota(folder, quota, period, "throttled_usec", 1e-6)
+    for folder in folders("cpu", own, root):
+        if (folder / "cpu.cfs_quota_us").exists():
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            found += _quota(folder, quota, period, "throttled_time", 1e-9)
+    return found
+
+
+def _quota(folder: Path, quota: str, period: str, throttled: str, unit: float) -> list[Quota]:
+    if quota in ("max", "-1"):
+        return []
+    stat = folder / "cpu.stat"
+    counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    cores = int(quota) / int(period)
+    return [Quota(folder, cores, int(counts.get("nr_throttled", 0)), int(counts.get(throttled, 0)) * unit)]

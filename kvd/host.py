@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ifaddr
 
-from kvd.cgroups import folders
+from kvd.cgroups import quotas
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -35,14 +35,8 @@ def rdma_devices() -> list[str]:
 
 
 def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """How many cores this process may use: those of its affinity, or fewer if its cgroup (v2) has a quota."""
-    found = len(os.sched_getaffinity(0))
-    for folder in folders("", cgroup, cgroups):
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                found = min(found, math.ceil(int(quota) / int(period)))
-    return found
+    """How many cores this process may use: those of its affinity, or fewer if its cgroup has a quota."""
+    return min([len(os.sched_getaffinity(0)), *(math.ceil(quota.cores) for quota in quotas(cgroup, cgroups))])
 
 
 def rdma_ports() -> list[str]:

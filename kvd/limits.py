@@ -241,6 +241,11 @@ STANDSTILL_SECONDS: Final = 0.25
 """A timer that is later than this says that the daemon had no processor, or did something long: its own timers are
 some milliseconds late when it is busy."""
 
+STARVED_WINDOW_SECONDS: Final = 60.0
+STARVED_SHARE: Final = 0.1
+"""A daemon is short of processors if threads of one kind (the loop, those that copy) waited for one for more than this
+share of the last minute: on an idle host it is a few thousandths."""
+
 CATCH_UP_SECONDS: Final = 1.0
 """What others get to be read in after a standstill: a thousand messages take 50 ms."""
 

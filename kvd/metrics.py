@@ -87,6 +87,11 @@ class Metrics:
         self.watchdog_misses = counter(
             "kvd_watchdog_misses_total", "Rounds of the watchdog in which a part did not answer.", "part"
         )
+        self.processor_wait = counter(
+            "kvd_processor_wait_seconds_total",
+            "How long threads were ready to run and had no processor, by kind (loop, copy, transport, ...).",
+            "thread",
+        )
         self.mailbox = gauge("kvd_mailbox_messages", "Messages waiting in an actor's mailbox.", "actor")
         self.ready = gauge("kvd_ready", "1 while the daemon takes new work.")
         bounds = gauge("kvd_limit", "Upper bound of a gauge, by its name.", "metric")

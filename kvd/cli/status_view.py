@@ -96,6 +96,10 @@ def _counts(status: StatusReport) -> Table:
     held = ", ".join(f"{count} {state}" for state, count in (leases.blocks | pulls.blocks).items() if count)
     table.add_row("[bold]blocks[/]", held or "none held")
     totals = status.totals
+    processor = status.processor
+    if processor.waited:
+        style = "red" if processor.starved else "default"
+        table.add_row("[bold]processor[/]", f"[{style}]{escape(processor.text)}[/]")
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
     return table

@@ -26,6 +26,7 @@ from kvd.daemon.config import Config
 from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
 from kvd.daemon.predecessor import wait_for_predecessor
+from kvd.daemon.processor import ProcessorWait
 from kvd.daemon.rejections import Rejections
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
@@ -108,6 +109,7 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         workers = policy.Policy(os.geteuid(), rules)
         self._open(loop, provider, workers)
+        self._processor_wait = ProcessorWait(loop, self.metrics)
         self._build(loop, provider, workers)
         self._watchdog = Watchdog(
             loop,
@@ -197,6 +199,7 @@ class Daemon:
             condition=self.health.set,
             note=self.health.note,
             idle=self._is_idle,
+            starved=self._processor_wait.starved,
             spans=self._traces,
         )
         dependencies = Dependencies(
@@ -354,6 +357,7 @@ class Daemon:
             "device": config.device,
             "ready": not self.health.reasons,
             "not_ready": self.health.reasons,
+            "processor": self._processor_wait.status(),
             "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
         }
 

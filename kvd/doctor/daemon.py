@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvd.doctor.finding import Finding, Level
+from kvd.doctor.processor import check_groups, check_wait
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
 from kvd.net.unix import Credentials, credentials
@@ -49,6 +50,9 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
     findings.extend(_check_sharing(path, identity))
     if status.ready:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
+    findings.append(check_wait(status.processor))
+    if identity.pid and identity.pid == status.pid:  # else its numbers are those of another PID namespace
+        findings.extend(check_groups(status.pid, status.worker_pids))
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
     findings.extend(_unreached(peer) for peer in status.handshake if peer.unreached_seconds is not None)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 
 
@@ -74,6 +75,27 @@ class Totals(msgspec.Struct, frozen=True):
     """Pulls by duration, cumulative: `le` in seconds to count."""
 
 
+class ProcessorStatus(msgspec.Struct, frozen=True):
+    """How many seconds the daemon's threads waited for a processor, of the last `seconds`.
+
+    By kind (`loop`, `copy`, ...), threads of a kind together; empty if the kernel does not say.
+    """
+
+    seconds: float
+    waited: dict[str, float]
+
+    @property
+    def text(self) -> str:
+        """The figures, for people."""
+        each = ", ".join(f"{kind} {waited:.1f} s" for kind, waited in self.waited.items())
+        return f"in the last {self.seconds:.0f} s threads waited for a processor: {each}"
+
+    @property
+    def starved(self) -> bool:
+        """Whether that is so long that requests are late."""
+        return max(self.waited.values(), default=0.0) > limits.STARVED_SHARE * self.seconds
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     """One daemon at one moment."""
 
@@ -92,6 +114,9 @@ class StatusReport(msgspec.Struct, frozen=True):
     scheduler: PullStatus
     completion: dict[str, LogStatus]
     totals: Totals
+    processor: ProcessorStatus = ProcessorStatus(0.0, {})
+    worker_pids: dict[str, int] = {}
+    """In the daemon's PID namespace; 0 for a worker that is outside of it."""
 
 
 _decoder = msgspec.json.Decoder(StatusReport)

@@ -10,9 +10,11 @@ import pytest
 from kvd.doctor import loopback, samehost
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.devices import check_rdma
-from kvd.doctor.finding import Level
+from kvd.doctor.finding import Finding, Level
 from kvd.doctor.memory import check_huge_pages, check_memlock
+from kvd.doctor.processor import check_groups, check_wait
 from kvd.doctor.samehost import check_copy
+from kvd.protocol.status import ProcessorStatus
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE
 
@@ -83,6 +85,80 @@ def test_rdma_devices_are_judged_by_their_node_and_their_port(tmp_path: Path) ->
     (tmp_path / "dev/uverbs0").touch()
     found = {finding.subject: finding.level for finding in check_rdma(tmp_path / "class", tmp_path / "dev")}
     assert found == {"RDMA mlx5_0": Level.OK, "RDMA mlx5_1": Level.SLOW}
+
+
+def test_how_long_threads_waited_for_a_processor_is_a_finding_only_if_it_was_long() -> None:
+    assert check_wait(ProcessorStatus(60.0, {"loop": 0.5, "copy": 5.9})).level is Level.OK
+    starved = check_wait(ProcessorStatus(60.0, {"loop": 0.5, "copy": 12.34}))
+    assert starved.level is Level.SLOW
+    assert starved.text == "in the last 60 s threads waited for a processor: loop 0.5 s, copy 12.3 s"
+    assert all(word in starved.fix for word in ("cpu.weight", "pin", "kernel.sched_autogroup_enabled"))
+    unknown = check_wait(ProcessorStatus(60.0, {}))
+    assert unknown.level is Level.NOTE
+    assert "this kernel does not count it" in unknown.text
+
+
+class Host:
+    """Processes, their sessions and control groups."""
+
+    def __init__(self, root: Path, autogroup: int | None) -> None:
+        self.proc, self.cgroups = root / "proc", root / "cgroups"
+        self.cgroups.mkdir()
+        (self.proc / "sys/kernel").mkdir(parents=True)
+        if autogroup is not None:
+            (self.proc / "sys/kernel/sched_autogroup_enabled").write_text(f"{autogroup}\n")
+
+    def process(self, pid: int, session: int, group: str = "/") -> None:
+        (self.proc / str(pid)).mkdir()
+        (self.proc / str(pid) / "autogroup").write_text(f"/autogroup-{session} nice 0\n")
+        (self.proc / str(pid) / "cgroup").write_text(f"0::{group}\n")
+
+    def group(self, name: str, **files: str) -> None:
+        (self.cgroups / name).mkdir(parents=True)
+        for file, text in files.items():
+            (self.cgroups / name / file.replace("_", ".")).write_text(f"{text}\n")
+
+    def findings(self, workers: dict[str, int]) -> list[Finding]:
+        return check_groups(10, workers, self.proc, self.cgroups)
+
+
+@pytest.mark.parametrize("autogroup", [None, 0, 1])
+def test_a_daemon_in_another_session_than_its_engine_is_found_where_sessions_are_weighed(
+    tmp_path: Path, autogroup: int | None
+) -> None:
+    host = Host(tmp_path, autogroup)
+    host.group("engine", cpu_weight="100")
+    host.process(10, session=1)
+    host.process(11, session=1)
+    host.process(12, session=2)
+    host.process(13, session=3, group="/engine")
+    found = host.findings({"beside": 11, "apart": 12, "grouped": 13, "hidden": 0})
+    assert [finding.level for finding in found] == ([Level.SLOW] if autogroup else [])
+    for finding in found:
+        assert "the daemon (pid 10) and the engine of apart (pid 12) are in two sessions" in finding.text
+        assert "sysctl kernel.sched_autogroup_enabled=0" in finding.fix
+
+
+def test_a_control_group_that_weighs_little_or_has_a_quota_is_found_with_its_figures(tmp_path: Path) -> None:
+    host = Host(tmp_path, autogroup=1)
+    stat = "nr_throttled 9\nthrottled_usec 2500000"
+    host.group("pods", cpu_weight="39", cpu_max="150000 100000", cpu_stat=stat)
+    host.group("pods/kvd", cpu_weight="20", cpu_max="50000 100000", cpu_stat="nr_throttled 0\nthrottled_usec 0")
+    host.process(10, session=1, group="/pods/kvd")
+    host.process(12, session=2)
+    inner, outer, weight = host.findings({"w": 12})
+    assert (inner.level, outer.level, weight.level) == (Level.NOTE, Level.SLOW, Level.SLOW)
+    assert inner.text == f"{host.cgroups}/pods/kvd may use 0.5 cores, and was not stopped for using more yet"
+    assert outer.text.endswith("may use 1.5 cores, and was stopped 9 times for using more, for 2.5 s altogether")
+    assert weight.text == f"{host.cgroups}/pods/kvd has cpu.weight 20, where 100 is usual"
+    (host.cgroups / "pods/kvd/cpu.weight").write_text("1000\n")
+    assert host.findings({})[-1].level is Level.OK
+
+
+def test_a_daemon_that_is_gone_meanwhile_is_no_fault_of_the_doctors(tmp_path: Path) -> None:
+    (finding,) = Host(tmp_path, autogroup=1).findings({"w": 12})
+    assert finding.level is Level.NOTE
+    assert "/10/cgroup" in finding.text
 
 
 def test_a_path_that_is_no_socket_is_broken(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_a
     shown = capsys.readouterr().out
     assert "decode-0" in shown
     assert "ready" in shown
+    assert "threads waited for a processor: loop " in shown
     assert main(["top", *asked, "--count", "2", "--interval", "0.05", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["pulls_per_second"] for line in lines] == [{}, {"done": 0.0}]

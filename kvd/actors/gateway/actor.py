@@ -41,7 +41,9 @@ class GatewayActor(Actor):
             draw_id=draw_session,
             hang_up=lambda connection: self._connections.hang_up(connection),  # noqa: PLW0108 - made below
         )
-        self._statuses = Statuses(context, lambda: {**describe(), "workers": self.sessions.workers})
+        self._statuses = Statuses(
+            context, lambda: {**describe(), "workers": self.sessions.workers, "worker_pids": self.sessions.pids}
+        )
         self._connections = Connections(
             context,
             port,

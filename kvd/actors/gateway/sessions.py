@@ -75,6 +75,11 @@ class Sessions(Component):
         """Their names."""
         return sorted(self._by_worker)
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Their processes, in this PID namespace; 0 for one outside of it."""
+        return {worker: session.connection.pid for worker, session in self._by_worker.items()}
+
     def find(self, sender: bytes) -> Session | None:
         """The session with the routing id `sender`."""
         return self._by_id.get(sender)

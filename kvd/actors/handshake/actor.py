@@ -280,7 +280,9 @@ class HandshakeActor(Actor):
         if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
             self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))
         if peer.beat(now):
-            self._lose(peer, Event.SILENT, f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s")
+            text = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
+            text = self._context.with_reason(text, MISSED_BEATS * settings.heartbeat)
+            self._lose(peer, Event.SILENT, text)
             if not peer.announced and peer.address not in self._expected:
                 self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):

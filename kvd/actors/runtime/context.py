@@ -57,6 +57,8 @@ class ActorContext:
     None, that it is well again)."""
     spans: Spans | None = None
     """Traces requests; None if tracing is off."""
+    starved: Callable[[float], str] = lambda _seconds: ""
+    """Says how long the daemon waited for a processor in the last so many seconds, if that was long; else empty."""
     dispatcher: Dispatcher = field(init=False)
     peers: PeerMessages = field(init=False)
     gateway: Actor = field(init=False)
@@ -69,6 +71,11 @@ class ActorContext:
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.loop, self.supervisor)
+
+    def with_reason(self, text: str, seconds: float) -> str:
+        """`text`, of what did not come within `seconds`, with what the daemon knows of why."""
+        starved = self.starved(seconds)
+        return f"{text}; {starved}" if starved else text
 
     @property
     def actors(self) -> tuple[Actor, ...]:

@@ -280,7 +280,8 @@ class SchedulerActor(Actor):
             pull = self._pulls.get(key)
             if pull is not None and key not in self._deadlines:
                 waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or pull.state
-                text = f"not done after {self.loop.time() - pull.started:.3f} s (it was {waited_for})"
+                seconds = self.loop.time() - pull.started
+                text = self._context.with_reason(f"not done after {seconds:.3f} s (it was {waited_for})", seconds)
                 self._step(pull, Event.FAIL, Unavailable(ErrorCode.DEADLINE, text))
 
     @handles(CancelRequest)

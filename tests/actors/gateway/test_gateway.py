@@ -119,6 +119,7 @@ def test_a_status_has_a_section_of_every_actor(stage):
     report = json.loads(status.report)
     assert {"daemon", "workers", "pools", "handshake", "leases", "scheduler", "completion"} <= report.keys()
     assert report["workers"] == ["w"]
+    assert report["worker_pids"].keys() == {"w"}
 
 
 # --- sessions

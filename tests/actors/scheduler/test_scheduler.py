@@ -150,6 +150,13 @@ def test_a_pull_fails_at_its_deadline_and_its_blocks_stay_in_quarantine_until_th
     assert stage.pull("q", blocks=(3, 4)) == []
 
 
+def test_a_pull_that_is_late_says_that_the_daemon_had_no_processor_in_its_time(stage):
+    stage.context.starved = lambda seconds: f"starved in the last {seconds:.0f} s"
+    start_reading(stage, timeout=2.0)
+    stage.run(2.1)
+    assert outcome(stage).text == "not done after 2.000 s (it was reading); starved in the last 2 s"
+
+
 def test_the_claim_is_renewed_as_long_as_the_pull_reads(stage):
     start_reading(stage, timeout=60.0)
     for _ in range(20):

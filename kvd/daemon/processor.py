@@ -1,0 +1,84 @@
+"""How long the daemon's threads waited for a processor, as the kernel counts it: for what others are at fault."""
+
+import os
+import threading
+from collections import Counter, deque
+from pathlib import Path
+from typing import Final
+
+from kvd import limits
+from kvd.actors.runtime.loop import Loop
+from kvd.metrics import Metrics
+from kvd.protocol.status import ProcessorStatus
+
+_TASKS: Final = Path("/proc/self/task")
+_LOOK_SECONDS: Final = 1.0
+_NANOSECOND: Final = 1e-9
+_OTHER: Final = "other"
+_KINDS: Final = ("loop", "copy", "transport", "import", "http", _OTHER)
+
+
+class ProcessorWait:
+    """Looks once a second, and remembers the last `limits.STARVED_WINDOW_SECONDS`.
+
+    A wait is seen when it is over: until then the kernel has not counted it.
+    """
+
+    def __init__(self, loop: Loop, metrics: Metrics, tasks: Path = _TASKS) -> None:
+        self._loop = loop
+        self._counter = metrics.processor_wait
+        self._tasks = tasks
+        self._seen: dict[int, int] = {}
+        """Nanoseconds that each thread has waited, by its number."""
+        self._sum: Counter[str] = Counter()
+        """Nanoseconds by kind of thread."""
+        self._past: deque[tuple[float, Counter[str]]] = deque()
+        """When it looked, and `_sum` then."""
+        self.look()
+
+    def look(self) -> None:
+        """Looks now and once a second from then on."""
+        now = self._loop.time()
+        self._count()
+        self._past.append((now, self._sum.copy()))
+        while len(self._past) > 1 and self._past[1][0] <= now - limits.STARVED_WINDOW_SECONDS:
+            self._past.popleft()
+        self._loop.call_later(_LOOK_SECONDS, self.look)
+
+    def status(self, seconds: float = limits.STARVED_WINDOW_SECONDS) -> ProcessorStatus:
+        """Of the last `seconds` and up to `_LOOK_SECONDS` more, as far as it remembers, as of the last look."""
+        ended, after = self._past[-1]
+        began, before = next((each for each in reversed(self._past) if each[0] <= ended - seconds), self._past[0])
+        waited = {kind: round((after[kind] - before[kind]) * _NANOSECOND, 3) for kind in _KINDS if kind in after}
+        return ProcessorStatus(round(ended - began, 3), waited)
+
+    def starved(self, seconds: float) -> str:
+        """What to say of something that was late in the last `seconds`: how long was waited, if that was long."""
+        status = self.status(seconds)
+        return f"{status.text} (this daemon's)" if status.starved else ""
+
+    def _count(self) -> None:
+        kinds = {thread.native_id: _kind(thread) for thread in threading.enumerate()}
+        seen: dict[int, int] = {}
+        try:
+            numbers = [int(name) for name in os.listdir(self._tasks)]
+        except OSError:
+            numbers = []
+        for number in numbers:
+            try:
+                waited = int((self._tasks / str(number) / "schedstat").read_text().split()[1])
+            except OSError:  # it has ended, or this kernel does not count
+                continue
+            seen[number] = waited
+            kind = kinds.get(number, _OTHER)
+            new = max(0, waited - self._seen.get(number, 0))  # a number may be given to another thread
+            self._sum[kind] += new
+            self._counter.labels(kind).inc(new * _NANOSECOND)
+        self._seen = seen
+
+
+def _kind(thread: threading.Thread) -> str:
+    if thread is threading.main_thread():
+        return "loop"
+    name = thread.name.removeprefix("kvd-").partition("_")[0]  # those of a pool have a number
+    return name if name in _KINDS else _OTHER
