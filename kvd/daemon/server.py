@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -17,9 +18,7 @@ from kvd.actors.gateway import policy
 from kvd.actors.handshake.introductions import anybody
 from kvd.actors.handshake.messages import ExpectPeers, RightsChanged
 from kvd.actors.handshake.peer_server import everything
-from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.supervisor import LoggingSupervisor
 from kvd.daemon.background import Background
 from kvd.daemon.config import Config
@@ -28,6 +27,7 @@ from kvd.daemon.http import HttpServer
 from kvd.daemon.predecessor import wait_for_predecessor
 from kvd.daemon.processor import ProcessorWait
 from kvd.daemon.rejections import Rejections
+from kvd.daemon.shutdown import STOP_SECONDS, Part, Parts, Shutdown
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
@@ -56,13 +56,6 @@ _log = structlog.get_logger("kvd")
 
 _ROUND_SECONDS = 1.0
 """Between rounds of the watchdog."""
-STOP_SECONDS = 15.0
-"""For the parts to stop, after the grace time; then the process ends without them."""
-_FLUSH_SECONDS = 1.0
-"""For the last messages to pass through the actors."""
-_ACKNOWLEDGE_SECONDS = 0.5
-"""For workers to acknowledge the last notifications, as an engine does with its next step. By then they are in the
-socket of one that does not, and the end of its session cannot overtake them."""
 
 
 class Daemon:
@@ -78,12 +71,8 @@ class Daemon:
         self._notifier = Notifier(os.environ)
         self._store = DescriptorStore(self._notifier, received_descriptors(os.environ))
         self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
         self._failure = ""
-        self._part = "an actor"
-        """What is being stopped."""
-        self._busy: set[str] = set()
-        self._idle = asyncio.Event()
+        self._shutdown = Shutdown(lambda: bool(self._failure))
         self._probe: Probe | None = None
         self._trust: Trust | None = None
 
@@ -198,7 +187,7 @@ class Daemon:
             supervisor=LoggingSupervisor(self.metrics, self.fail),
             condition=self.health.set,
             note=self.health.note,
-            idle=self._is_idle,
+            idle=self._shutdown.is_idle,
             starved=self._processor_wait.starved,
             spans=self._traces,
         )
@@ -221,66 +210,23 @@ class Daemon:
         build_actors(self.context, dependencies)
 
     async def _shut_down(self) -> None:
-        """Refuses new work, lets running work finish, tells workers and peers, then stops the parts.
-
-        Workers keep their sessions, and the socket its lock, until the transport has ended: only then does this process
-        no longer write to their pools. If a part does not stop (a driver that never returns from a copy), the end of
-        the process ends them, and tells the workers.
-        """
-        context = self.context
         self.health.set("stopping", self._failure or "the daemon is stopping")
         self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
         if not self._failure:
             self._log.info("draining", grace=self.config.drain_grace)
-            context.gateway.tell(Drain())
-            await self._drain(context.leases, context.scheduler, seconds=self.config.drain_grace)
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await self._stop_parts()
-        except TimeoutError:
-            self.fail(f"{self._part} did not stop within {STOP_SECONDS:g} s; the process ends without that")
-            return
-        self._log.info("stopped", failure=self._failure or None)
+        if left := await self._shutdown.run(self.context, self._parts(), self.config.drain_grace):
+            self.fail(f"{left} did not stop within {STOP_SECONDS:g} s; the process ends without that")
+        else:
+            self._log.info("stopped", failure=self._failure or None)
 
-    async def _stop_parts(self) -> None:
-        """Stops one after the other; `_part` says which."""
-        context, loop = self.context, asyncio.get_running_loop()
-        for actor in (context.scheduler, context.leases):
-            actor.tell(Stop())
-        await self._flush()
-        if not self._failure:
-            await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
-        self._peer_sockets.close()
+    def _parts(self) -> Parts:
+        transport = [Part("the transport", partial(asyncio.to_thread, self._transport.stop))]
         if self._probe is not None:
-            self._part = "the process that tries NIXL's metadata"
-            await self._probe.close()
-        self._part = "the transport"
-        await loop.run_in_executor(None, self._transport.stop)
-        self._part = "the workers' socket"
-        context.gateway.tell(Stop())
-        await self._flush()
-        self._worker_sockets.close()
+            transport.insert(0, Part("the process that tries NIXL's metadata", self._probe.close))
+        rest = [Part("the HTTP server", partial(asyncio.to_thread, self._http.close))]
         if self._traces is not None:
-            self._part = "the exporter of traces"
-            await loop.run_in_executor(None, self._traces.close)
-        self._http.close()
-
-    async def _drain(self, *actors: Actor, seconds: float) -> None:
-        """Waits until these actors have no work left, `seconds` have passed, or a second signal comes."""
-        self._busy = {actor.name for actor in actors}
-        self._idle.clear()
-        for actor in actors:
-            actor.tell(Drain())
-        waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
-        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for future in waiting:
-            future.cancel()
-
-    async def _flush(self) -> None:
-        """Lets the actors handle the messages in their mailboxes."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while any(actor.waiting for actor in self.context.actors) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            rest.insert(0, Part("the exporter of traces", partial(asyncio.to_thread, self._traces.close)))
+        return Parts(peers=self._peer_sockets, workers=self._worker_sockets, transport=transport, rest=rest)
 
     def _fed(self) -> None:
         """Every part answered the watchdog."""
@@ -292,7 +238,7 @@ class Daemon:
     def _signalled(self, number: int) -> None:
         self._log.info("signal", signal=signal.Signals(number).name)
         if self._stopping.is_set():
-            self._hurry.set()
+            self._shutdown.hurry()
         self._stopping.set()
 
     def _load_trust(self) -> Trust | None:
@@ -329,11 +275,6 @@ class Daemon:
             lambda addresses: self.context.handshake.tell(ExpectPeers(addresses)),
             self._log,
         )
-
-    def _is_idle(self, actor: str) -> None:
-        self._busy.discard(actor)
-        if not self._busy:
-            self._idle.set()
 
     def fail(self, reason: str) -> None:
         """Ends the daemon with status 1, as its state may be wrong. That costs only its requests in flight."""

@@ -22,6 +22,7 @@ from kvd.actors.pools.record import PoolRecord
 from kvd.actors.runtime import blocks, deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.messages import Stop
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
@@ -118,6 +119,16 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
 @mutation(Promise.ENDS_ONCE, first=920)
 def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
+
+
+@mutation(Promise.ENDS_ONCE, first=170)
+def a_stop_is_not_told_to_pulls(monkeypatch):
+    handler(monkeypatch, scheduler.SchedulerActor, Stop, lambda self, message: None)
+
+
+@mutation(Promise.ENDS_ONCE, first=310)
+def a_stop_does_not_end_offers(monkeypatch):
+    handler(monkeypatch, LeasesActor, Stop, lambda self, message: None)
 
 
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------

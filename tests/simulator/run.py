@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.layout.presets import LAYOUTS
-from tests.simulator.checks import quiescence, standstills
+from tests.simulator.checks import quiescence, shutdowns, standstills
 from tests.simulator.checks.bounds import small_bounds
 from tests.simulator.checks.inspector import Inspector, is_told
 from tests.simulator.checks.promises import Promise
@@ -69,6 +69,7 @@ def _run(world: World) -> Router:
     fabric.is_told = partial(is_told, daemons)
     schedule = Schedule(world, fabric, daemons, router)
     for daemon in daemons:
+        daemon.on_stop = partial(shutdowns.check, world)
         if daemon.systemd is not None and not world.pools_end:
             daemon.systemd.in_use = lambda file: any(worker.uses(file) for worker in schedule.workers)
         if Piece.STANDSTILLS in world.pieces:

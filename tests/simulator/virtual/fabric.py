@@ -67,9 +67,10 @@ class SimFabric(FakeFabric):
 
     def crash(self, agent: str, bases: list[int]) -> None:
         """Kills the process of `agent`, which has mapped memory at `bases`."""
-        self._outlived[agent] = self._agents[agent]
         self.world.loop.call_later(_OUTLIVES, self._forget, agent, bases)
-        self.kill(agent)
+        if agent in self._agents:  # it was not stopped before
+            self._outlived[agent] = self._agents[agent]
+            self.kill(agent)
 
     def _forget(self, agent: str, bases: list[int]) -> None:
         self._outlived.pop(agent, None)

@@ -1,7 +1,9 @@
 """The daemons of a simulated world: the same actors and the same wiring as the real one, over simulated parts."""
 
+import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -9,12 +11,13 @@ from prometheus_client import CollectorRegistry
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway.policy import Policy, Rule
 from kvd.actors.leases.actor import LAST_CALL_SECONDS, LeasesActor
+from kvd.actors.leases.records import OfferKey
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.settings import Settings
+from kvd.daemon.shutdown import Part, Parts, Shutdown
 from kvd.daemon.systemd import DescriptorStore
 from kvd.errors import KvdError
 from kvd.memory.interface import NoStore
@@ -22,6 +25,7 @@ from kvd.metrics import Metrics
 from kvd.state import lease as lease_machine
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
+from tests.simulator.virtual.asynchronous import AsyncLoop
 from tests.simulator.virtual.fabric import SimFabric, SimTransport
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.memory import SimProvider, SimStamps
@@ -39,6 +43,8 @@ T = TypeVar("T")
 
 _ALLOCATION = 0.01
 """Seconds an allocation takes at most."""
+_STOPPING = 0.05
+"""Seconds that the transport takes to stop at most."""
 _METRICS = Metrics(CollectorRegistry())
 """Shared by all: nothing reads them, and making them takes longer than starting a daemon."""
 
@@ -60,6 +66,8 @@ class Daemon:
         self._sessions = 0
         self.on_start: Callable[[Daemon], None] = lambda _daemon: None
         """Called with it when a run has started."""
+        self.on_stop: Callable[[Daemon], None] = lambda _daemon: None
+        """Called with it when a run has shut down in order, before its process ends."""
         self.systemd = Systemd(world, name) if Piece.STORED_POOLS in world.pieces else None
         self._ended: list[float] = []
         """When each run ended."""
@@ -84,6 +92,7 @@ class Daemon:
         self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
         self.incarnation = self._draw_incarnation()
+        self._shutdown = Shutdown(lambda: False)
         self.context = ActorContext(
             loop=process,
             settings=Settings(
@@ -102,9 +111,8 @@ class Daemon:
             metrics=_METRICS,
             supervisor=self,
             condition=lambda _name, _why: None,
-            idle=self._idle,
+            idle=self._shutdown.is_idle,
         )
-        self._busy = {"leases", "scheduler"}
         self._draining = False
         provider = SimProvider(
             world.kernel,
@@ -215,42 +223,37 @@ class Daemon:
         """SIGTERM: accepts nothing new, finishes what runs within `grace`, and ends."""
         self.world.note(self.name, "drains")
         self.world.disturb(self.name)
-        for actor in (self.context.gateway, self.context.leases, self.context.scheduler):
-            actor.tell(Drain())
         self._draining = True
-        self.process.call_later(grace, self._stop, self.process)
+        rng, transport = self.world.rng, self.transport
+        stop = Part("the transport", partial(asyncio.to_thread, transport.stop))
+        parts = Parts(peers=self.peer_port, workers=self.worker_port, transport=[stop])
+        loop = AsyncLoop(self.process, lambda: rng.random() * _STOPPING)
+        loop.run(self._shutdown.run(self.context, parts, grace), self._stopped)
         self.process.call_later(LAST_CALL_SECONDS + _ALLOCATION, self._check_last_call, self.pauses)
 
     def _check_last_call(self, pauses: int) -> None:
-        leases = self.context.leases
-        assert isinstance(leases, LeasesActor)
-        left = [
-            lease.key
-            for lease in leases._offers._leases.values()
-            if lease.state not in lease_machine.TABLE.final and not lease.claims
-        ]
+        left = self.standing_offers(claimed=False)
         if self._draining and self.pauses == pauses and left:
             self.world.violate(Promise.ENDS_ONCE, f"{self.name} drains, and holds what nobody claimed: {left}")
 
-    def _stop(self, process: Process) -> None:
-        if process.dead or not self._draining:
-            return
-        self._draining = False
-        for actor in (self.context.scheduler, self.context.leases):
-            actor.tell(Stop())
-        process.call_later(0.001, self.context.gateway.tell, Stop())
-        process.call_later(0.01, self.crash)
+    def standing_offers(self, *, claimed: bool = True) -> list[OfferKey]:
+        """Offers that have not ended, those that are `claimed` included."""
+        leases = self.context.leases
+        assert isinstance(leases, LeasesActor)
+        standing = [each for each in leases._offers._leases.values() if each.state not in lease_machine.TABLE.final]
+        return [lease.key for lease in standing if claimed or not lease.claims]
+
+    def _stopped(self, left: str) -> None:
+        if left:
+            self.world.violate(Promise.SOUND, f"{self.name} ends without that {left} has stopped")
+        self.on_stop(self)
+        self.crash()
 
     def stamps_are_free(self) -> bool:
         """Whether every stamp word is free."""
         leases = self.context.leases
         assert isinstance(leases, LeasesActor)
         return len(leases._offers._stamps._free) == len(self._stamps.words)
-
-    def _idle(self, actor: str) -> None:
-        self._busy.discard(actor)
-        if not self._busy:
-            self.process.call_soon(self._stop, self.process)
 
     def pause(self) -> None:
         self.world.note(self.name, "pauses")

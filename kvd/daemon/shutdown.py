@@ -1,0 +1,121 @@
+"""The end of a daemon: it refuses new work, lets running work finish, tells workers and peers, then stops the parts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.messages import Drain, Stop
+
+STOP_SECONDS = 15.0
+"""For the parts to stop, after the grace time; then the process ends without them."""
+_FLUSH_SECONDS = 1.0
+"""For the last messages to pass through the actors."""
+_ACKNOWLEDGE_SECONDS = 0.5
+"""For workers to acknowledge the last notifications, as an engine does with its next step. By then they are in the
+socket of one that does not, and the end of its session cannot overtake them."""
+
+
+class Closes(Protocol):
+    """A port of the daemon."""
+
+    def close(self) -> None:
+        """Closes everything."""
+
+
+class Part(NamedTuple):
+    """What takes a while to stop; `name` is for people."""
+
+    name: str
+    stop: Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a daemon consists of beside its actors."""
+
+    peers: Closes
+    workers: Closes
+    transport: Sequence[Part]
+    """What writes to pools, in the order in which it is stopped."""
+    rest: Sequence[Part] = field(default=())
+    """What is stopped last."""
+
+
+class Shutdown:
+    """Runs once. `failed` says whether the daemon's state may be wrong: then nothing is waited for."""
+
+    def __init__(self, failed: Callable[[], bool]) -> None:
+        self._failed = failed
+        self._hurry = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._busy: set[str] = set()
+        self._part = "an actor"
+        """What is being stopped."""
+
+    def hurry(self) -> None:
+        """Does not wait for running work any more."""
+        self._hurry.set()
+
+    def is_idle(self, actor: str) -> None:
+        """An actor that was told to drain has nothing left to do."""
+        self._busy.discard(actor)
+        if not self._busy:
+            self._idle.set()
+
+    async def run(self, context: ActorContext, parts: Parts, grace: float) -> str:
+        """Gives running work `grace` seconds. Returns the name of a part that did not stop in time, else nothing.
+
+        Workers keep their sessions, and the socket its lock, until the transport has ended: only then does this process
+        no longer write to their pools. If a part does not stop (a driver that never returns from a copy), the end of
+        the process ends it, and tells the workers.
+        """
+        if not self._failed():
+            context.gateway.tell(Drain())
+            await self._drain(context.leases, context.scheduler, seconds=grace)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._stop(context, parts)
+        except TimeoutError:
+            return self._part
+        return ""
+
+    async def _stop(self, context: ActorContext, parts: Parts) -> None:
+        """Stops one after the other; `_part` says which."""
+        for actor in (context.scheduler, context.leases):
+            actor.tell(Stop())
+        await self._flush(context)
+        if not self._failed():
+            await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
+        parts.peers.close()
+        await self._stop_each(parts.transport)
+        self._part = "the workers' socket"
+        context.gateway.tell(Stop())
+        await self._flush(context)
+        parts.workers.close()
+        await self._stop_each(parts.rest)
+
+    async def _stop_each(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._part = part.name
+            await part.stop()
+
+    async def _drain(self, *actors: Actor, seconds: float) -> None:
+        """Waits until these actors have no work left, `seconds` have passed, or somebody is in a hurry."""
+        self._busy = {actor.name for actor in actors}
+        self._idle.clear()
+        for actor in actors:
+            actor.tell(Drain())
+        waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for future in waiting:
+            future.cancel()
+
+    async def _flush(self, context: ActorContext) -> None:
+        """Lets the actors handle the messages in their mailboxes."""
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + _FLUSH_SECONDS
+        while any(actor.waiting for actor in context.actors) and clock.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0)
