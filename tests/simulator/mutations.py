@@ -38,6 +38,7 @@ from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
 from kvd.transport.interface import PeerAdded
+from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
@@ -471,6 +472,11 @@ def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
     monkeypatch.setattr(DescriptorStore, "keep", keep)
 
 
+@mutation(Promise.SURVIVES, needs=Piece.SEVERAL_HOSTS)
+def a_peer_that_cannot_be_imported_is_not_tried_over_the_network(monkeypatch):
+    monkeypatch.setattr(RoutedTransport, "_failed_within_host", lambda self, event: self._on_event(event))
+
+
 @mutation(Promise.SURVIVES, needs=Piece.STANDSTILLS)
 def silence_is_measured_in_seconds(monkeypatch):
     monkeypatch.setattr(Peer, "beat", lambda self, now: now - self.heard > MISSED_BEATS * HEARTBEAT)
@@ -503,6 +509,17 @@ def pools_that_nobody_claims_stay_stored(monkeypatch):
 @mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
 def a_pool_that_has_ended_stays_stored(monkeypatch):
     monkeypatch.setattr(DescriptorStore, "drop", lambda self, worker: None)
+
+
+@mutation(Promise.SOUND, needs=Piece.SEVERAL_HOSTS)
+def peers_that_were_forgotten_count_as_of_this_host(monkeypatch):
+    def remove_peer(self, agent):
+        near = set(self._near)
+        remove_then(self, agent)
+        self._near |= near
+
+    remove_then = RoutedTransport.remove_peer
+    monkeypatch.setattr(RoutedTransport, "remove_peer", remove_peer)
 
 
 @mutation(Promise.SOUND)

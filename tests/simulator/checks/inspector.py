@@ -118,5 +118,6 @@ class Inspector:
         assert isinstance(scheduler, SchedulerActor)
         since = self._world.loop.now - (_LOOKS + 2) * _EVERY
         quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
-        stopped = consumer.process.paused or producer.process.paused or self._world.stood_still(since - _CATCHING_UP)
+        stopped = consumer.process.paused or producer.process.paused
+        stopped |= producer.resumed >= since - _CATCHING_UP or self._world.stood_still(since - _CATCHING_UP)
         return not quiet or stopped or claim in scheduler._transfers._open

@@ -10,6 +10,7 @@ from tests.simulator.checks.tables import tables
 from tests.simulator.traffic.engines import Engine, Router
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.traffic.workers import Worker
+from tests.simulator.virtual.fabric import parts_of
 from tests.simulator.virtual.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
 from tests.simulator.virtual.world import World
 
@@ -97,7 +98,7 @@ def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> 
     for actor in context.actors:
         if actor.waiting:
             world.violate(Promise.SOUND, f"{daemon.name}: {actor.waiting} messages wait for {actor.name}")
-    for owner in (*context.actors, daemon.transport, daemon.peer_port):
+    for owner in (*context.actors, *parts_of(daemon.transport), daemon.peer_port):
         for path, table in tables(getattr(owner, "name", type(owner).__name__), owner):
             if table and not (path in _PER_WORKER and len(table) == len(workers)) and path not in _KEPT:
                 world.violate(Promise.SOUND, f"{daemon.name}: something is left over in {path}: {table!r}")

@@ -34,6 +34,8 @@ class Piece(StrEnum):
     """A process that lost its session writes on while its daemon restarts, which finds the pool stored."""
     OLD_TICKETS = "old-tickets"
     """A ticket is pulled again much later."""
+    SEVERAL_HOSTS = "several-hosts"
+    """Daemons of one host map each other's pools, slowly; those of others are read over a network."""
     REUSED_NAMES = "reused-names"
     """An offer has the name, the tokens and the blocks of one that has ended."""
     SEVERAL_CONSUMERS = "several-consumers"

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.transport.interface import Event, PeerAdded, ReadRequest, Region, RegisterFailed
+from kvd.transport.interface import Event, PeerAdded, PeerFailed, ReadRequest, Region, RegisterFailed, Transport
+from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.loop import Process
@@ -39,12 +40,14 @@ _REACHES = (Reach(), Reach(same_host=True), Reach(same_host=True, stamps=True))
 
 
 class SimFabric(FakeFabric):
-    """All agents of the world."""
+    """All agents of the world. With several hosts it is what connects daemons of one host, and `far` the network."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, near: "SimFabric | None" = None) -> None:
         super().__init__(world.loop, world.rng, latency=0.0005, bytes_per_second=_BYTES_PER_SECOND)
-        self._reach = world.rng.choice(_REACHES)
         self.world = world
+        several = Piece.SEVERAL_HOSTS in world.pieces
+        self._reach = Reach() if near else world.rng.choice(_REACHES[several:])
+        self._hosts: dict[str, int] = {}
         self.files: dict[int, File] = {}
         """By the address where a daemon has mapped them."""
         self._outlived: dict[str, Agent] = {}
@@ -53,6 +56,25 @@ class SimFabric(FakeFabric):
         """Whether a reader knows the pool that it reads from as it stands now."""
         self._places: dict[Flight, NDArray[np.int64]] = {}
         """Which bytes of its file each slice writes."""
+        if near is not None:  # memory is the same
+            self.files, self._memory, self._holes = near.files, near._memory, near._holes
+        self.far = SimFabric(world, self) if several and near is None else None
+
+    def host_of(self, agent: str) -> int:
+        """Which of two hosts an agent's daemon is on."""
+        return self._hosts.setdefault(daemon_of(agent), self.world.rng.randrange(2))
+
+    def cut(self, one: str, other: str) -> None:
+        """Stops bytes between two agents."""
+        super().cut(one, other)
+        if self.far is not None:
+            self.far.cut(one, other)
+
+    def heal(self) -> None:
+        """Lets everything flow again."""
+        super().heal()
+        if self.far is not None:
+            self.far.heal()
 
     def map_file(self, file: File) -> int:
         """Maps a file; its address."""
@@ -71,6 +93,8 @@ class SimFabric(FakeFabric):
         if agent in self._agents:  # it was not stopped before
             self._outlived[agent] = self._agents[agent]
             self.kill(agent)
+        if self.far is not None:
+            self.far.crash(agent, [])
 
     def _forget(self, agent: str, bases: list[int]) -> None:
         self._outlived.pop(agent, None)
@@ -83,18 +107,24 @@ class SimFabric(FakeFabric):
         return super().serving(read) or self._outlived.get(read.request.agent)
 
     def reach(self) -> Reach:
-        """Drawn per world, or anew for each peer that is added if paths change."""
-        return self.world.rng.choice(_REACHES) if Piece.CHANGING_PATHS in self.world.pieces else self._reach
+        """Drawn per world, or anew for each peer that is added if paths change; with several hosts they are known."""
+        several = Piece.SEVERAL_HOSTS in self.world.pieces
+        changing = Piece.CHANGING_PATHS in self.world.pieces and not several
+        return self.world.rng.choice(_REACHES) if changing else self._reach
 
     def mend(self, one: str, other: str) -> None:
         """Lets bytes flow again between two agents."""
         pair = {(one, other), (other, one)}
         self._cut -= pair
         self._resume(lambda flight: (flight.reader.agent, flight.read.request.agent) in pair)
+        if self.far is not None:
+            self.far.mend(one, other)
 
     def let_go(self) -> None:
         """Lets stuck reads continue."""
         self._resume(lambda flight: flight.read.fault.stuck)
+        if self.far is not None:
+            self.far.let_go()
 
     def fault_of_read(self, reader: str) -> Fault:
         """By the knobs. A daemon whose read sticks or fails is excused for it; one whose read is merely slow is not."""
@@ -149,7 +179,10 @@ class SimTransport(FakeTransport):
         self._last_event = 0.0
         self._events: deque[Event] = deque()
         pieces = self._world.pieces
-        self._imports_slowly = Piece.TWO_ADDRESSES in pieces and Piece.BRIEF_OFFERS not in pieces
+        self._sim = fabric
+        self._is_near = fabric.far is not None
+        slow = Piece.TWO_ADDRESSES in pieces or self._is_near
+        self._imports_slowly = slow and Piece.BRIEF_OFFERS not in pieces
         self._importing: dict[str, deque[tuple[float, bytes, str]]] = {}
         """Metadata that is yet to be imported, and when."""
 
@@ -157,6 +190,9 @@ class SimTransport(FakeTransport):
         """Joins the fabric. Events arrive in order, a little later."""
 
         def later(event: Event) -> None:
+            if self._is_near and isinstance(event, PeerAdded | PeerFailed):
+                self._process.call_soon(on_event, event)  # no thread lies between
+                return
             now = self._world.loop.now
             most = _IMPORT if isinstance(event, PeerAdded) and self._imports_slowly else _EVENT
             self._last_event = max(self._last_event, now + self._world.rng.random() * most)
@@ -178,7 +214,12 @@ class SimTransport(FakeTransport):
         super().read(request)
 
     def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
-        """Adds a peer, or fails to if the knobs say so."""
+        """Adds a peer, or fails to if the knobs say so, or if it is on another host."""
+        if self._is_near:
+            self._importing.pop(agent, None)  # only the latest attempt is answered
+            if self._sim.host_of(agent) != self._sim.host_of(self.agent):
+                self._soon(self._fail_peer, agent, "it runs on another host")
+                return
         if self._world.chance(self._world.knobs.add_peer_fails):
             self._world.disturb(daemon_of(self.agent))
             metadata = b"spoilt"
@@ -210,3 +251,15 @@ class SimTransport(FakeTransport):
             self._emit(RegisterFailed(pool, "injected"))
         else:
             super().register(pool, region)
+
+
+def make_transport(agent: str, fabric: SimFabric, process: Process) -> Transport:
+    """The transport of a daemon, as it is put together for its network."""
+    near = SimTransport(agent, fabric, process)
+    return near if fabric.far is None else RoutedTransport(near, SimTransport(agent, fabric.far, process))
+
+
+def parts_of(transport: Transport) -> list[Transport]:
+    """A transport, and those that it consists of."""
+    both = transport._both if isinstance(transport, RoutedTransport) else ()
+    return [transport, *both]

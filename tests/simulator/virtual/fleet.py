@@ -26,7 +26,7 @@ from kvd.state import lease as lease_machine
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.asynchronous import AsyncLoop
-from tests.simulator.virtual.fabric import SimFabric, SimTransport
+from tests.simulator.virtual.fabric import SimFabric, make_transport
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.memory import SimProvider, SimStamps
 from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
@@ -59,6 +59,8 @@ class Daemon:
         self.name = name
         self.runs = 0
         self.pauses = 0
+        self.resumed = -math.inf
+        """When it last went on after a pause."""
         self.failure = ""
         self._rules = rules
         self._network = network
@@ -88,7 +90,7 @@ class Daemon:
         identity = f"{name}#{self.runs}"
         self.process = process = Process(world.loop, identity)
         self._started.append(world.loop.now)
-        self.transport = SimTransport(identity, self._fabric, process)
+        self.transport = make_transport(identity, self._fabric, process)
         self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
         self.incarnation = self._draw_incarnation()
@@ -265,6 +267,7 @@ class Daemon:
         self.world.note(self.name, "resumes")
         self.world.disturb(self.name)
         self.pauses += 1
+        self.resumed = self.world.loop.now
         self.process.resume(timers_first=timers_first)
 
     # --- supervision ------------------------------------------------------------------------------------------------
