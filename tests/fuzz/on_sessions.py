@@ -81,10 +81,10 @@ class PartialFrames(Attack):
         with ExitStack() as stack:
             for _ in range(self.number):
                 made = stack.enter_context(session(self.place))
+                yield 1  # first: the daemon may hang up, here as below
                 made.sendall((16 * MIB).to_bytes(4, "little"))
                 for _ in range(15):
                     made.sendall(block)
-                yield 1
             for _ in range(200):
                 yield 0
 
@@ -121,8 +121,8 @@ class Descriptors(Attack):
             for _ in range(BATCH):
                 number = self.dice.choice((1, 1, 2, 4, 5, 64, 253))
                 part = self.dice.choice((whole, whole, whole[:1], whole[:5], whole * 3))
-                socket.send_fds(made, [part], self.dice.choices([*kinds, made.fileno()], k=number))
                 yield 1
+                socket.send_fds(made, [part], self.dice.choices([*kinds, made.fileno()], k=number))
 
     @staticmethod
     def _open(stack: ExitStack) -> list[int]:
@@ -145,8 +145,8 @@ class WaitingDescriptors(Attack):
             stack.callback(os.close, null)
             for _ in range(self.number):
                 made = stack.enter_context(session(self.place))
-                socket.send_fds(made, [b"\x40\x00\x00\x00a"], [null] * 4)
                 yield 1
+                socket.send_fds(made, [b"\x40\x00\x00\x00a"], [null] * 4)
             for _ in range(200):
                 yield 0
 

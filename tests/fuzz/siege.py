@@ -72,6 +72,8 @@ def besiege(plan: Plan, folder: Path) -> Report:
 def _orders(plan: Plan, place: Place) -> dict[str, Orders]:
     """By who attacks. Strangers are another user where we may become one."""
     shares = plan.shares()
+    if not place.ports:
+        shares.pop("transport-ports", None)
     if os.geteuid():
         shares = {name: share for name, share in shares.items() if REGISTRY[name].who != "crowd"}
     return {
