@@ -116,9 +116,9 @@ class Worker(Ledger):
         self.world.disturb(self.name)
         self.trouble += 1
         rest = Process(self.world.loop, self.process.name)
-        rest.on_death, self.process.on_death = [*self.process.on_death, partial(self._bury, rest, self._was_lent)], []
+        self.process.outlive(rest)  # all it did through its daemon; `rest` is what it does without it
+        rest.on_death.append(partial(self._bury, rest, self._was_lent))
         self.lingering.append(rest)
-        self.process.kill()  # all it did through its daemon; `rest` is what it does without it
         if self.session is not None:
             self.session.hang_up(lose=False)
         if self.file is not None:
