@@ -17,11 +17,16 @@ from typing import Final, Protocol
 import structlog
 
 from kvd.actors.runtime.loop import Loop
+from kvd.daemon.pool_holders import Pidfds, Processes
+from kvd.errors import ErrorCode, Unavailable
 
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
 _MAX_OWED: Final = 1024
 """Notifications kept for a socket that refuses them: far more than a daemon's start and pools send."""
+
+_HOLDER: Final = "holder-"
+"""Before the name of the process that a worker's pool was lent to last."""
 
 _LAST_LOOK: Final = 0.1
 """Seconds for which pools are kept beyond their time: a worker may have asked while this process stood still."""
@@ -156,20 +161,37 @@ class Descriptors(Protocol):
 class DescriptorStore:
     """Keeps the pools' descriptors with systemd while the daemon is gone (a `kvd.memory.interface.PoolStore`)."""
 
-    def __init__(self, keeper: Keeper, received: dict[str, int], descriptors: Descriptors = os) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        received: dict[str, int],
+        descriptors: Descriptors = os,
+        processes: Processes | None = None,
+    ) -> None:
         self._keeper = keeper
         self._descriptors = descriptors
-        self._received = received
-        """What the last daemon left and no pool of this one has, by name; systemd has it, too."""
+        self._processes = Pidfds() if processes is None else processes
+        self._received = {name: each for name, each in received.items() if not name.startswith(_HOLDER)}
+        """Pools that the last daemon left and no pool of this one has, by name; systemd has them, too."""
+        self._holders = {name: each for name, each in received.items() if name.startswith(_HOLDER)}
+        """The processes that the last daemon had lent them to, likewise."""
+        self._lent: dict[str, str] = {}
+        """Under which name systemd has the process that a worker's pool was lent to."""
         self._names: dict[str, str] = {}
         """Under which systemd has the pool that a worker has, or is about to take."""
 
-    def take(self, worker: str, uid: int, spec: bytes) -> int:
+    def take(self, worker: str, uid: int, spec: bytes, pid: int) -> int:
         """See `PoolStore`."""
         wanted = _name(worker, uid, spec)
         self._forget_others(worker, uid, wanted)
         if wanted not in self._received:
             return -1
+        holder = self._holders.get(_HOLDER + _prefix(worker, uid))
+        number = 0 if holder is None else self._processes.number(holder)
+        if number not in (0, pid):
+            who = f"process {number}" if number > 0 else "a process of another PID namespace"
+            text = f"the pool {worker!r} cannot be had: {who} had it before this daemon started, and has not ended"
+            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; end it and try again, or attach under another name")
         self._names[worker] = wanted
         return self._descriptors.dup(self._received[wanted])
 
@@ -184,8 +206,23 @@ class DescriptorStore:
                 self._forget(name)
         self._keeper.store(name, descriptor)
 
+    def lent(self, worker: str, uid: int, pid: int) -> None:
+        """See `PoolStore`."""
+        name = _HOLDER + _prefix(worker, uid)
+        if (holder := self._holders.pop(name, None)) is not None:
+            self._descriptors.close(holder)
+        if holder is not None or worker in self._lent:
+            self._keeper.unstore(name)
+        process = self._processes.open(pid)
+        if process >= 0:
+            self._keeper.store(name, process)
+            self._descriptors.close(process)
+        self._lent[worker] = name
+
     def drop(self, worker: str) -> None:
         """See `PoolStore`."""
+        if (holder := self._lent.pop(worker, None)) is not None:
+            self._keeper.unstore(holder)
         name = self._names.pop(worker, None)
         if name in self._received:
             self._forget(name)
@@ -205,6 +242,10 @@ class DescriptorStore:
         """Frees the pools that nobody has claimed."""
         for name in list(self._received):
             self._forget(name)
+        for name, descriptor in self._holders.items():
+            self._descriptors.close(descriptor)
+            self._keeper.unstore(name)
+        self._holders.clear()
 
     def give_up(self, uid: int) -> None:
         """See `PoolStore`."""

@@ -82,11 +82,18 @@ class MemoryProvider(Protocol):
 class PoolStore(Protocol):
     """Keeps pools while no daemon runs, for workers that are not running either."""
 
-    def take(self, worker: str, uid: int, spec: bytes) -> int:
+    def take(self, worker: str, uid: int, spec: bytes, pid: int) -> int:
         """A descriptor of the pool that `worker` had under the last daemon, which the caller closes; else -1.
 
-        The store has it until `keep` names what the worker has now.
+        The store has it until `keep` names what the worker has now. `pid` is the process that asks, 0 if unknown.
+
+        Raises:
+            Unavailable: `POOL_BUSY`, another process had it, and has not ended: it may write to it.
+
         """
+
+    def lent(self, worker: str, uid: int, pid: int) -> None:
+        """The worker's pool goes to this process, whose end the next daemon waits for; 0 if that cannot be seen."""
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
         """Keeps a duplicate of the descriptor of the worker's pool, in place of what it had under the last daemon."""
@@ -101,9 +108,12 @@ class PoolStore(Protocol):
 class NoStore:
     """Keeps nothing: workers bring their pools back or get new ones."""
 
-    def take(self, worker: str, uid: int, spec: bytes) -> int:  # noqa: ARG002
+    def take(self, worker: str, uid: int, spec: bytes, pid: int) -> int:  # noqa: ARG002
         """There is none."""
         return -1
+
+    def lent(self, worker: str, uid: int, pid: int) -> None:
+        """Keeps nothing."""
 
     def keep(self, worker: str, uid: int, spec: bytes, descriptor: int) -> None:
         """Keeps nothing."""

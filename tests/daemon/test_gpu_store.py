@@ -36,7 +36,7 @@ def test_systemds_store_keeps_a_gpus_pool_for_the_next_daemon():
         received = {name: os.dup(descriptor) for name, descriptor in systemd.kept.items()}
         notifier = Notifier({"NOTIFY_SOCKET": systemd.path})
         store = DescriptorStore(notifier, received)
-        pool = provider_for("cuda:0").adopt(store.take("w", 1000, b"spec"), SIZE)
+        pool = provider_for("cuda:0").adopt(store.take("w", 1000, b"spec", 0), SIZE)
         assert pool._mapping.read(9, 4) == b"kept"
         pool.free()
         notifier.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.daemon.systemd import DescriptorStore, Notifier
+from kvd.errors import ErrorCode, Unavailable
 from tests.simulator.virtual.loop import VirtualLoop
 from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import PATIENCE
@@ -183,13 +184,13 @@ def test_a_stored_pool_comes_back_to_the_same_worker_only(systemd: Systemd) -> N
     DescriptorStore(telling(systemd.path), {}).keep("engine:0/@a", 1000, b"spec", pool)
     os.close(pool)
     successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
-    assert successor.take("engine:0/@b", 1000, b"spec") == -1
-    assert successor.take("engine:0/@a", 1001, b"spec") == -1
-    taken = successor.take("engine:0/@a", 1000, b"spec")
+    assert successor.take("engine:0/@b", 1000, b"spec", 0) == -1
+    assert successor.take("engine:0/@a", 1001, b"spec", 0) == -1
+    taken = successor.take("engine:0/@a", 1000, b"spec", 0)
     assert os.pread(taken, 4, 0) == b"kept"
     successor.keep("engine:0/@a", 1000, b"spec", taken)
     os.close(taken)
-    assert successor.take("engine:0/@a", 1000, b"spec") == -1
+    assert successor.take("engine:0/@a", 1000, b"spec", 0) == -1
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -203,7 +204,7 @@ def test_a_pool_that_a_worker_has_again_stays_stored_when_those_that_nobody_came
     first.keep("gone", 0, b"spec", lost)
     os.close(lost)
     second = DescriptorStore(telling(systemd.path), handed_over(systemd))
-    brought = had if own else second.take("w", 0, b"spec")
+    brought = had if own else second.take("w", 0, b"spec", 0)
     second.keep("w", 0, b"spec", brought)
     assert second.unclaimed == 1
     second.drop_unclaimed()
@@ -245,11 +246,11 @@ def test_a_pool_that_could_not_be_had_at_once_is_there_for_the_next_attempt_and_
     os.close(pool)
     store = DescriptorStore(telling(systemd.path), handed_over(systemd))
     for _ in range(2):
-        taken = store.take("w", 0, b"spec")
+        taken = store.take("w", 0, b"spec", 0)
         assert os.pread(taken, 4, 0) == b"kept"
         os.close(taken)
     store.drop("w")
-    assert store.take("w", 0, b"spec") == -1
+    assert store.take("w", 0, b"spec", 0) == -1
     systemd.read()
     assert not systemd.kept
 
@@ -259,7 +260,7 @@ def test_a_worker_with_another_layout_gives_its_old_pool_up(systemd: Systemd) ->
     DescriptorStore(telling(systemd.path), {}).keep("w", 0, b"spec", pool)
     os.close(pool)
     successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
-    assert successor.take("w", 0, b"other spec") == -1
+    assert successor.take("w", 0, b"other spec", 0) == -1
     assert successor.unclaimed == 0
     systemd.read()
     assert not systemd.kept
@@ -276,6 +277,44 @@ def test_an_ended_pool_and_one_that_nobody_came_for_are_given_back(systemd: Syst
     successor = DescriptorStore(telling(systemd.path), handed_over(systemd))
     assert len(systemd.kept) == 1
     successor.drop_unclaimed()
+    systemd.read()
+    assert not systemd.kept
+
+
+@pytest.mark.real
+def test_a_stored_pool_goes_to_nobody_beside_the_process_that_has_it_mapped_until_that_has_ended(
+    systemd: Systemd,
+) -> None:
+    pool = memfd(b"kept")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        first = DescriptorStore(telling(systemd.path), {})
+        first.keep("w", 0, b"spec", pool)
+        first.lent("w", 0, os.getpid())
+        first.lent("w", 0, holder.pid)
+        os.close(pool)
+        store = DescriptorStore(telling(systemd.path), handed_over(systemd))
+        assert store.unclaimed == 1
+        with pytest.raises(Unavailable, match=f"process {holder.pid} had it before this daemon started") as refused:
+            store.take("w", 0, b"spec", os.getpid())
+        assert refused.value.code is ErrorCode.POOL_BUSY
+        os.close(store.take("w", 0, b"spec", holder.pid))
+        holder.communicate(b"\n")
+    os.close(store.take("w", 0, b"spec", os.getpid()))
+    store.lent("w", 0, os.getpid())
+    systemd.read()
+    assert len(systemd.kept) == 2
+    store.drop("w")
+    systemd.read()
+    assert not systemd.kept
+
+
+def test_what_is_known_of_processes_goes_with_the_pools_that_nobody_came_for(systemd: Systemd) -> None:
+    pool = memfd(b"kept")
+    first = DescriptorStore(telling(systemd.path), {})
+    first.keep("w", 0, b"spec", pool)
+    first.lent("w", 0, os.getpid())
+    os.close(pool)
+    DescriptorStore(telling(systemd.path), handed_over(systemd)).drop_unclaimed()
     systemd.read()
     assert not systemd.kept
 
@@ -304,7 +343,7 @@ def test_a_pool_that_is_asked_for_at_the_end_of_a_standstill_is_not_dropped_befo
     store.drop_unclaimed_after(loop, 5.0)
     loop.stand_still(60.0)
     loop.run_until(60.0)
-    taken = store.take("w", 0, b"spec")  # it lay in the socket
+    taken = store.take("w", 0, b"spec", 0)  # it lay in the socket
     assert os.pread(taken, 4, 0) == b"kept"
     os.close(taken)
     loop.run_until(61.0)

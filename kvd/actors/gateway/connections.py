@@ -109,6 +109,7 @@ class Connections(Component):
         self._admission.check_open()
         if connection.worker:
             raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
+        self._check_waits(connection)
         if len(event.descriptors) > 1:
             text = f"{len(event.descriptors)} descriptors came with the request; send at most one"
             raise BadRequest(ErrorCode.BAD_MESSAGE, text)
@@ -156,9 +157,17 @@ class Connections(Component):
         """An operator has a pool ended; what comes of it is `PoolReturned` or `AttachRefused`."""
         if connection.worker:
             raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r}: detach that")
+        self._check_waits(connection)
         uid = self._admission.ends_for(connection.uid)
+        connection.ending = True
         self._idle.unset(connection.number)
         self._context.pools.tell(EndPool(connection.number, worker, uid))
+
+    @staticmethod
+    def _check_waits(connection: Connection) -> None:
+        """Checks that the next answer on a session without a pool is that to what it asks for now."""
+        if connection.ending:
+            raise BadRequest(ErrorCode.WRONG_STATE, "this session waits for a pool to end; wait, or open another one")
 
     def _request_status(self, call: int, connection: Connection) -> None:
         if connection.worker:
@@ -182,7 +191,7 @@ class Connections(Component):
         """A detach is complete."""
         connection = self._by_number.get(message.connection)
         if connection is not None:
-            connection.detaching = False
+            connection.detaching = connection.ending = False
             self._mark_idle(connection)
             self._port.send_session(message.connection, codec.encode(Detached()))
 
@@ -192,6 +201,7 @@ class Connections(Component):
         connection = self._by_number.get(message.connection)
         if connection is None:
             return
+        connection.ending = False
         if connection.detaching:
             self._refuse(message.connection, message.error)
             self.hang_up(connection)  # its process is watched on

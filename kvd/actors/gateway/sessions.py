@@ -37,6 +37,8 @@ class Connection:
     """Set while it has its pool."""
     detaching: bool = False
     """Whether it gives its pool back, which it may have mapped until that is done."""
+    ending: bool = False
+    """Whether it waits for the end of a pool that it does not have."""
 
 
 @dataclass(slots=True, eq=False)

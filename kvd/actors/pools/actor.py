@@ -145,6 +145,7 @@ class PoolsActor(Actor):
     def _lend(self, record: PoolRecord) -> None:
         record.state, record.waiting, record.held = PoolState.LENT, None, True
         self._patience.unset(record.pool.worker)
+        self._memory.lent(record)
         self._context.gateway.tell(
             PoolLent(
                 connection=record.request.connection,

@@ -49,10 +49,21 @@ class PoolMemory(Component):
         request = record.request
         if request.descriptor >= 0:
             self._adopt(record, request.descriptor, self._made)
-        elif (stored := self._store.take(request.worker, request.uid, request.raw_spec)) >= 0:
+            return
+        try:
+            stored = self._store.take(request.worker, request.uid, request.raw_spec, request.pid)
+        except Unavailable as error:
+            self._made(record, error)
+            return
+        if stored >= 0:
             self._adopt(record, stored, self._taken)
         else:
             self._allocate(record)
+
+    def lent(self, record: PoolRecord) -> None:
+        """A pool is about to go to the process of `record.request`: the next daemon must know of it."""
+        request = record.request
+        self._store.lent(request.worker, request.uid, request.pid)
 
     def _adopt(
         self, record: PoolRecord, descriptor: int, done: Callable[[PoolRecord, Memory | KvdError], None]

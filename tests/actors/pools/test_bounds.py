@@ -7,7 +7,7 @@ from kvd.actors.gateway.policy import Rule
 from kvd.actors.pools.messages import RenewPool
 from kvd.errors import ErrorCode, KvdError, NoMemory
 from kvd.protocol.peer import Release
-from kvd.protocol.worker import Attached, Detach, Detached, End, Refused, StatusRequest
+from kvd.protocol.worker import Attach, Attached, Detach, Detached, End, Refused, StatusRequest
 from tests.actors.pools.test_pools import OTHER
 from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
@@ -344,3 +344,23 @@ def test_a_worker_ends_its_own_pool_by_detaching():
     assert isinstance(refused, Refused)
     assert refused.code == ErrorCode.WRONG_STATE
     assert isinstance(stage.session(Detach()), Detached)
+
+
+def test_a_session_that_waits_for_a_pool_to_end_attaches_only_afterwards_so_that_its_own_is_not_kept_for_good():
+    stage = stage_with()
+    stage.attach("w", pid=7)
+    stage.offer()
+    stage.asked_by_peer(make_claim(ttl=3600.0))
+    stage.hang_up()
+    stage.process_ends()
+    assert end(stage, "w") == []
+    for request in (Attach("mine", b"j" * 16, CACHE.raw), End("w")):
+        refused = stage.session(request, 9)
+        assert isinstance(refused, Refused)
+        assert refused.code == ErrorCode.WRONG_STATE
+    stage.asked_by_peer(Release(1, finished=True))
+    assert stage.on_sessions[-1] == Detached()
+    assert isinstance(stage.session(Attach("mine", b"j" * 16, CACHE.raw), 9), Attached)
+    stage.hang_up(9)
+    stage.process_ends(9)
+    assert isinstance(attach(stage, "mine", 10), Attached)

@@ -294,8 +294,11 @@ class Store:
     def __init__(self, descriptor):
         self.descriptor, self.kept, self.dropped = descriptor, [], []
 
-    def take(self, worker, uid, spec):
+    def take(self, worker, uid, spec, pid):
         return self.descriptor
+
+    def lent(self, worker, uid, pid):
+        self.holder = (worker, pid)
 
     def keep(self, worker, uid, spec, descriptor):
         self.kept.append((worker, descriptor))
@@ -314,6 +317,19 @@ def adopting(stage, store, error):
 
     stage.dependencies.provider.adopt = adopt
     stage.context.pools._memory._store = store
+
+
+def test_a_pool_that_a_process_of_before_the_daemon_has_mapped_is_refused_and_the_next_attempt_gets_it():
+    stage = Stage()
+    store = stage.context.pools._memory._store = Store(-1)
+    busy = Unavailable(ErrorCode.POOL_BUSY, "it has not ended")
+    store.take = lambda *_: (_ for _ in ()).throw(busy)
+    refused = stage.attach(pid=7)
+    assert (refused.code, refused.text) == (ErrorCode.POOL_BUSY, busy.text)
+    assert stage.context.pools._records == {}
+    del store.take
+    assert isinstance(stage.attach(connection=2, pid=8), Attached)
+    assert store.holder == ("w", 8)
 
 
 def test_a_stored_descriptor_that_is_no_pool_is_dropped_and_its_worker_gets_new_memory(stage):

@@ -80,7 +80,7 @@ class Worker(Ledger):
         self.core = self.driver.core
         self.calls: dict[int, tuple[Promise, str]] = {}
         """Requests made wrong on purpose: the promise they test, and what each was."""
-        self.detaching = False
+        self.detaching = self._was_lent = False
         self._incarnation = 0
         self._poll: Handle | None = None
         self._strays = 1 << 40
@@ -102,8 +102,7 @@ class Worker(Ledger):
         self.world.note(self.name, "crashes")
         self.world.disturb(self.name)
         self.trouble += 1
-        if self.file is not None or self.session is not None:
-            self._died = self.world.loop.now
+        self._note_death(was_lent=self._was_lent)
         self.process.kill()
         if self.session is not None:
             self.session.hang_up(lose=False)
@@ -118,9 +117,9 @@ class Worker(Ledger):
         self.world.disturb(self.name)
         self.trouble += 1
         rest = Process(self.world.loop, self.process.name)
-        rest.on_death, self.process.on_death = [*self.process.on_death, partial(self._bury, rest)], []
+        self.process.outlive(rest)  # all it did through its daemon; `rest` is what it does without it
+        rest.on_death.append(partial(self._bury, rest, self._was_lent))
         self.lingering.append(rest)
-        self.process.kill()  # all it did through its daemon; `rest` is what it does without it
         if self.session is not None:
             self.session.hang_up(lose=False)
         if self.file is not None:
@@ -136,11 +135,16 @@ class Worker(Ledger):
         file.data[self.cache.bytes_of(own)] = SCRAP
         process.call_later(_STEP, self._write_on, process, file, own)
 
-    def _bury(self, process: Process) -> None:
+    def _bury(self, process: Process, was_lent: bool) -> None:
         self.lingering.remove(process)
-        self._died = self.world.loop.now
+        self._note_death(was_lent=was_lent)
         self.world.disturb(self.name)
         self.world.kernel.close_all(process.name)
+
+    def _note_death(self, *, was_lent: bool) -> None:
+        """A pool is kept from the death of the last process that had it, not of one that only asked for it."""
+        if was_lent:
+            self._died = self.world.loop.now
 
     def pause(self) -> None:
         self.trouble += 1
@@ -169,6 +173,7 @@ class Worker(Ledger):
         if not attached.kept and self._is_owed():
             self.world.violate(Promise.SURVIVES, f"{self.name}: its daemon has not kept its pool")
         self._last_file, self._kept_by, self._unheard = self.file, self.daemon.runs, 0
+        self._was_lent = True
         if self._incarnation != attached.incarnation:
             self._incarnation = attached.incarnation
             self.give_up_strays()

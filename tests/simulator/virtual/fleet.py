@@ -28,7 +28,7 @@ from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.asynchronous import AsyncLoop
 from tests.simulator.virtual.fabric import SimFabric, make_transport
 from tests.simulator.virtual.loop import Process
-from tests.simulator.virtual.memory import SimProvider, SimStamps
+from tests.simulator.virtual.memory import SimPidfds, SimProvider, SimStamps
 from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
 from tests.simulator.virtual.systemd import Systemd
 from tests.simulator.virtual.world import World
@@ -144,8 +144,9 @@ class Daemon:
     def _open_store(self) -> DescriptorStore | NoStore:
         if self.systemd is None:
             return NoStore()
-        received = self.systemd.hand_over(self.process.name)
-        store = DescriptorStore(self.systemd, received, self.world.kernel)
+        received, owner = self.systemd.hand_over(self.process.name), self.process.name
+        processes = SimPidfds(self.world.kernel, owner, self.world.loop.alive)
+        store = DescriptorStore(self.systemd, received, self.world.kernel, processes)
         store.drop_unclaimed_after(self.process, POOL_LINGER)
         return store
 

@@ -46,6 +46,8 @@ class VirtualLoop:
         self.ready: deque[Handle] = deque()
         self._heap: list[tuple[float, int, Handle]] = []
         self.processes = 0
+        self.alive: dict[int, Process] = {}
+        """Processes that have not ended, by number."""
         self._pushes = 0
 
     def time(self) -> float:
@@ -113,6 +115,7 @@ class Process:
         self.name = name
         world.processes += 1
         self.pid = 1 + world.processes
+        world.alive[self.pid] = self
         self.dead = False
         self.paused = False
         self.on_death: list[Callable[[], None]] = []
@@ -134,9 +137,19 @@ class Process:
     def kill(self) -> None:
         """Runs nothing of this process from now on."""
         self.dead = True
+        if self.world.alive.get(self.pid) is self:
+            del self.world.alive[self.pid]
         self.backlog.clear()
         while self.on_death:
             self.on_death.pop()()
+
+    def outlive(self, rest: "Process") -> None:
+        """Ends all that this process does; `rest` is the same one and does what is left."""
+        rest.on_death, self.on_death = self.on_death, []
+        self.kill()
+        del self.world.alive[rest.pid]
+        rest.pid = self.pid
+        self.world.alive[rest.pid] = rest
 
     def pause(self) -> None:
         self.paused = True

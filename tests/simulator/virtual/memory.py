@@ -6,7 +6,7 @@ and closes it when it is told that they are free. Every write is held against it
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ class File:
         self.sealed = sealed
         self.ended = False
         """Its bytes have been given back."""
+        self.pid = 0
+        """The process that it stands for, if it is a pidfd."""
         self.data: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.writable: NDArray[np.bool_] = np.zeros(size, np.bool_)
 
@@ -68,6 +70,28 @@ class Kernel:
 
     def held_by(self, owner: str) -> list[int]:
         return [number for number, (holder, _) in self._files.items() if holder == owner]
+
+
+class SimPidfds:
+    """Descriptors that stand for processes; implements `kvd.daemon.pool_holders.Processes` for the process `owner`."""
+
+    def __init__(self, kernel: Kernel, owner: str, alive: Container[int]) -> None:
+        self._kernel = kernel
+        self._owner = owner
+        self._alive = alive
+
+    def open(self, pid: int) -> int:
+        """A pidfd."""
+        if pid not in self._alive:
+            return -1
+        descriptor = self._kernel.create(self._owner, 0)
+        self._kernel.file(descriptor).pid = pid
+        return descriptor
+
+    def number(self, descriptor: int) -> int:
+        """The process, 0 once it has ended."""
+        pid = self._kernel.file(descriptor).pid
+        return pid if pid in self._alive else 0
 
 
 class SimStamps:

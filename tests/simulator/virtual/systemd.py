@@ -20,13 +20,17 @@ class Systemd:
 
     @property
     def files(self) -> list[File]:
-        """What is stored."""
+        """The pools that are stored."""
+        return [file for file in self._stored if not file.pid]
+
+    @property
+    def _stored(self) -> list[File]:
         return [self._world.kernel.file(each) for kept in self._kept.values() for each in kept]
 
     def store(self, name: str, descriptor: int) -> None:
         """Keeps a duplicate, unless that file is stored already."""
         file = self._world.kernel.file(descriptor)
-        if file not in self.files:
+        if file not in self._stored:
             self._kept.setdefault(name, []).append(self._world.kernel.open(self._owner, file))
 
     def unstore(self, name: str) -> None:
