@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks import command
 from benchmarks.vllm import report as vllm_report
 from benchmarks.vllm import run as vllm
+from benchmarks.vllm.groups import GROUPS
 from kvd.bench import report
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.processes import ProcessEndedError
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = command.make_parser(
         "vllm",
-        "Starts three pairs of a prefill and a decode server: with kvd, with vLLM's NixlConnector, and with "
+        "Starts pairs of a prefill and a decode server: with kvd, with vLLM's NixlConnector, and with "
         "NixlConnector's num_threads 0. All have the same model (16 layers, 8 KV heads of 128, 131,072 bytes per "
         "token), prompts, and one computing thread. They are measured in turns, pinned to a core each and unpinned.",
     )
@@ -42,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=1200, help="stop after this long and report what there is (default: 1200)"
     )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        default=["session"],
+        choices=GROUPS,
+        help="a pair with kvd for each: daemons and engines have a session each, a control group each (takes root), or "
+        "a daemon shares one with its engine (default: session)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures side by side into FILE (PNG)")
     return command.run(parser, _run, arguments)
 
@@ -54,7 +63,9 @@ def _run(args: argparse.Namespace) -> None:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--prompt-tokens {args.prompt_tokens}: must be 2 to {longest}")
     if min(args.rounds, *args.concurrent) < 1:
         raise BadRequest(ErrorCode.BAD_CONFIG, "--rounds and --concurrent: must be 1 or more")
-    plan = vllm.Plan(args.prompt_tokens, args.rounds, tuple(args.concurrent), args.seconds)
+    plan = vllm.Plan(
+        args.prompt_tokens, args.rounds, tuple(args.concurrent), args.seconds, tuple(dict.fromkeys(args.groups))
+    )
     folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
     sides: list[vllm.Side] = []
     try:
@@ -80,7 +91,8 @@ def _report(args: argparse.Namespace, plan: vllm.Plan, sides: list[vllm.Side]) -
 
 def _measure(plan: vllm.Plan, folder: Path, sides: list[vllm.Side]) -> None:
     write_models(folder, vllm.MODEL)
-    with report.progress("three pairs of servers start, then take turns", 3 + 6 * plan.rounds) as advance:
+    steps = plan.pairs * (1 + 2 * plan.rounds)
+    with report.progress(f"{plan.pairs} pairs of servers start, then take turns", steps) as advance:
         asyncio.run(vllm.measure(folder, folder, plan, sides, advance))
 
 

@@ -82,7 +82,7 @@ def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Es
 
 
 def tables(sides: Sequence[Side]) -> list[Table]:
-    """One per placement, with the sides that finished a round; the last column is kvd over the best of the others.
+    """One per placement, with the sides that finished a round; the last column is the first, kvd, over the best other.
 
     Raises:
         ValueError: No round finished.
@@ -96,7 +96,7 @@ def tables(sides: Sequence[Side]) -> list[Table]:
         for figure in _shown(kvd):
             columns = [_column(side, figure.name) for side in (kvd, *others)]
             cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
-            against = [column for column in columns[1:] if column]
+            against = [column for side, column in zip((kvd, *others), columns, strict=True) if column and not side.ours]
             ratio = "-"
             if columns[0] and against:
                 choose = min if figure.best == "least" else max
@@ -124,6 +124,7 @@ def plot(sides: Sequence[Side], path: Path) -> None:
     placed = _by_placement(sides)
     shown = _shown(placed[0][1][0])
     rows = -(-len(shown) // 4)
+    step = 0.84 / max(len(group) for _, group in placed)
     figure, axes = pyplot.subplots(rows, 4, figsize=(17, 3 * rows), layout="constrained", squeeze=False)
     for axis, each in zip(axes.flat, shown, strict=False):
         for offset, (_, group) in enumerate(placed):
@@ -131,9 +132,11 @@ def plot(sides: Sequence[Side], path: Path) -> None:
                 if column := _column(side, each.name):
                     found = estimate([each.factor * value for value in column])
                     spread = [[found.value - found.low], [found.high - found.value]]
-                    place, color = offset + 0.28 * number, ("tab:orange", "tab:blue", "tab:green")[number]
-                    axis.bar(place, found.value, 0.26, yerr=spread, color=color, capsize=2, label=side.name)
-        axis.set_xticks([offset + 0.28 for offset in range(len(placed))], [placement for placement, _ in placed])
+                    place, color = offset + step * number, f"C{number}"
+                    axis.bar(place, found.value, 0.93 * step, yerr=spread, color=color, capsize=2, label=side.name)
+        axis.set_xticks(
+            [offset + 0.42 - step / 2 for offset in range(len(placed))], [placement for placement, _ in placed]
+        )
         axis.set_title(each.text, fontsize="small")
         axis.set_ylabel(each.unit)
         axis.grid(visible=True, axis="y", alpha=0.3)

@@ -1,9 +1,10 @@
 """Real vLLM servers with kvd and with vLLM's own NixlConnector, side by side: the same model and prompts.
 
-vLLM runs as users start it: engine and worker spin while they wait for each other. NixlConnector runs twice: with its
-default of four NIXL threads, and without them, which is better if cores are few. The pairs take turns, so that whatever
-else the machine does hits all alike; those that wait are suspended. Each pair has two turns per round: pinned, with one
-core per server, and unpinned. Daemons are never pinned.
+vLLM runs as users start it: engine and worker spin while they wait for each other. There is a pair with kvd for each
+kind of groups that daemons and engines may be in (`benchmarks.vllm.groups`). NixlConnector runs twice: with its default
+of four NIXL threads, and without them, which is better if cores are few. The pairs take turns, so that whatever else
+the machine does hits all alike; those that wait are suspended. Each pair has two turns per round: pinned, with one core
+per server, and unpinned. Daemons are never pinned.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.vllm.groups import place
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
@@ -54,6 +56,13 @@ class Plan:
     rounds: int
     concurrent: tuple[int, ...]
     seconds: float
+    groups: tuple[str, ...] = ("session",)
+    """A pair with kvd for each, of `benchmarks.vllm.groups.GROUPS`."""
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs take turns."""
+        return len(self.groups) + 2
 
 
 @dataclass(slots=True)
@@ -64,6 +73,11 @@ class Side:
     placement: str
     rounds: list[Figures] = field(default_factory=list)
 
+    @property
+    def ours(self) -> bool:
+        """Whether kvd moves the blocks."""
+        return self.name.startswith(KvdPair.title)
+
 
 async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
     """Measures all pairs into `sides`, kvd's first in each placement; calls `advance` after each step.
@@ -71,16 +85,32 @@ async def measure(models: Path, folder: Path, plan: Plan, sides: list[Side], adv
     If this raises, `sides` keeps what has been measured.
 
     Raises:
+        BadRequest: `BAD_CONFIG`, there can be no such groups.
         HttpError: A server refused a request or broke the connection.
         ProcessEndedError: A server ended.
         TimeoutError: The plan's time is over.
 
     """
-    pairs: list[Pair] = [
-        KvdPair(folder / "kvd", models, MODEL, blocks=BLOCKS),
+    with contextlib.ExitStack() as stack:
+        await _measure(_pairs(models, folder, plan.groups, stack), plan, sides, advance)
+
+
+def _pairs(models: Path, folder: Path, groups: Sequence[str], stack: contextlib.ExitStack) -> list[Pair]:
+    """Their processes are to end before `stack` does."""
+    ours = []
+    for group in groups:
+        ours.append(KvdPair(folder / f"kvd-{group}", models, MODEL, blocks=BLOCKS))
+        place(group, ours[-1], stack)
+        if group != "session":
+            ours[-1].title = f"kvd, {group}"
+    return [
+        *ours,
         NixlPair(folder / "nixl", models, MODEL, blocks=BLOCKS),
         NixlPair(folder / "nixl-0", models, MODEL, blocks=BLOCKS, threads=0),
     ]
+
+
+async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
     seeds = itertools.count()
     turns = [(pair, Side(pair.title, placement)) for placement in PLACEMENTS for pair in pairs]
     sides += [side for _, side in turns]

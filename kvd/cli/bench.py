@@ -35,6 +35,9 @@ def add_parser(subparsers: Any) -> None:
         "--busy", type=int, default=0, metavar="N", help="spin N processes during the measurement (default: 0)"
     )
     parser.add_argument(
+        "--yield", action="store_true", dest="yielding", help="let those yield their core again and again, as vLLM does"
+    )
+    parser.add_argument(
         "--within",
         default="",
         metavar="COMMAND",
@@ -50,14 +53,16 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, writes the files."""
     if args.busy < 0:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
+    if args.yielding and not args.busy:
+        raise BadRequest(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
         Pair(Path(folder), daemons_within=shlex.split(args.within)) as pair,
-        Spinners(args.busy, Path(folder)),
+        Spinners(args.busy, Path(folder), yielding=args.yielding),
     ):
         measure = _load if args.load else _rate if args.rate else _transfers
         figures = measure(pair, args)
-    report.write_json(args.json, {"busy": args.busy, "within": args.within, **figures})
+    report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
     return 0
 
 

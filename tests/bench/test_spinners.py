@@ -7,10 +7,12 @@ from kvd.bench.spinners import Spinners
 from kvd.cli.main import main
 from tests.support.fleet import until
 
+USER, KERNEL = 11, 12
 
-def processor_time(pid: int) -> int:
-    """In ticks of the clock, in user mode."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+def processor_time(pid: int, mode: int) -> int:
+    """In ticks of the clock."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[mode])
 
 
 def children() -> set[int]:
@@ -18,13 +20,16 @@ def children() -> set[int]:
 
 
 @pytest.mark.real
-def test_spinners_compute_without_a_pause_and_are_gone_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("yielding", "mode"), [(False, USER), (True, KERNEL)])
+def test_spinners_compute_or_yield_without_a_pause_and_are_gone_after(
+    tmp_path: Path, yielding: bool, mode: int
+) -> None:
     before = children()
-    with Spinners(2, tmp_path):
+    with Spinners(2, tmp_path, yielding=yielding):
         started = children() - before
         assert len(started) == 2
         for _ in until("both have computed"):
-            if all(processor_time(pid) > 20 for pid in started):
+            if all(processor_time(pid, mode) > 20 for pid in started):
                 break
     assert children() == before
 
@@ -32,3 +37,8 @@ def test_spinners_compute_without_a_pause_and_are_gone_after(tmp_path: Path) -> 
 def test_a_number_of_spinners_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--busy", "-1"]) != 0
     assert "--busy -1: must be 0 or more" in capsys.readouterr().err
+
+
+def test_yielding_without_processes_that_yield_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--yield"]) != 0
+    assert "--yield is about the processes of --busy" in capsys.readouterr().err

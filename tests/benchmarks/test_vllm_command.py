@@ -39,6 +39,26 @@ def test_what_was_measured_before_the_time_was_over_is_printed_and_kept(
 
 
 @pytest.mark.usefixtures("installed")
+def test_each_kind_of_groups_is_one_more_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+
+    async def measure(
+        _models: Path, _folder: Path, plan: vllm.Plan, sides: list[vllm.Side], _advance: Callable[[], None]
+    ) -> None:
+        plans.append(plan)
+        sides.append(vllm.Side("kvd", "pinned", [{figure.name: 0.25 for figure in FIGURES}]))
+
+    monkeypatch.setattr(vllm, "measure", measure)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert bench_vllm.main([]) == 0
+    assert bench_vllm.main(["--groups", "session", "cgroup", "shared", "cgroup"]) == 0
+    assert [(plan.groups, plan.pairs) for plan in plans] == [(("session",), 3), (("session", "cgroup", "shared"), 5)]
+    assert "kvd" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("flags", [("--rounds", "0"), ("--concurrent", "4", "0"), ("--prompt-tokens", "9999")])
 def test_a_plan_that_measures_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_vllm.main(flags) == 2

@@ -49,6 +49,13 @@ def test_the_tables_set_kvd_against_the_best_of_the_others_in_each_placement() -
     assert str(rows["tokens a second, 6 at once"]).startswith("2.00")
 
 
+def test_kvd_in_other_groups_has_a_column_and_is_no_rival_of_kvd() -> None:
+    (table,) = tables([side("kvd", "pinned", 1.0), side("kvd, cgroup", "pinned", 0.5), side("four", "pinned", 2.0)])
+    assert [column.header for column in table.columns] == ["", "kvd", "kvd, cgroup", "four", "kvd / best"]
+    rows = {str(name): cell for name, cell in zip(table.columns[0].cells, table.columns[4].cells, strict=True)}
+    assert str(rows["one pull, with claim and fence"]).startswith("0.50")
+
+
 def test_a_run_that_was_cut_short_is_told_as_far_as_it_came() -> None:
     short = sides()
     for later in short[2:]:

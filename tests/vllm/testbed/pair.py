@@ -35,6 +35,7 @@ class Pair(ABC):
         drafters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.policy = policy
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
         def server(side: str) -> Server:
@@ -86,7 +87,6 @@ class KvdPair(Pair):
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
-        self._folder = folder
         self.daemons = {side: Daemon(f"kvd-{side}-daemon-0", folder) for side in ("prefill", "decode")}
         """Of rank 0, by side."""
         self.others = [
@@ -99,7 +99,7 @@ class KvdPair(Pair):
         return {
             "kv_connector": "KvdConnector",
             "kv_connector_extra_config": {
-                "socket": str(self._folder / f"kvd-{side}-daemon-{{rank}}.sock"),
+                "socket": str(self.folder / f"kvd-{side}-daemon-{{rank}}.sock"),
                 **self._extra,
             },
         }
@@ -121,7 +121,7 @@ class MultiPair(KvdPair):
         files = {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(self._folder / f"{side}-files")},
+            "kv_connector_extra_config": {"shared_storage_path": str(self.folder / f"{side}-files")},
         }
         parts = [super().connector(side) | {"kv_role": "kv_both"}, files]
         return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": parts}}

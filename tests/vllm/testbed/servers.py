@@ -113,8 +113,6 @@ class Daemon(Service):
         self.settings: dict[str, str] = dict(NEVER_LOST)
         """More settings, from the next start on; and environment variables."""
         self.variables: dict[str, str] = {}
-        self.within: tuple[str, ...] = ()
-        """A command that runs it, from the next start on."""
 
     def command(self) -> Sequence[str]:
         """It runs `kvd serve`."""
@@ -122,7 +120,7 @@ class Daemon(Service):
         command += ["--http", "127.0.0.1:0", "--log-format", "json"]
         for name, value in self.settings.items():
             command += [f"--{name.replace('_', '-')}", value]
-        return with_environment(self.variables, [*self.within, *command])
+        return with_environment(self.variables, command)
 
     @property
     def url(self) -> str:

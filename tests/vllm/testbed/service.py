@@ -30,6 +30,8 @@ class Service(ABC):
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
+        self.within: tuple[str, ...] = ()
+        """A command that runs it, from the next start on."""
         self._child: Child | None = None
         self._starts = 0
 
@@ -49,7 +51,7 @@ class Service(ABC):
     def start(self) -> None:
         """Starts it; to be called on the main thread, with whose end the process ends too."""
         self._starts += 1
-        self._child = Child(self.name, self.command(), self.log, piped=False)
+        self._child = Child(self.name, [*self.within, *self.command()], self.log, piped=False)
 
     async def ready(self) -> None:
         """Waits until it is up.
