@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,3 +168,35 @@ def test_a_newline_at_the_end_of_a_name_is_refused() -> None:
     assert codec.peer_requests.decode(codec.encode(peer.Hello("decode-7", 1))) == peer.Hello("decode-7", 1)
     with pytest.raises(BadRequest, match="matching regex"):
         codec.peer_requests.decode(codec.encode(peer.Hello("decode-7\n", 1)))
+
+
+@pytest.mark.parametrize(("socket", "kind"), kinds(), ids=lambda value: getattr(value, "__name__", None))
+def test_an_element_that_a_later_version_appends_is_ignored(socket: str, kind: type[Message]) -> None:
+    decoder, _ = SOCKETS[socket]
+
+    @settings(max_examples=5, deadline=None)
+    @given(messages(kind))
+    def check(message: Message) -> None:
+        elements = msgspec.msgpack.decode(codec.encode(message))
+        assert decoder.decode(msgspec.msgpack.encode([*elements, {"a later": "field"}])) == message
+
+    check()
+
+
+@pytest.mark.parametrize(("socket", "kind"), kinds(), ids=lambda value: getattr(value, "__name__", None))
+def test_appended_fields_that_an_earlier_version_leaves_out_have_their_defaults(
+    socket: str, kind: type[Message]
+) -> None:
+    decoder, _ = SOCKETS[socket]
+    fields = inspect.type_info(kind).fields
+    required = [field for field in fields if field.required]
+
+    @settings(max_examples=5, deadline=None)
+    @given(messages(kind))
+    def check(message: Message) -> None:
+        elements = msgspec.msgpack.decode(codec.encode(message))[: 1 + len(required)]
+        defaults = {field.name: field.default for field in fields if not field.required}
+        assert decoder.decode(msgspec.msgpack.encode(elements)) == msgspec.structs.replace(message, **defaults)
+
+    assert [field.name for field in fields[: len(required)]] == [field.name for field in required]
+    check()

@@ -30,8 +30,6 @@ class Piece(StrEnum):
     """A worker loses its session and does not poll for longer than pools of dead processes are kept."""
     LINGERING_PROCESSES = "lingering-processes"
     """A worker's process loses its session for good and writes on, beside its successor's."""
-    ORPHANED_PROCESSES = "orphaned-processes"
-    """A process that lost its session writes on while its daemon restarts, which finds the pool stored."""
     OLD_TICKETS = "old-tickets"
     """A ticket is pulled again much later."""
     SEVERAL_HOSTS = "several-hosts"
@@ -52,7 +50,7 @@ class Piece(StrEnum):
     """A worker that dies and never comes back."""
 
 
-WAITING: Final[frozenset[Piece]] = frozenset({Piece.ORPHANED_PROCESSES})
+WAITING: Final[frozenset[Piece]] = frozenset()
 """Those that daemons cannot handle yet: generated only on request."""
 
 ON: Final = frozenset(Piece) - WAITING

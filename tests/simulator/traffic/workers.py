@@ -15,7 +15,6 @@ from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
 from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
 from tests.simulator.checks.promises import Promise
-from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.cache import Cache, content
 from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.line import SimConnection, SimPool
@@ -126,10 +125,6 @@ class Worker(Ledger):
             own = tuple(Blocks(group, 0, list(ids)) for group, ids in enumerate(self.free) if ids)
             self._write_on(rest, self.file, own)
         rest.call_later(seconds, rest.kill)
-        if self.daemon.systemd is not None and Piece.ORPHANED_PROCESSES not in self.world.pieces:
-            self.daemon.process.on_death.append(rest.kill)  # a run that finds the pool stored knows of nobody else
-            if not self.daemon.alive:
-                rest.kill()
 
     def _write_on(self, process: Process, file: File, own: tuple[Blocks, ...]) -> None:
         file.data[self.cache.bytes_of(own)] = SCRAP
