@@ -113,7 +113,7 @@ class Config(BaseSettings):
         default_factory=lambda: min(2, cores()),
         ge=1,
         le=16,
-        description="Threads that copy within the host; two if the daemon has two cores.",
+        description="Threads that copy within the host. By default two, or one if the daemon may use one core only.",
     )
     heartbeat: float = Field(
         1.0,
