@@ -396,6 +396,11 @@ def successors_do_not_wait_for_the_process(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_held_beside", lambda self, request: False)
 
 
+@mutation(Promise.FENCED, first=790, needs=Piece.LINGERING_PROCESSES)
+def a_daemon_knows_no_processes_of_the_run_before_it(monkeypatch):
+    monkeypatch.setattr(DescriptorStore, "lent", lambda self, worker, uid, pid: None)
+
+
 @mutation(Promise.SURVIVES, needs=Piece.IDLE_PROCESSES)
 def a_pool_is_given_up_though_its_process_lives(monkeypatch):
     original = PoolsActor._linger
@@ -458,7 +463,7 @@ def a_returned_pool_is_not_taken(monkeypatch):
 
 @mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)
 def a_stored_pool_is_not_taken(monkeypatch):
-    monkeypatch.setattr(DescriptorStore, "take", lambda self, worker, uid, spec: -1)
+    monkeypatch.setattr(DescriptorStore, "take", lambda self, worker, uid, spec, pid: -1)
 
 
 @mutation(Promise.SURVIVES, needs=Piece.STORED_POOLS)

@@ -26,6 +26,7 @@ from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Regist
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
+from tests.support.descriptors import no_descriptors_left
 from tests.support.lingering import lingering_socket
 from tests.support.patience import MOMENT, PATIENCE
 
@@ -348,3 +349,20 @@ async def test_an_exporter_that_says_what_it_should_not_is_lost(tmp_path: Path, 
         assert isinstance(lost, PeerFailed)
         assert reason in lost.reason
         stream.close()
+
+
+async def test_an_exporter_that_passes_a_descriptor_too_many_is_lost_where_none_is_left(tmp_path: Path) -> None:
+    with Agent(tmp_path, "a") as agent, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "x.pools"))
+        listener.listen()
+        agent.transport.add_peer("x", encode(ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)))
+        connected, _ = await asyncio.to_thread(listener.accept)
+        with connected:
+            connected.sendall(pack(encode(Exported(bytes(8), bytes(8)))))
+            assert isinstance(await agent.events.get(), PeerAdded)
+            with no_descriptors_left():
+                late = pack(encode(Withdrawn(bytes(8))))
+                socket.send_fds(connected, [late], [connected.fileno()])
+                lost = await agent.events.get()
+        assert isinstance(lost, PeerFailed)
+        assert "Too many open files" in lost.reason

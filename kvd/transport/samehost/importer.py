@@ -87,6 +87,7 @@ class ImportedPools:
 
         Raises:
             BadRequest: it says what it should not.
+            Unavailable: `OVERLOADED`, it passes descriptors, and none is left for them.
 
         """
         frames = self._stream.receive()

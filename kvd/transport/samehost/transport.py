@@ -194,7 +194,7 @@ class SameHostTransport:
         """A peer says that pools have ended, or has ended itself."""
         try:
             lives = pools.hear()
-        except BadRequest as error:
+        except KvdError as error:
             self._lose(agent, error.text)
             return
         if not lives:
