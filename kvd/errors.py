@@ -4,8 +4,8 @@
 - `Unavailable`: nobody broke a rule; something is full, gone or late. Trying again later may work.
 - `InternalError`: kvd itself is at fault. Please report it.
 
-An error travels as its `ErrorCode` and text, from which `error_from_code` makes the same class again. Codes are part of
-the protocol: only append.
+Whose fault it is follows from the `ErrorCode`: `refusal` makes the error for one. It travels as its code and text, from
+which `error_from_code` makes the same error again. Codes are part of the protocol: only append.
 """
 
 from enum import StrEnum
@@ -109,15 +109,19 @@ class InternalError(KvdError):
     codes = frozenset({ErrorCode.INTERNAL})
 
 
+def refusal(code: ErrorCode, text: str) -> KvdError:
+    """The error with this code, of the class that says whose fault it is."""
+    for kind in (Unavailable, InternalError):
+        if code in kind.codes:
+            return kind(code, text)
+    return BadRequest(code, text)
+
+
 def error_from_code(code: str, text: str) -> KvdError:
     """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`."""
     if code not in ErrorCode.__members__.values():
         return BadRequest(ErrorCode.BAD_MESSAGE, f"{text} (code {code!r}, unknown to this version)")
-    known = ErrorCode(code)
-    for kind in (Unavailable, InternalError):
-        if known in kind.codes:
-            return kind(known, text)
-    return BadRequest(known, text)
+    return refusal(ErrorCode(code), text)
 
 
 def describe(error: BaseException) -> str:

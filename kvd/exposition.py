@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 
 class Exposition:
@@ -33,7 +33,7 @@ class Exposition:
             encode, kind = choose_encoder(accept)
         except (TypeError, ValueError) as error:  # of its parser, which compares versions before it has checked them
             text = f"Accept is {accept[: limits.MAX_NAME_BYTES]!r}, in which a version is no number"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text) from error
+            raise refusal(ErrorCode.BAD_MESSAGE, text) from error
         now = time.monotonic()
         full = len(self._written) == limits.METRICS_PER_SECOND and now - self._written[0] < 1.0
         if kind not in self._last or not full:

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 
 def read(path: Path, bound: int) -> tuple[str, os.stat_result]:
@@ -19,12 +19,12 @@ def read(path: Path, bound: int) -> tuple[str, os.stat_result]:
             status = os.fstat(file.fileno())
             content = file.read(bound + 1)
             if len(content) > bound:
-                raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes; is it the right file?")
+                raise refusal(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes; is it the right file?")
             return content.decode(), status
     except OSError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} is not UTF-8 text") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path} is not UTF-8 text") from error
 
 
 def check_owner(path: Path, status: os.stat_result, danger: str) -> None:
@@ -36,7 +36,7 @@ def check_owner(path: Path, status: os.stat_result, danger: str) -> None:
     """
     if status.st_uid not in (os.geteuid(), 0):
         text = f"{path} belongs to user {status.st_uid}, who could {danger}; run `chown {os.geteuid()} {path}`"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+        raise refusal(ErrorCode.BAD_CONFIG, text)
 
 
 def check_writers(path: Path, status: os.stat_result, danger: str) -> None:
@@ -50,4 +50,4 @@ def check_writers(path: Path, status: os.stat_result, danger: str) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         text = f"{path} has mode {mode:04o}: others could {danger}; run `chmod go-w {path}`"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+        raise refusal(ErrorCode.BAD_CONFIG, text)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvd import limits
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 NAME: Final = "kvd-close"
 """Of the threads."""
@@ -84,7 +84,7 @@ def check(uid: int) -> None:
     if waiting(uid) >= limits.MAX_CLOSING_PER_USER:
         text = f"{waiting(uid)} descriptors that processes of user {uid} passed are not closed yet"
         fix = "their sockets linger, or their file system does not answer; try again later"
-        raise Unavailable(ErrorCode.OVERLOADED, f"{text}: {fix}")
+        raise refusal(ErrorCode.OVERLOADED, f"{text}: {fix}")
 
 
 def _start(uid: int) -> None:

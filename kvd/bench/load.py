@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd.bench.pair import Pair, Pool
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 from kvd.limits import GIB, KIB
 
 _BLOCK = 256 * KIB
@@ -70,7 +70,7 @@ def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Inter
         statuses += [_timed(pool.worker.status) for _ in range(20)]
         beside.append(pool.pull(small_ticket, small))
         if not pool.is_open(request):
-            raise InternalError(ErrorCode.INTERNAL, "the pull of 1 GiB ended before the small one; run again")
+            raise refusal(ErrorCode.INTERNAL, "the pull of 1 GiB ended before the small one; run again")
         while pool.is_open(request):
             statuses.append(_timed(pool.worker.status))
             pool.collect(0)

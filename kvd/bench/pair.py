@@ -15,7 +15,7 @@ from kvd.bench.messages import Attach, Attached, Closed, CloseRaw, Offer, Offere
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import flat_spec, pattern
 from kvd.client import Blocks, Done, Worker
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import Child, Processes
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT
@@ -83,7 +83,7 @@ class Pool:
         done = []
         for event in self.worker.wait(timeout):
             if not isinstance(event, Done):
-                raise InternalError(ErrorCode.INTERNAL, f"a pull of the benchmark ended as {event}")
+                raise refusal(ErrorCode.INTERNAL, f"a pull of the benchmark ended as {event}")
             self._open.discard(event.request)
             done.append(event.request)
         return done
@@ -121,7 +121,7 @@ class Pool:
         """
         expected = pattern(len(self.bytes), self.block_bytes)[self.rows(source)]
         if not np.array_equal(self.bytes[self.rows(destination)], expected):
-            raise InternalError(ErrorCode.INTERNAL, f"wrong bytes in {self.name} after a pull that was done")
+            raise refusal(ErrorCode.INTERNAL, f"wrong bytes in {self.name} after a pull that was done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Pair:
             raise self._producer.ended()
         reply = self._decoder.decode(line)
         if not isinstance(reply, kind):
-            raise InternalError(ErrorCode.INTERNAL, f"the producer answered {reply} to {request}")
+            raise refusal(ErrorCode.INTERNAL, f"the producer answered {reply} to {request}")
         return reply
 
     def quiet_raw(self) -> None:

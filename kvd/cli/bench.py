@@ -13,7 +13,7 @@ from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
 from kvd.bench.spinners import Spinners
 from kvd.cli.arguments import seconds
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 _WINDOW = 32
 """Small pulls open at a time: about as many as a busy decode engine has waiting for their KV."""
@@ -52,9 +52,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, writes the files."""
     if args.busy < 0:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
+        raise refusal(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
     if args.yielding and not args.busy:
-        raise BadRequest(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
+        raise refusal(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
         Pair(Path(folder), daemons_within=shlex.split(args.within)) as pair,

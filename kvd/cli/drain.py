@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd.cli import arguments
 from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 
@@ -56,7 +56,7 @@ def _terminate(process: int, inquiry: Inquiry) -> None:
             signal.pidfd_send_signal(process, signal.SIGTERM)
     except PermissionError as error:
         text = f"pid {inquiry.identity.pid} belongs to user {inquiry.identity.uid}; run this as that user or as root"
-        raise BadRequest(ErrorCode.NOT_PERMITTED, text) from error
+        raise refusal(ErrorCode.NOT_PERMITTED, text) from error
 
 
 def _wait(process: int, inquiry: Inquiry, args: argparse.Namespace) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvd.cli.status_view import size
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import CacheSpec, Shard
 from kvd.layout.models import MODELS, even_stages, model_spec
 from kvd.layout.presets import LAYOUTS
@@ -94,7 +94,7 @@ def _specs(args: argparse.Namespace, side: str) -> list[CacheSpec]:
 
 def _bounded(option: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{option} {value}: must be from {least} to {most}")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{option} {value}: must be from {least} to {most}")
 
 
 def _read(path: Path) -> list[CacheSpec]:
@@ -104,7 +104,7 @@ def _read(path: Path) -> list[CacheSpec]:
         try:
             return [CacheSpec.decode_json(bytes(spec)) for spec in msgspec.json.decode(raw, type=list[msgspec.Raw])]
         except msgspec.DecodeError as error:
-            raise BadRequest(ErrorCode.BAD_SPEC, f"{path}: {error}") from error
+            raise refusal(ErrorCode.BAD_SPEC, f"{path}: {error}") from error
     return [CacheSpec.decode_json(raw)]
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
 from kvd.router.http import HttpServer
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
+        raise refusal(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
     for name in ("prefill_timeout", "decode_timeout"):
         if not getattr(args, name) > 0:
             flag = f"--{name.replace('_', '-')}"
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"{flag} is {getattr(args, name)}; it must be above 0")
+            raise refusal(ErrorCode.BAD_CONFIG, f"{flag} is {getattr(args, name)}; it must be above 0")
     prefill, decode = ([_server_url(url) for url in urls] for urls in (args.prefill, args.decode))
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
@@ -97,5 +97,5 @@ def _server_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid or parts.path.strip("/") or parts.query or parts.fragment:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text!r} is no server's URL; it must be like http://host:port")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{text!r} is no server's URL; it must be like http://host:port")
     return text.rstrip("/")

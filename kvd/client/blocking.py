@@ -9,7 +9,7 @@ from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event
 from kvd.client.session import Session, Spec
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Worker(Session):
         finally:
             self._driver.core.abandon_status(call)
         if report is None:
-            raise Unavailable(ErrorCode.DEADLINE, f"no status within {timeout} s")
+            raise refusal(ErrorCode.DEADLINE, f"no status within {timeout} s")
         return report
 
     def wait(self, timeout: float) -> list[Event]:
@@ -99,7 +99,7 @@ class Worker(Session):
         self._driver.detach()
         try:
             if self._until(self._take_detached, until) is None:
-                raise Unavailable(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
+                raise refusal(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
         finally:
             self.close()
 

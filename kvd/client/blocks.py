@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.types import Span
 
 
@@ -33,11 +33,11 @@ def spans(blocks: Iterable[Blocks]) -> tuple[Span, ...]:
 def _packed(blocks: Blocks) -> bytes:
     if isinstance(blocks.ids, bytes):
         if len(blocks.ids) % 4:
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.BAD_BLOCKS, f"group {blocks.group}: {len(blocks.ids)} bytes of block ids are not whole u32s"
             )
         return blocks.ids
     try:
         return struct.pack(f"<{len(blocks.ids)}I", *blocks.ids)
     except (struct.error, TypeError) as error:
-        raise BadRequest(ErrorCode.BAD_BLOCKS, f"group {blocks.group}: block ids must be u32s ({error})") from error
+        raise refusal(ErrorCode.BAD_BLOCKS, f"group {blocks.group}: block ids must be u32s ({error})") from error

@@ -9,7 +9,7 @@ from enum import Enum, auto
 import zmq
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code, refusal
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
 from kvd.net.unix import Credentials, credentials
@@ -66,7 +66,7 @@ class Connection:
 
         Raises:
             OSError: nobody listens, or we may not connect.
-            Unavailable: `NOT_PERMITTED`, somebody else than the pool's lender listens.
+            BadRequest: `NOT_PERMITTED`, somebody else than the pool's lender listens.
             Unavailable: `OVERLOADED`, no descriptor is left.
 
         """
@@ -76,7 +76,7 @@ class Connection:
             sock.connect(self._path)
             self._connected_to = credentials(sock)
             self._check_lender(self._connected_to)
-        except (OSError, Unavailable):
+        except (OSError, KvdError):
             sock.close()
             raise
         self._stream = FrameStream(sock, patient=True)  # a connection that is not accepted takes no descriptor yet
@@ -89,7 +89,7 @@ class Connection:
         if lender is not None and (who.uid, who.pid > 0) != (lender.uid, lender.pid > 0):
             text = f"at {self._path} listens {_describe(who)}, but the pool was lent by {_describe(lender)}: it gets "
             text += "nothing; remove what it has laid there, or if that is right start this worker again"
-            raise Unavailable(ErrorCode.NOT_PERMITTED, text)
+            raise refusal(ErrorCode.NOT_PERMITTED, text)
 
     def daemon_exited(self) -> bool:
         """Whether the process that last lent the pool has ended."""
@@ -116,7 +116,7 @@ class Connection:
         assert self._stream is not None  # noqa: S101 - there is a stream in every phase but DOWN
         frames = self._stream.receive()
         if frames is None:
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} ended the session")
+            raise refusal(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} ended the session")
         if not frames:
             return None
         descriptors = [descriptor for frame in frames for descriptor in frame.descriptors]
@@ -130,7 +130,7 @@ class Connection:
                     return answer, pool, process
                 case Detached() if len(frames) == 1:
                     return answer
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
+            raise refusal(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
         finally:
             foreign.close(descriptors)
 
@@ -151,7 +151,7 @@ class Connection:
             self._dealer.setsockopt(zmq.ROUTING_ID, attached.session)
             self._dealer.connect(attached.endpoint)
         except zmq.ZMQError as error:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r}: {error}") from error
+            raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r}: {error}") from error
         self.phase = Phase.ATTACHED
         self._unread = True
 

@@ -17,7 +17,7 @@ from kvd.client.blocks import Blocks, spans
 from kvd.client.events import DaemonError, Disconnected, Event, Reattached
 from kvd.client.offers import Offers
 from kvd.client.pulls import Pulls
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.ticket import Ticket, TicketRank
@@ -71,7 +71,7 @@ class Core:
     def attached(self) -> wire.Attached:
         """What the daemon said when it last lent the pool."""
         if self._attached is None:
-            raise BadRequest(ErrorCode.NOT_ATTACHED, "the worker is not attached")
+            raise refusal(ErrorCode.NOT_ATTACHED, "the worker is not attached")
         return self._attached
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Core:
         """The frame that stops a pull or withdraws an offer; its outcome still comes."""
         self._check_connected()
         if request not in self._pulls and request not in self._offers:
-            raise BadRequest(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
+            raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
         return self._cancel(request, _Call.CANCEL)
 
     def abandon(self, offer: str) -> None:
@@ -184,7 +184,7 @@ class Core:
         self._gap_since = math.inf
         for call, (kind, _) in self._pending.items():
             if kind is _Call.STATUS:
-                self._settled[call] = Unavailable(ErrorCode.DAEMON_LOST, error.text)
+                self._settled[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
         self._pending.clear()
         self._calls_of.clear()
         self._events.append(Disconnected(error.code, error.text))
@@ -272,12 +272,12 @@ class Core:
 
     def _check_connected(self) -> None:
         if not self._connected:
-            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached; poll() until `Reattached`")
+            raise refusal(ErrorCode.DAEMON_LOST, "the daemon cannot be reached; poll() until `Reattached`")
 
     def _check_new(self, request: str) -> None:
         self._check_connected()
         if request in self._pulls or request in self._offers:
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
             )
 
@@ -346,7 +346,7 @@ class Core:
             try:
                 upcoming = msgspec.json.decode(status.report)["completion"][self._name]["next"]
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
-                raise BadRequest(ErrorCode.BAD_MESSAGE, f"a status without completion.next ({error!r})") from error
+                raise refusal(ErrorCode.BAD_MESSAGE, f"a status without completion.next ({error!r})") from error
             self._barriers.append((upcoming, request))
             self._pass_barriers()
 

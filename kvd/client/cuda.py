@@ -9,7 +9,7 @@ from kvd.cuda.device import device_of
 from kvd.cuda.driver import call
 from kvd.cuda.mark import read_mark
 from kvd.cuda.memory import Mapping
-from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
+from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable, refusal
 
 
 class DeviceBytes:
@@ -82,13 +82,13 @@ class DevicePool:
 
 def _import(descriptor: int, identity: str, size: int, length: int) -> Mapping:
     if not 0 < size <= length:
-        raise BadRequest(ErrorCode.BAD_POOL, f"the daemon lent {length} bytes as a pool of {size}")
+        raise refusal(ErrorCode.BAD_POOL, f"the daemon lent {length} bytes as a pool of {size}")
     device = device_of(identity)
     try:
         return Mapping.map_descriptor(device, descriptor, length, writable=True)
     except DeviceError as error:
         text = f"the daemon's pool of {length} bytes cannot be mapped on {device}: {error.text}"
-        raise BadRequest(ErrorCode.BAD_POOL, text) from error
+        raise refusal(ErrorCode.BAD_POOL, text) from error
 
 
 def _unmap(mapping: Mapping) -> None:

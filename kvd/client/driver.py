@@ -21,7 +21,7 @@ from typing import Protocol
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
 from kvd.client.pool import Pool, map_pool
-from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable, refusal
 from kvd.protocol.worker import Attach, Attached, Detached
 
 FIRST_RETRY_SECONDS = 0.01
@@ -112,7 +112,7 @@ class Driver:
         """The error for an attach that did not succeed in time."""
         reason = "" if self._last_error is None else f": {self._last_error.text}"
         code = ErrorCode.DAEMON_LOST if self._last_error is None else self._last_error.code
-        return Unavailable(code, f"no pool from {self._path} within {timeout} s{reason}")
+        return refusal(code, f"no pool from {self._path} within {timeout} s{reason}")
 
     def request(self, frame: bytes) -> None:
         """Sends the request that the core made last.
@@ -124,7 +124,7 @@ class Driver:
         if not self._outbox and self._connection.send(frame):
             return
         self.core.not_sent()
-        raise Unavailable(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")
+        raise refusal(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")
 
     def check(self) -> None:
         """Raises the reason why the daemon no longer accepts this worker, if there is one."""
@@ -146,7 +146,7 @@ class Driver:
         if now >= self.core.next_timer:
             self.core.on_time(now)
             if self.core.lost_notifications(now):
-                self._drop(Unavailable(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
+                self._drop(refusal(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
         if self.connected:
             self._send_frames(now)  # last, so that the core's frames of this step are sent in it
 
@@ -168,7 +168,7 @@ class Driver:
 
         """
         if not self.connected:
-            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, so it cannot take the pool back")
+            raise refusal(ErrorCode.DAEMON_LOST, "the daemon cannot be reached, so it cannot take the pool back")
         self._send_frames(math.inf)
         self._connection.detach()
 
@@ -183,7 +183,7 @@ class Driver:
         self._connection.close()
         if self.pool is not None:
             self.pool.close()
-        self.failed = BadRequest(ErrorCode.WRONG_STATE, "the worker is closed")
+        self.failed = refusal(ErrorCode.WRONG_STATE, "the worker is closed")
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -249,15 +249,15 @@ class Driver:
         """Checks that the pool has the requested size and is the one lent before."""
         if attached.pool_bytes != self._pool_bytes:
             text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)
         if self.pool is None:
             return
         if attached.incarnation != self.core.attached.incarnation and not self._connection.daemon_exited():
             text = f"another daemon answers at {self._path}, but the process of the one before may still write"
-            raise Unavailable(ErrorCode.DAEMON_LOST, text)
+            raise refusal(ErrorCode.DAEMON_LOST, text)
         if not self.pool.is_same(descriptor):
             text = "the daemon lent another pool than before, and the engine's tensors use that one; restart the worker"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)
 
     def _drop(self, error: KvdError, now: float) -> None:
         """Ends the session. Connects again at once if it was stable, else after a growing pause."""
@@ -277,15 +277,15 @@ class Driver:
             self._watch(self._connection.filenos())
         except OSError as error:
             text = f"cannot connect to {self._path}: {error.strerror}"
-            self._not_connected(Unavailable(ErrorCode.DAEMON_LOST, text), now)
-        except Unavailable as error:
+            self._not_connected(refusal(ErrorCode.DAEMON_LOST, text), now)
+        except KvdError as error:
             if error.code is ErrorCode.NOT_PERMITTED:
                 self.core.on_stranger(error)
             self._not_connected(error, now)
         if self._connection.daemon_exited():
             self.core.on_daemon_gone()
 
-    def _not_connected(self, error: Unavailable, now: float) -> None:
+    def _not_connected(self, error: KvdError, now: float) -> None:
         if self._connection.phase is not Phase.DOWN:
             self._connection.drop()
         self._last_error = error

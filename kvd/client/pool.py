@@ -5,7 +5,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Union
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.worker import Attached
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class PoolMap:
         length = os.fstat(descriptor).st_size
         if not 0 < size <= length:
             os.close(descriptor)
-            raise BadRequest(ErrorCode.BAD_POOL, f"the daemon lent {length} bytes as a pool of {size}")
+            raise refusal(ErrorCode.BAD_POOL, f"the daemon lent {length} bytes as a pool of {size}")
         try:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             mapped = mmap.mmap(descriptor, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
             os.close(descriptor)
-            raise BadRequest(ErrorCode.BAD_POOL, f"the daemon's pool cannot be mapped: {error}") from error
+            raise refusal(ErrorCode.BAD_POOL, f"the daemon's pool cannot be mapped: {error}") from error
         self.descriptor = descriptor
         self.view = memoryview(mapped)[:size]
 

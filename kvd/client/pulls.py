@@ -24,7 +24,7 @@ from enum import Enum, auto
 
 from kvd.client.blocks import Blocks
 from kvd.client.events import Cancelled, Done, Event, Failed, Freed
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol import worker as wire
 
 GRACE_SECONDS = 0.5
@@ -128,7 +128,7 @@ class Pulls:
                 self._end(request, pull, quarantined=quarantined)
                 return [Cancelled(request, quarantined, pull.blocks)]
             case wire.Freed(request):
-                raise BadRequest(ErrorCode.BAD_MESSAGE, f"the daemon freed the pull {request!r} before it ended it")
+                raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon freed the pull {request!r} before it ended it")
 
     def _end(self, request: str, pull: _Pull, *, quarantined: bool) -> None:
         if quarantined:

@@ -12,7 +12,7 @@ from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event, Offered, OfferRefused
 from kvd.client.pool import PoolMap
-from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.limits import SECRET_BYTES
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Session:
         """
         assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
         if not isinstance(self._driver.pool, PoolMap):
-            raise BadRequest(ErrorCode.WRONG_STATE, f"the pool is in the memory of {self.device}; use `device_pool`")
+            raise refusal(ErrorCode.WRONG_STATE, f"the pool is in the memory of {self.device}; use `device_pool`")
         return self._driver.pool.view
 
     @property
@@ -62,9 +62,9 @@ class Session:
         """
         assert self._driver.pool is not None  # noqa: S101 - `attach` returns once the pool is lent
         if isinstance(self._driver.pool, PoolMap):
-            raise BadRequest(ErrorCode.WRONG_STATE, "the pool is in host memory; use `pool`")
+            raise refusal(ErrorCode.WRONG_STATE, "the pool is in host memory; use `pool`")
         if self._driver.pool.descriptor < 0:
-            raise BadRequest(ErrorCode.WRONG_STATE, "the worker is closed")
+            raise refusal(ErrorCode.WRONG_STATE, "the worker is closed")
         return self._driver.pool.view
 
     @property
@@ -204,7 +204,7 @@ class Session:
 
         """
         if math.isnan(timeout):
-            raise BadRequest(ErrorCode.BAD_MESSAGE, "the timeout is not a number (NaN); give it in seconds")
+            raise refusal(ErrorCode.BAD_MESSAGE, "the timeout is not a number (NaN); give it in seconds")
         return time.monotonic() + timeout
 
     def _take_attached(self) -> bool | None:
@@ -221,9 +221,9 @@ class Session:
                 raise error_from_code(code, text)
         return None
 
-    def _offer_overdue(self, offer: str, timeout: float) -> Unavailable:
+    def _offer_overdue(self, offer: str, timeout: float) -> KvdError:
         self._driver.core.abandon(offer)
-        return Unavailable(
+        return refusal(
             ErrorCode.DEADLINE,
             f"no answer to the offer {offer!r} within {timeout} s; it is withdrawn, and its end comes by poll()",
         )
@@ -242,5 +242,5 @@ class Session:
         if self._driver.detached:
             return True
         if not self._driver.connected:
-            raise Unavailable(ErrorCode.DAEMON_LOST, "the daemon is gone, and the pool with it")
+            raise refusal(ErrorCode.DAEMON_LOST, "the daemon is gone, and the pool with it")
         return None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvd.cuda.device import Device
 from kvd.cuda.driver import api, call, check
 from kvd.cuda.streams import Stream
-from kvd.errors import DeviceError, ErrorCode, InternalError
+from kvd.errors import DeviceError, ErrorCode, refusal
 
 Words = NDArray[np.uint64]
 
@@ -37,7 +37,7 @@ def copy(stream: Stream, targets: Words, sources: Words, lengths: Words) -> None
     count = len(lengths)
     if not len(targets) == len(sources) == count:
         text = f"{len(targets)} targets, {len(sources)} sources and {count} lengths: a copy takes one of each"
-        raise InternalError(ErrorCode.INTERNAL, text)
+        raise refusal(ErrorCode.INTERNAL, text)
     if count == 0:
         return
     batch = _batch_call()

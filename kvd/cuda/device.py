@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvd.cuda.driver import api, call
-from kvd.errors import DeviceError, ErrorCode, Unavailable
+from kvd.errors import DeviceError, ErrorCode, refusal
 
 _EXCLUSIVE = "another process than the daemon could not use the GPU; `nvidia-smi -c DEFAULT`"
 _MPS = (
@@ -31,7 +31,7 @@ class Device:
         count = call("cuDeviceGetCount")
         if not 0 <= ordinal < count:
             text = f"no GPU {ordinal}: this process sees {count}, numbered from 0 ({_visible()})"
-            raise Unavailable(ErrorCode.NO_DEVICE, text)
+            raise refusal(ErrorCode.NO_DEVICE, text)
         self.ordinal = ordinal
         self._device = call("cuDeviceGet", ordinal)
         self.name: str = call("cuDeviceGetName", 96, self._device).split(b"\0")[0].decode()
@@ -104,7 +104,7 @@ def device_of(identity: str) -> Device:
             return candidate
     names = ", ".join(map(str, seen)) or "none"
     text = f"the pool is on {identity}, which this process does not see: it sees {names} ({_visible()})"
-    raise Unavailable(ErrorCode.NO_DEVICE, f"{text}; attach to that GPU's daemon, or make the GPU visible")
+    raise refusal(ErrorCode.NO_DEVICE, f"{text}; attach to that GPU's daemon, or make the GPU visible")
 
 
 def _visible() -> str:

@@ -4,7 +4,7 @@ import functools
 from types import ModuleType
 from typing import Any, Final
 
-from kvd.errors import DeviceError, ErrorCode, Unavailable
+from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
 
 _RESTART: Final = "the GPU's context is lost: see `dmesg` for Xid errors, then restart this process"
 _LOST: Final = frozenset(
@@ -94,18 +94,18 @@ def api() -> ModuleType:
         from cuda.bindings import driver  # noqa: PLC0415 - takes 80 ms and is an extra
     except ImportError as error:
         text = f"CUDA pools need cuda-bindings, which is not installed ({error}); pip install 'kvd[cuda]'"
-        raise Unavailable(ErrorCode.NO_DEVICE, text) from error
+        raise refusal(ErrorCode.NO_DEVICE, text) from error
     try:
         (result,) = driver.cuInit(0)
     except RuntimeError as error:
         text = "no NVIDIA driver: libcuda.so.1 is not found; install the driver, or run the container with its GPUs"
-        raise Unavailable(ErrorCode.NO_DEVICE, text) from error
+        raise refusal(ErrorCode.NO_DEVICE, text) from error
     if result:  # `check` would load the driver again
         text = f"cuInit: {result.name}; {_HINTS.get(result.name, '`nvidia-smi` says more')}"
         raise DeviceError(ErrorCode.NO_DEVICE, text, result.name)
     return driver  # type: ignore[no-any-return]  # cuda-bindings has no types
 
 
-def _lacking(name: str, reason: str) -> Unavailable:
+def _lacking(name: str, reason: str) -> KvdError:
     text = f"the NVIDIA driver or cuda-bindings lacks {name} ({reason}); update the older of the two"
-    return Unavailable(ErrorCode.NO_DEVICE, text)
+    return refusal(ErrorCode.NO_DEVICE, text)

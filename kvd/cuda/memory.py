@@ -14,7 +14,7 @@ from kvd import foreign
 from kvd.cuda.device import Device
 from kvd.cuda.driver import api, call
 from kvd.cuda.streams import Stream
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 
 class Mapping:
@@ -191,4 +191,4 @@ def check_export(device: Device, descriptor: int) -> None:
     if kind != own:
         text = f"the descriptor is of file type {kind[0]:#o}, device {kind[1]:#x}, this driver's exports are of "
         text += f"{own[0]:#o}, {own[1]:#x}: give back the one that kvd lent"
-        raise BadRequest(ErrorCode.BAD_POOL, text)
+        raise refusal(ErrorCode.BAD_POOL, text)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import structlog
 
-from kvd.errors import ErrorCode, InternalError, KvdError
+from kvd.errors import ErrorCode, KvdError, refusal
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Background:
                 return error
             except Exception as error:  # noqa: BLE001 - reported to the caller
                 _log.error("background work failed", exc_info=error)
-                return InternalError(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
+                return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
         future = self._loop.run_in_executor(None, attempt)
         future.add_done_callback(lambda finished: done(finished.result()))

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import DEFAULT_SOCKET, PEERS, is_everywhere, is_local, is_unix
@@ -247,7 +247,7 @@ class Config(BaseSettings):
         interface = interface_of(self.unprotected_transport)
         if interface is None:
             text = f"unprotected_transport: no interface of this host has the address {self.unprotected_transport!r}"
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}; `ip address` lists them")
+            raise refusal(ErrorCode.BAD_CONFIG, f"{text}; `ip address` lists them")
         return [interface, *rdma_ports()]
 
     def actor_settings(self, incarnation: int) -> Settings:
@@ -265,12 +265,12 @@ class Config(BaseSettings):
 
 def _read_file(settings_cls: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
     if not path.is_file():
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
+        raise refusal(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
     files.check_writers(path, files.read(path, limits.MAX_CONFIG_BYTES)[1], "let anybody in")
     try:
         return TomlConfigSettingsSource(settings_cls, path)
     except tomllib.TOMLDecodeError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
 
 
 def load(flags: dict[str, str]) -> Config:
@@ -285,7 +285,7 @@ def load(flags: dict[str, str]) -> Config:
         return Config(**flags)  # type: ignore[arg-type]  # pydantic reads strings
     except ValidationError as error:
         text = "; ".join(_explain(item) for item in error.errors())
-        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+        raise refusal(ErrorCode.BAD_CONFIG, text) from error
 
 
 def _explain(item: ErrorDetails) -> str:

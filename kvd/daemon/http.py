@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from kvd import limits
 from kvd.daemon.health import Health
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.exposition import Exposition
 
 _TEXT = "text/plain; charset=utf-8"
@@ -62,7 +62,7 @@ class HttpServer:
                 (host.strip("[]"), int(port)), family=family, backlog=limits.HTTP_BACKLOG
             )
         except (OSError, OverflowError) as error:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"http: cannot listen on {address!r}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"http: cannot listen on {address!r}: {error}") from error
         bound, number = self._socket.getsockname()[:2]
         self.address = f"[{bound}]:{number}" if family == socket.AF_INET6 else f"{bound}:{number}"
         """The host:port of the listening socket."""

@@ -32,7 +32,7 @@ from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory
 from kvd.discovery.file import PeersFile
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.host import boot_id, raise_open_files
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
@@ -166,7 +166,7 @@ class Daemon:
         try:
             self._probe = Probe(nixl_name())
         except ImportError as error:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
         devices, ports = self.config.network_devices(), self.config.transport_ports
         transport = NixlTransport(agent, loop, examine=self._probe, devices=devices, ports=ports)
         self._log.warning(
@@ -310,5 +310,5 @@ def _traces(config: Config) -> "Traces | None":
         from kvd.daemon.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
     except ImportError as error:
         text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+        raise refusal(ErrorCode.BAD_CONFIG, text) from error
     return exporting(config.name)

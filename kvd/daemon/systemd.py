@@ -18,7 +18,7 @@ import structlog
 
 from kvd.actors.runtime.loop import Loop
 from kvd.daemon.pool_holders import Pidfds, Processes
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""
@@ -191,7 +191,7 @@ class DescriptorStore:
         if number not in (0, pid):
             who = f"process {number}" if number > 0 else "a process of another PID namespace"
             text = f"the pool {worker!r} cannot be had: {who} had it before this daemon started, and has not ended"
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; end it and try again, or attach under another name")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}; end it and try again, or attach under another name")
         self._names[worker] = wanted
         return self._descriptors.dup(self._received[wanted])
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvd import limits
 from kvd.discovery.reach import check_mutual
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.net.trust import Trust
 from kvd.protocol.address import is_everywhere
 
@@ -38,11 +38,9 @@ class PeersFile:
         try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot read {self._path}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {self._path}: {error}") from error
         if len(lines) > 2 * limits.MAX_PEERS:
-            raise BadRequest(
-                ErrorCode.BAD_CONFIG, f"{self._path} has {len(lines)} lines; {limits.MAX_PEERS} may be met"
-            )
+            raise refusal(ErrorCode.BAD_CONFIG, f"{self._path} has {len(lines)} lines; {limits.MAX_PEERS} may be met")
         found = (self._address(number, _COMMENT.sub("", line)) for number, line in enumerate(lines, 1))
         addresses = frozenset(address for address in found if address)
         check_mutual(self._own, addresses)
@@ -67,7 +65,7 @@ class PeersFile:
             return None
         if len(words) != 2 or not words[1].startswith(("tcp://", "ipc:///")) or is_everywhere(words[1]):
             text = f"{self._path}, line {number}: {line[:100]!r} is not `<name> tcp://host:port`, nor `ipc:///path`"
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         name, address = words
         if name == self._name:
             return None
@@ -76,5 +74,5 @@ class PeersFile:
         key = self._trust.key_of(name)
         if key is None:
             text = f"{self._path}, line {number}: {name!r} is not on the allow-list, and its address names no key"
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         return f"{address}#{key.hex()}"

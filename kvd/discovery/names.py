@@ -16,7 +16,7 @@ from dns.rdatatype import RdataType
 
 from kvd import limits
 from kvd.discovery.reach import check_mutual
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.net.trust import Trust
 
 MIN_SECONDS: Final = 5.0
@@ -50,10 +50,10 @@ class PeerNames:
         host = _HOST.fullmatch(name)
         if not _SERVICE.fullmatch(name) and not host:
             text = f"peers_dns: {name!r} is neither `_service._tcp.name` (SRV) nor `name:port` (A and AAAA)"
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         if host and trust is not None:
             text = f"peers_dns: A records of {name!r} have no daemon names to find keys by; use SRV records"
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         self._service = "" if host else name
         self._host, self._port = (host["host"], int(host["port"])) if host else ("", 0)
         self._daemon, self._own, self._trust = daemon, own, trust
@@ -75,11 +75,11 @@ class PeerNames:
         try:
             found = await (self._services() if self._service else self._addresses(self._host, self._port))
         except dns.exception.DNSException as error:
-            raise Unavailable(ErrorCode.DEADLINE, f"looking up {self._service or self._host}: {error}") from error
+            raise refusal(ErrorCode.DEADLINE, f"looking up {self._service or self._host}: {error}") from error
         addresses = found.addresses - {self._own}
         if len(addresses) > limits.MAX_PEERS:
             text = f"{self._service or self._host} has {len(addresses)} daemons; {limits.MAX_PEERS} may be met"
-            raise BadRequest(ErrorCode.BAD_CONFIG, text)
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         check_mutual(self._own, addresses)
         return Found(addresses, min(MAX_SECONDS, max(MIN_SECONDS, found.holds)), found.strangers)
 

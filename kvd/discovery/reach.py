@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.address import is_local
 
 
@@ -19,4 +19,4 @@ def check_mutual(own: str, addresses: Iterable[str]) -> None:
             f"peers would look for this daemon at {own.partition('#')[0]}, which on {abroad[0]}'s host means "
             "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"
         )
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+        raise refusal(ErrorCode.BAD_CONFIG, text)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout.shard import Shard
 from kvd.layout.view import Axis, Dim, View
 from kvd.layout.window import Chunked, Sliding, State, Window
@@ -108,11 +108,11 @@ _JSON = msgspec.json.Decoder(CacheSpec)
 
 def _decode(raw: bytes, decoder: Any) -> CacheSpec:
     if len(raw) > MAX_SPEC_BYTES:
-        raise BadRequest(ErrorCode.BAD_SPEC, f"spec is {len(raw)} bytes, the limit is {MAX_SPEC_BYTES}")
+        raise refusal(ErrorCode.BAD_SPEC, f"spec is {len(raw)} bytes, the limit is {MAX_SPEC_BYTES}")
     try:
         spec: CacheSpec = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(ErrorCode.BAD_SPEC, f"spec: {error}") from error
+        raise refusal(ErrorCode.BAD_SPEC, f"spec: {error}") from error
     return spec
 
 
@@ -133,7 +133,7 @@ def _check_spec(spec: CacheSpec) -> None:
 
 
 def _refuse(field: str, value: object, rule: str) -> NoReturn:
-    raise BadRequest(ErrorCode.BAD_SPEC, f"{field} = {value!r}: {rule}")
+    raise refusal(ErrorCode.BAD_SPEC, f"{field} = {value!r}: {rule}")
 
 
 def _bounded(field: str, value: int, low: int, stop: int) -> None:

@@ -12,7 +12,7 @@ from kvd import foreign
 from kvd.cuda.device import device
 from kvd.cuda.mark import MARK_BYTES, is_pool, mark
 from kvd.cuda.memory import Mapping, check_export, export_kind, granule
-from kvd.errors import BadRequest, DeviceError, ErrorCode, NoMemory, Unavailable
+from kvd.errors import BadRequest, DeviceError, ErrorCode, NoMemory, Unavailable, refusal
 
 _NO_EXPORT: Final = frozenset(
     f"CUDA_ERROR_{name}"
@@ -47,7 +47,7 @@ class CudaPool:
         try:
             self._mapping.move()
         except DeviceError as error:
-            raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error.text}") from error
+            raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error.text}") from error
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. The bytes live on while another process has the memory."""
@@ -76,7 +76,7 @@ class CudaProvider:
         self._device = device(ordinal)
         obstacle = self._device.obstacle()
         if obstacle:
-            raise Unavailable(ErrorCode.NO_DEVICE, obstacle)
+            raise refusal(ErrorCode.NO_DEVICE, obstacle)
         self.device = self._device.uuid
         self._granule = granule(self._device)
         export_kind(self._device)  # so that a driver that exports nothing is found out now
@@ -99,7 +99,7 @@ class CudaProvider:
 
         """
         if size <= 0:
-            raise BadRequest(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
+            raise refusal(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
         length = self.footprint(size)
         try:
             mapping = Mapping.allocate(self._device, length)
@@ -144,7 +144,7 @@ class CudaProvider:
             if error.result not in _NO_EXPORT:
                 raise
             text = f"no pool of {size} bytes on {self._device} ({error.text}): give back the descriptor that kvd lent"
-            raise BadRequest(ErrorCode.BAD_POOL, text) from error
+            raise refusal(ErrorCode.BAD_POOL, text) from error
         try:
             self._check(mapping, size)
         except (BadRequest, Unavailable):
@@ -155,7 +155,7 @@ class CudaProvider:
     def _check(self, mapping: Mapping, size: int) -> None:
         if not mapping.is_pinned_here():
             text = f"the memory is not on {self._device}: attach to the daemon of its GPU"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)
         if not is_pool(mapping, size):
             text = f"the memory is no pool of {size} bytes, or its pool has ended meanwhile; attach without it"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, NoMemory, Unavailable
+from kvd.errors import BadRequest, ErrorCode, NoMemory, Unavailable, refusal
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 from kvd.memory.room import Room
 
@@ -59,7 +59,7 @@ class MemfdPool:
             mapping = Mapping(self.descriptor, self._mapping.length)
             mapping.populate()
         except OSError as error:
-            raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
+            raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
         self._mapping.blank()
         self._mapping = mapping
 
@@ -108,7 +108,7 @@ class MemfdProvider:
 
         """
         if size <= 0:
-            raise BadRequest(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
+            raise refusal(ErrorCode.BAD_SPEC, f"pool {name!r} of {size} bytes: a pool has at least one byte")
         length = _file_length(size)
         if self._backing in (Backing.AUTO, Backing.HUGETLB):
             try:
@@ -123,7 +123,7 @@ class MemfdProvider:
             text = f"pool {name!r} of {length} bytes: {error}"
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise NoMemory(text, length) from error
-            raise Unavailable(ErrorCode.OVERLOADED, text) from error  # it may be a descriptor that is missing
+            raise refusal(ErrorCode.OVERLOADED, text) from error  # it may be a descriptor that is missing
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
             raise NoMemory(_no_thp(name, length), length)
@@ -143,13 +143,13 @@ class MemfdProvider:
             try:
                 mapping = Mapping(descriptor, _file_length(size))
             except OSError as error:
-                raise BadRequest(ErrorCode.BAD_POOL, f"the descriptor cannot be mapped writable: {error}") from error
+                raise refusal(ErrorCode.BAD_POOL, f"the descriptor cannot be mapped writable: {error}") from error
             try:
                 _fault_in(mapping, huge=self._backing is not Backing.PLAIN)
                 return MemfdPool(descriptor, mapping, size)
             except OSError as error:
                 mapping.close()
-                raise Unavailable(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
+                raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
         except (BadRequest, Unavailable):
             foreign.close((descriptor,))
             raise
@@ -198,21 +198,21 @@ def _check(descriptor: int, size: int) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         status = os.fstat(descriptor)
     except OSError as error:
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_POOL, f"the descriptor is no memfd ({error}): give back the one that kvd lent"
         ) from error
     if seals & SEALS != SEALS:
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_POOL, f"the memfd has seals {seals:#x}, a pool has {SEALS:#x}: its size could change under us"
         )
     length = status.st_size
     if size <= 0 or length != _file_length(size):
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_POOL, f"the memfd has {length} bytes, a pool of {size} has {_file_length(max(size, 0))}"
         )
     present = status.st_blocks * 512
     if present < length:
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_POOL,
             f"the memfd has {present} of its {length} bytes: its pool has ended meanwhile; attach without it",
         )

@@ -2,7 +2,7 @@
 
 import re
 
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.memfd import Backing, MemfdProvider
 
@@ -18,10 +18,10 @@ def provider_for(device: str, backing: Backing = Backing.AUTO) -> MemoryProvider
     if device == "cpu":
         return MemfdProvider(backing)
     if (gpu := re.fullmatch(r"cuda:(\d+)", device)) is None:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"device {device!r} is neither `cpu` nor `cuda:N`")
+        raise refusal(ErrorCode.BAD_CONFIG, f"device {device!r} is neither `cpu` nor `cuda:N`")
     from kvd.memory.cuda import CudaProvider  # noqa: PLC0415 - without a GPU, nothing of CUDA is loaded
 
     try:
         return CudaProvider(int(gpu[1]))
     except Unavailable as error:
-        raise Unavailable(error.code, f"no pools on {device!r}: {error.text}; or set the device to `cpu`") from error
+        raise refusal(error.code, f"no pools on {device!r}: {error.text}; or set the device to `cpu`") from error

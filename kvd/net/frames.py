@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvd import foreign, limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 
 HEADER: Final = struct.Struct("<I")
 MAX_DESCRIPTORS: Final = 4
@@ -31,7 +31,7 @@ def pack(content: bytes) -> bytes:
 
     """
     if len(content) > limits.MAX_MESSAGE_BYTES:
-        raise BadRequest(ErrorCode.TOO_LARGE, f"frame of {len(content)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}")
+        raise refusal(ErrorCode.TOO_LARGE, f"frame of {len(content)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}")
     return HEADER.pack(len(content)) + content
 
 
@@ -87,7 +87,7 @@ class FrameSplitter:
             return None
         (length,) = HEADER.unpack_from(self._bytes)
         if length > self._bound:
-            raise BadRequest(ErrorCode.TOO_LARGE, f"a frame announces {length} bytes, the bound is {self._bound}")
+            raise refusal(ErrorCode.TOO_LARGE, f"a frame announces {length} bytes, the bound is {self._bound}")
         end = HEADER.size + length
         if len(self._bytes) < end:
             return None
@@ -98,7 +98,7 @@ class FrameSplitter:
     def _keep(self, descriptors: tuple[int, ...]) -> None:
         self._descriptors += descriptors
         if len(self._descriptors) > MAX_DESCRIPTORS:
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.BAD_MESSAGE,
                 f"{len(self._descriptors)} descriptors with one frame, {MAX_DESCRIPTORS} is the bound",
             )

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from kvd.errors import BadRequest, ErrorCode, Unavailable, error_from_code
+from kvd.errors import ErrorCode, error_from_code, refusal
 from kvd.net.stream import FrameStream
 from kvd.net.unix import credentials, peer_pidfd, take_descriptors
 from kvd.protocol.codec import encode, session_replies
@@ -31,10 +31,10 @@ class Inquiry:
         except PermissionError as error:
             connected.close()
             text = f"{path}: {error.strerror}; run as the daemon's user or as a member of its group"
-            raise BadRequest(ErrorCode.NOT_PERMITTED, text) from error
+            raise refusal(ErrorCode.NOT_PERMITTED, text) from error
         except OSError as error:
             connected.close()
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
+            raise refusal(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
         self.identity = credentials(connected)
         self._connected = connected
         self._path = path
@@ -55,7 +55,7 @@ class Inquiry:
                 pidfd = peer_pidfd(self._connected, self.identity.pid, listens=True)
         if pidfd < 0:
             text = f"the daemon behind {self._path} runs in another PID namespace; run this in its container"
-            raise BadRequest(ErrorCode.NOT_PERMITTED, text)
+            raise refusal(ErrorCode.NOT_PERMITTED, text)
         return pidfd
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Inquiry:
             yield
         except ProcessLookupError as error:
             text = f"the process that listened at {self._path} (pid {self.identity.pid}) has ended; if another one "
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"{text}has the socket now, end that by its number") from error
+            raise refusal(ErrorCode.DAEMON_LOST, f"{text}has the socket now, end that by its number") from error
 
     def status(self, timeout: float) -> bytes:
         """The daemon's status as JSON.
@@ -104,16 +104,16 @@ class Inquiry:
         try:
             self._stream.send(encode(request))
         except OSError as error:
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
+            raise refusal(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up") from error
         return time.monotonic() + timeout
 
     def _receive(self, deadline: float) -> list[SessionReply]:
         waiting = max(0.0, deadline - time.monotonic())
         if not select.select([self._stream.fileno()], [], [], waiting)[0]:
-            raise Unavailable(ErrorCode.DEADLINE, f"the daemon at {self._path} did not answer in time")
+            raise refusal(ErrorCode.DEADLINE, f"the daemon at {self._path} did not answer in time")
         frames = self._stream.receive()
         if frames is None:
-            raise Unavailable(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up")
+            raise refusal(ErrorCode.DAEMON_LOST, f"the daemon at {self._path} hung up")
         replies = [session_replies.decode(frame.content) for frame in frames]
         for reply in replies:
             if isinstance(reply, Refused):

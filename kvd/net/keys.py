@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from kvd import files, limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import EVERY_POOL
 
 KEY_BYTES: Final = 32
@@ -64,9 +64,9 @@ def save(pair: KeyPair, path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
         text = f"{path} exists; a new key would shut out every peer that allows the old one. Move it away first"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text) from error
+        raise refusal(ErrorCode.BAD_CONFIG, text) from error
     except OSError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot write {path}: {error.strerror}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"cannot write {path}: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, 0o600)
         file.write(f"{head}secret = {pair.secret.hex()}\n")
@@ -87,13 +87,13 @@ def load(path: Path) -> KeyPair:
     lent = status.st_uid == 0 and os.geteuid() != 0
     if mode & (0o037 if lent else 0o077):
         text = f"{path} has mode {mode:04o}: others may read the secret key; run `chmod 600 {path}`"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+        raise refusal(ErrorCode.BAD_CONFIG, text)
     fields = dict(re.findall(r"^(public|secret) = ([0-9a-f]{64})$", text, re.MULTILINE))
     if fields.keys() != {"public", "secret"}:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} is no key file; make one with `kvd keys generate`")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path} is no key file; make one with `kvd keys generate`")
     pair = KeyPair(bytes.fromhex(fields["public"]), bytes.fromhex(fields["secret"]))
     if z85.decode(zmq.curve_public(z85.encode(pair.secret))) != pair.public:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: the public key is not that of the secret one; make a new file")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: the public key is not that of the secret one; make a new file")
     return pair
 
 
@@ -115,10 +115,10 @@ def load_allowed(path: Path) -> dict[bytes, Allowed]:
             continue
         if len(words) < 2 or not _HEX_KEY.fullmatch(words[0]) or not _NAME.fullmatch(words[1]):
             wrong = f"{path}, line {number}: {line[:100]!r} is not `<64 hexadecimal digits> <name> [pool ...]`"
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"{wrong}; `kvd keys show` prints such a line")
+            raise refusal(ErrorCode.BAD_CONFIG, f"{wrong}; `kvd keys show` prints such a line")
         key, name = bytes.fromhex(words[0]), words[1]
         if key in allowed or name in names:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}, line {number}: key or name {name!r} is there already")
+            raise refusal(ErrorCode.BAD_CONFIG, f"{path}, line {number}: key or name {name!r} is there already")
         allowed[key] = Allowed(name, tuple(words[2:]) or EVERY_POOL)
         names.add(name)
     return allowed

@@ -6,7 +6,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 
 
 class PathLock:
@@ -24,7 +24,7 @@ class PathLock:
         try:
             _refuse_foreign(f"the folder {folder}", os.stat(folder).st_uid)
         except OSError as error:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
         self._descriptor = self._acquire(path)
         try:
             refuse_other_files(path)
@@ -55,7 +55,7 @@ class PathLock:
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
+                raise refusal(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The last holder may have removed the file between our opening and locking it.
@@ -67,7 +67,7 @@ class PathLock:
                 raise
             except BlockingIOError as error:
                 os.close(descriptor)
-                raise BadRequest(
+                raise refusal(
                     ErrorCode.BAD_CONFIG, f"another kvd serves {path}: stop it, or choose another socket path"
                 ) from error
             os.close(descriptor)
@@ -117,7 +117,7 @@ def refuse_other_files(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path} exists and is no socket: choose another socket path")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path} exists and is no socket: choose another socket path")
     _refuse_foreign(path, found.st_uid)
 
 
@@ -131,4 +131,4 @@ def _same_file(descriptor: int, path: str) -> bool:
 def _refuse_foreign(what: str, owner: int) -> None:
     if owner not in (os.geteuid(), 0):
         text = f"{what} belongs to user {owner}: remove it, or put the socket into a folder of user {os.geteuid()} or "
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}root's to which {owner} may not write")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{text}root's to which {owner} may not write")

@@ -25,7 +25,7 @@ from functools import lru_cache
 import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.local.gate import Gate
 from kvd.net.local.passage import Passage
@@ -88,7 +88,7 @@ class PeerSockets:
         if advertise is not None:
             check_own(advertise)
         elif is_everywhere(listen):
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.BAD_CONFIG, f"{listen!r} listens on every address: say which one peers reach (`advertise`)"
             )
         self._listen = listen
@@ -151,7 +151,7 @@ class PeerSockets:
             self._stop_guards()
             socket.close(0)
             self.close()
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._listen!r}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot listen on {self._listen!r}: {error}") from error
         if self._path is not None:
             self._advertise = self._listen
         elif self._advertise is None:
@@ -219,7 +219,7 @@ class PeerSockets:
             socket.connect(passage.address if passage else match["place"])
         except zmq.ZMQError as error:
             socket.close(0)
-            raise BadRequest(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
+            raise refusal(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
         except OSError as error:
             socket.close(0)
             raise no_descriptor(error) from error
@@ -238,11 +238,11 @@ class PeerSockets:
         each = DESCRIPTORS_PER_LINK if self._path else _DESCRIPTORS_OVER_TCP
         if len(self._links) >= most // each:
             text = f"{len(self._links)} peers are as many as {most} open files allow; raise LimitNOFILE (ulimit -n)"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         try:
             return self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
-            raise Unavailable(ErrorCode.OVERLOADED, f"no socket for another peer: {error}") from error
+            raise refusal(ErrorCode.OVERLOADED, f"no socket for another peer: {error}") from error
 
     def _server_key(self, match: re.Match[str]) -> bytes | None:
         """The key that the daemon at an address has to prove; None without CURVE."""
@@ -250,17 +250,17 @@ class PeerSockets:
         if self._trust is None:
             if text is None:
                 if match["path"] is None and self._path is not None:
-                    raise BadRequest(ErrorCode.NOT_PERMITTED, f"the daemon at {place} {_TCP_WITHOUT_KEYS}")
+                    raise refusal(ErrorCode.NOT_PERMITTED, f"the daemon at {place} {_TCP_WITHOUT_KEYS}")
                 return None
             wrong = f"the daemon at {place} uses CURVE and this one does not; give it `curve_key` and `curve_peers`"
-            raise BadRequest(ErrorCode.BAD_TICKET, wrong)
+            raise refusal(ErrorCode.BAD_TICKET, wrong)
         if text is None:
             wrong = f"the daemon at {place} uses no CURVE and this one does; give it `curve_key` and `curve_peers`"
-            raise BadRequest(ErrorCode.BAD_TICKET, wrong)
+            raise refusal(ErrorCode.BAD_TICKET, wrong)
         key = bytes.fromhex(text)
         if self._trust.name_of(key) is None:
             wrong = f"the key {text} of the daemon at {place} is not on the allow-list; add it, then send SIGHUP"
-            raise BadRequest(ErrorCode.NOT_PERMITTED, wrong)
+            raise refusal(ErrorCode.NOT_PERMITTED, wrong)
         return key
 
     def _still_allowed(self, key: bytes | None) -> bool:

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.net.local.listener import hang_up
 from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
@@ -24,7 +24,7 @@ def check_own(address: str) -> re.Match[str]:
     """
     match = check_address(address, ErrorCode.BAD_CONFIG)
     if match["key"] is not None:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; leave it out")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{address!r}: the key is that of `curve_key`; leave it out")
     return match
 
 
@@ -53,7 +53,7 @@ def check_user(path: str) -> None:
         hang_up(probe)
     if user != os.geteuid():
         who = f"as user {user}" if user >= 0 else "as another user"
-        raise BadRequest(
+        raise refusal(
             ErrorCode.NOT_PERMITTED,
             f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
             "one user; run both as one, or give both `curve_key` and `curve_peers`",
@@ -69,10 +69,10 @@ def check_address(address: str, code: ErrorCode) -> re.Match[str]:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"] or 0) > 65535:
-        raise BadRequest(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
+        raise refusal(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
     path = match["path"]
     if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
-        raise BadRequest(
+        raise refusal(
             code, f"path {path[:200]!r} of a Unix socket is not the shortest spelling, or above {MAX_PATH_BYTES} bytes"
         )
     return match

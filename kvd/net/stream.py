@@ -10,7 +10,7 @@ from collections import deque
 from typing import Final
 
 from kvd import foreign, limits
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.frames import MAX_DESCRIPTORS, Frame, FrameSplitter, pack
 from kvd.net.unix import MAX_PASSED
 
@@ -132,7 +132,7 @@ class FrameStream:
             raise no_descriptor(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         if len(descriptors) > MAX_DESCRIPTORS:
             foreign.close(descriptors)
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"more than {MAX_DESCRIPTORS} descriptors with one frame")
+            raise refusal(ErrorCode.BAD_MESSAGE, f"more than {MAX_DESCRIPTORS} descriptors with one frame")
         if not data:
             return None
         return self._splitter.feed(data, descriptors)
@@ -155,11 +155,11 @@ class FrameStream:
         self._outgoing_bytes = 0
 
 
-def no_descriptor(error: OSError) -> Unavailable:
+def no_descriptor(error: OSError) -> KvdError:
     """The error for want of descriptors, with the kernel's name for it and the limit."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{error.strerror}: of this process, or on their way from its user's; at most {most} may be (LimitNOFILE)"
-    return Unavailable(ErrorCode.OVERLOADED, text)
+    return refusal(ErrorCode.OVERLOADED, text)
 
 
 def receive_without_descriptors(connected: socket.socket, buffer: memoryview, uid: int) -> int:
@@ -173,7 +173,7 @@ def receive_without_descriptors(connected: socket.socket, buffer: memoryview, ui
     size, ancillary, _, _ = connected.recvmsg_into([buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     if ancillary:
         foreign.close_of(uid, *_descriptors_in(ancillary))
-        raise BadRequest(ErrorCode.BAD_MESSAGE, "descriptors came along; this socket takes none")
+        raise refusal(ErrorCode.BAD_MESSAGE, "descriptors came along; this socket takes none")
     return size
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.frames import pack
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
@@ -27,7 +27,7 @@ def _refusal(error: KvdError) -> bytes:
 
 
 _NO_DESCRIPTORS: Final = _refusal(
-    Unavailable(ErrorCode.OVERLOADED, "the daemon has no descriptors left for connections; raise its LimitNOFILE")
+    refusal(ErrorCode.OVERLOADED, "the daemon has no descriptors left for connections; raise its LimitNOFILE")
 )
 
 
@@ -48,7 +48,7 @@ class WorkerSockets:
     ) -> None:
         """`may_pass` says whether a user of these ids may attach, and so may pass a pool's descriptor."""
         if len(os.fsencode(self._zmq_path(path))) > MAX_PATH_BYTES:
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.BAD_CONFIG, f"socket path {path!r} is too long: with `.zmq` at most {MAX_PATH_BYTES} bytes"
             )
         self._path = path
@@ -91,7 +91,7 @@ class WorkerSockets:
                 self._listeners.append(Listener(self._path, self._accepted, intake, _NO_DESCRIPTORS))
         except OSError as error:
             self.close()
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot listen on {self._path}: {error}") from error
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Sends a frame, and duplicates of `descriptors`, on a session; a closed one is ignored.

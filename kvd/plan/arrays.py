@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import Group
 
 Ids: TypeAlias = NDArray[np.uint32] | memoryview
@@ -103,4 +103,4 @@ def check_ids(group: Group, ids: bytes) -> None:
     largest = max(array("I", ids)) if len(ids) <= _FEW_BYTES else int(np.frombuffer(ids, dtype="<u4").max())
     if largest >= group.num_blocks:
         offending = next(block for block in array("I", ids) if block >= group.num_blocks)
-        raise BadRequest(ErrorCode.BAD_BLOCKS, f"block id {offending} is not below num_blocks = {group.num_blocks}")
+        raise refusal(ErrorCode.BAD_BLOCKS, f"block id {offending} is not below num_blocks = {group.num_blocks}")

@@ -3,7 +3,7 @@
 import math
 from typing import NoReturn
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Dim, Group, State, View
 
 _EXTENTS: dict[Dim, str] = {
@@ -31,7 +31,7 @@ def check_compatible(source: CacheSpec, destination: CacheSpec) -> None:
 
 
 def _refuse(field: str, source: object, destination: object) -> NoReturn:
-    raise BadRequest(ErrorCode.INCOMPATIBLE, f"{field}: source has {source}, destination has {destination}")
+    raise refusal(ErrorCode.INCOMPATIBLE, f"{field}: source has {source}, destination has {destination}")
 
 
 def _same(field: str, source: object, destination: object) -> None:

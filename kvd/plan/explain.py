@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Full, Group, State
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
@@ -128,7 +128,7 @@ def _tables(side: str, spec: CacheSpec, tokens: int) -> list[tuple[int, NDArray[
         used[group.arena] = first + len(needed)
         if used[group.arena] > group.num_blocks:
             text = f"{side}: {tokens} tokens need {used[group.arena]} blocks, num_blocks = {group.num_blocks}"
-            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
         tables.append((needed.start, np.arange(first, used[group.arena], dtype=np.uint32)))
     return tables
 

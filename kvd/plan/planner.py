@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_DESCRIPTORS
 from kvd.plan.arrays import Copy, Descriptors, Ints, ascending, join
@@ -64,7 +64,7 @@ class Planner:
         """
         if len(spans) != len(self._pairings):
             text = f"{len(spans)} spans for {len(self._pairings)} groups"
-            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
         if self._few and self._most * sum(len(span.destination_ids) for span in spans) <= FEW:
             return self._plan_few(spans, tokens)
         units = [pairing.units(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
@@ -121,7 +121,7 @@ class _Plan:
         self._count += len(src) * len(run.src)
         if self._count > MAX_DESCRIPTORS:
             text = f"a plan of at least {self._count} descriptors, the limit is {MAX_DESCRIPTORS}"
-            raise BadRequest(ErrorCode.TOO_LARGE, text)
+            raise refusal(ErrorCode.TOO_LARGE, text)
         lengths = np.empty((len(run.src), len(src)), dtype=np.int64)
         lengths[:] = length
         self._pieces.append((np.add.outer(run.src, src).ravel(), np.add.outer(run.dst, dst).ravel(), lengths.ravel()))

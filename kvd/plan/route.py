@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Shard
 from kvd.limits import MAX_RANKS, MAX_ROUTE_STEPS
 
@@ -75,11 +75,11 @@ def _check_complete(shards: Sequence[Shard]) -> None:
     ranks = sorted(shard.rank for shard in shards)
     expected = list(range(shards[0].ranks)) if shards else [0]
     if len(shards) > MAX_RANKS or ranks != expected:
-        raise BadRequest(ErrorCode.INCOMPATIBLE, f"source ranks: got {ranks}, the engine has {expected}")
+        raise refusal(ErrorCode.INCOMPATIBLE, f"source ranks: got {ranks}, the engine has {expected}")
     for shard in shards[1:]:
         if (shard.tp_size, shard.stages) != (shards[0].tp_size, shards[0].stages):
             text = f"source ranks of one engine: {shards[0]} and {shard}"
-            raise BadRequest(ErrorCode.INCOMPATIBLE, text)
+            raise refusal(ErrorCode.INCOMPATIBLE, text)
 
 
 def _check_work(sources: Sequence[CacheSpec], destination: CacheSpec) -> None:
@@ -87,7 +87,7 @@ def _check_work(sources: Sequence[CacheSpec], destination: CacheSpec) -> None:
     ranks = destination.shard.ranks
     if len(sources) * ranks * len(totals) > MAX_ROUTE_STEPS:
         text = f"{len(sources)} ranks of the source, {ranks} of the destination, {len(totals)} different head counts"
-        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}: their product must be at most {MAX_ROUTE_STEPS}")
+        raise refusal(ErrorCode.INCOMPATIBLE, f"{text}: their product must be at most {MAX_ROUTE_STEPS}")
 
 
 def _parts(source: CacheSpec, reader: Shard) -> list[Part]:

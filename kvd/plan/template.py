@@ -12,7 +12,7 @@ from functools import reduce
 
 import numpy as np
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Dim, Group, State, View
 from kvd.limits import MAX_BLOCK_DESCRIPTORS
 from kvd.plan.arrays import Copy, Ints, join
@@ -104,7 +104,7 @@ def check_runs(what: str, count: int) -> None:
     """
     if count > MAX_BLOCK_DESCRIPTORS:
         text = f"{what}: one block would take {count} descriptors, the limit is {MAX_BLOCK_DESCRIPTORS}"
-        raise BadRequest(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts that agree on the order of heads and tokens")
+        raise refusal(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts that agree on the order of heads and tokens")
 
 
 def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Part], group: int) -> list[Template]:

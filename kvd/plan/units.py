@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import Group, State
 from kvd.plan.arrays import Ids, Ints
 
@@ -129,7 +129,7 @@ class Pairing:
         """The one block on each side that holds the state after `tokens`, where block sizes differ."""
         if tokens is None:
             text = f"{self._name}: states of different block_tokens need the number of tokens, which is missing"
-            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
         source_at = self._source.needed(tokens).start - span.source_first
         destination_at = self._destination.needed(tokens).start - span.destination_first
         if not (0 <= source_at < len(span.source_ids) and 0 <= destination_at < len(span.destination_ids)):
@@ -144,7 +144,7 @@ class Pairing:
     def _refuse(self, span: Span) -> None:
         first, stop = span.destination_first, span.destination_first + len(span.destination_ids)
         offered = range(span.source_first, span.source_first + len(span.source_ids))
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_BLOCKS,
             f"{self._name}: positions {first} to {stop} of {self._destination.block_tokens} tokens are asked for, "
             f"{offered.start} to {offered.stop} of {self._source.block_tokens} tokens are offered",

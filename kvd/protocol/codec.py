@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol import export, peer, worker
 from kvd.protocol.types import Message
 
@@ -24,7 +24,7 @@ def encode(message: Message) -> bytes:
     try:
         return _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
-        raise BadRequest(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
+        raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
 
 
 class Decoder(Generic[T]):
@@ -41,13 +41,13 @@ class Decoder(Generic[T]):
 
         """
         if len(frame) > limits.MAX_MESSAGE_BYTES:
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.TOO_LARGE, f"message of {len(frame)} bytes, the bound is {limits.MAX_MESSAGE_BYTES}"
             )
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
+            raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
         return message
 
 

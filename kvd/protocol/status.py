@@ -3,7 +3,7 @@
 import msgspec
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -132,4 +132,4 @@ def decode(report: bytes) -> StatusReport:
     try:
         return _decoder.decode(report)
     except msgspec.MsgspecError as error:
-        raise BadRequest(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error
+        raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.address import is_local
 from kvd.protocol.types import Address, Count, Message, Name, RequestId, Secret, Spans
 
@@ -67,7 +67,7 @@ class Ticket(Message, frozen=True):
         try:
             packed = _encoder.encode(self)
         except (UnicodeEncodeError, OverflowError) as error:
-            raise BadRequest(ErrorCode.BAD_TICKET, f"no ticket: {error}") from error
+            raise refusal(ErrorCode.BAD_TICKET, f"no ticket: {error}") from error
         return _PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 
@@ -83,7 +83,7 @@ def decode(text: str) -> Ticket:
 
     """
     if not text.startswith(_PREFIX):
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_TICKET,
             f"a ticket of this version starts with {_PREFIX!r}, this one with {text[:12]!r}; "
             "pass on what the offer returned, unchanged",
@@ -93,10 +93,10 @@ def decode(text: str) -> Ticket:
         packed = binascii.a2b_base64(padded.encode("ascii").translate(_STANDARD), strict_mode=True)
         ticket = _decoder.decode(packed)
     except (binascii.Error, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequest(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
+        raise refusal(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
     for rank in ticket.ranks:
         if rank.blocks >= len(ticket.blocks):
-            raise BadRequest(
+            raise refusal(
                 ErrorCode.BAD_TICKET,
                 f"rank {rank.pool!r} names block list {rank.blocks}, the ticket has {len(ticket.blocks)}",
             )
@@ -114,7 +114,7 @@ def join(texts: Iterable[str]) -> str:
     tickets = [decode(text) for text in texts]
     tokens = {ticket.tokens for ticket in tickets}
     if len(tokens) != 1:
-        raise BadRequest(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
+        raise refusal(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
     _check_addresses([rank for ticket in tickets for rank in ticket.ranks])
     blocks: list[Spans] = []
     ranks: list[TicketRank] = []
@@ -133,13 +133,13 @@ def _check_addresses(ranks: list[TicketRank]) -> None:
         abroad = next(rank for rank in ranks if not is_local(rank.address))
         fix = f"start {local[0].daemon!r} with `listen` (or `advertise`) at an address that other hosts reach"
         text = f"the ranks are on several hosts: {abroad.daemon!r} at {abroad.address}, and {local[0].daemon!r} at"
-        raise BadRequest(ErrorCode.BAD_TICKET, f"{text} {local[0].address}, which only its own host reaches; {fix}")
+        raise refusal(ErrorCode.BAD_TICKET, f"{text} {local[0].address}, which only its own host reaches; {fix}")
     named: dict[str, str] = {}
     for rank in ranks:
         other = named.setdefault(rank.address, rank.daemon)
         if other != rank.daemon:
             text = f"{other!r} and {rank.daemon!r} both say that they are at {rank.address}; give each its own `listen`"
-            raise BadRequest(ErrorCode.BAD_TICKET, text)
+            raise refusal(ErrorCode.BAD_TICKET, text)
 
 
 def proof(secret: bytes, pool: str, offer: str, tokens: int, spans: Spans) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.router import affinity
 
 Fields = dict[str, msgspec.Raw]
@@ -52,21 +52,21 @@ class Body:
             _check_size(data)
             self.fields: Fields = decode(data, Fields)
         except msgspec.DecodeError as error:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
+            raise refusal(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
         if len(self.fields) > limits.ROUTER_FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
         if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
         if not 1 <= self.choices <= limits.MAX_CONSUMERS:
             text = f"n is {self.choices}; it must be from 1 to {limits.MAX_CONSUMERS}"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
         if self._has_several_prompts():
             text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
 
     @property
     def for_one_server(self) -> bool:
@@ -124,7 +124,7 @@ class Body:
         try:
             return decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
+            raise refusal(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
 
 
 class _Long(msgspec.Struct):
@@ -157,7 +157,7 @@ def _check_size(data: bytes) -> None:
     others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
     if others > limits.ROUTER_FIELDS_BYTES:
         text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
-        raise BadRequest(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
+        raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
 
 
 class _Prefilled(msgspec.Struct):

@@ -8,7 +8,7 @@ from types import TracebackType
 from aiohttp import web
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, KvdError, refusal
 from kvd.exposition import Exposition
 from kvd.router.completions import Completions
 from kvd.router.connections import Connection, Connections
@@ -57,7 +57,7 @@ class HttpServer:
                 backlog=limits.ROUTER_REQUESTS,
             )
         except (OSError, OverflowError) as error:
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
         bound, number = self._listener.sockets[0].getsockname()[:2]
         self.address = f"[{bound}]:{number}" if ":" in bound else f"{bound}:{number}"
         """The host:port of the listening socket."""
@@ -93,7 +93,7 @@ class HttpServer:
                 reasons = await self._health.reasons()
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
         text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
-        return error_answer(BadRequest(ErrorCode.UNKNOWN_REQUEST, text))
+        return error_answer(refusal(ErrorCode.UNKNOWN_REQUEST, text))
 
     def _scraped(self, accept: str) -> web.Response:
         try:
@@ -105,7 +105,7 @@ class HttpServer:
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
         """What the first decode server that answers serves."""
-        failure: KvdError = Unavailable(ErrorCode.PEER_LOST, "there is no decode server")
+        failure: KvdError = refusal(ErrorCode.PEER_LOST, "there is no decode server")
         for server in self._decodes.all:
             try:
                 status, said = await self._upstream.get(server, "/v1/models", passed_on(request.headers))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from aiohttp import HttpVersion11, web
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.router.reply import ClientGone
 
 
@@ -92,32 +92,32 @@ class Intake:
                         self._intake.body_bytes.add(self._client, len(part))
                         parts.append(part)
             except web.RequestPayloadError as error:
-                raise BadRequest(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
+                raise refusal(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
             except ConnectionError as error:
                 raise ClientGone(ErrorCode.CANCELLED, "the client sent a part of its body only") from error
             except TimeoutError as error:
                 text = f"{self._taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
-                raise Unavailable(ErrorCode.DEADLINE, text) from error
+                raise refusal(ErrorCode.DEADLINE, text) from error
             self._enter()
             return b"".join(parts)
 
         def _check(self, size: int) -> None:
             if size > limits.ROUTER_BODY_BYTES:
                 text = f"the body has {size} bytes or more; at most {limits.ROUTER_BODY_BYTES} are taken"
-                raise BadRequest(ErrorCode.TOO_LARGE, text)
+                raise refusal(ErrorCode.TOO_LARGE, text)
             bodies, more = self._intake.body_bytes, size - self._taken
             text = "the bodies of {} fill the memory for them: try again later"
             if bodies.of(self._client) + more > limits.ROUTER_CLIENT_BODIES_BYTES:
-                raise Unavailable(ErrorCode.OVERLOADED, text.format(self._client))
+                raise refusal(ErrorCode.OVERLOADED, text.format(self._client))
             if bodies.total + more > limits.ROUTER_BODIES_BYTES:
-                raise Unavailable(ErrorCode.OVERLOADED, text.format(f"{self._intake.requests} requests"))
+                raise refusal(ErrorCode.OVERLOADED, text.format(f"{self._intake.requests} requests"))
 
         def _enter(self) -> None:
             whole, text = self._intake.whole, "{} requests{} are in flight, and no more are taken: try again later"
             if whole.of(self._client) >= limits.ROUTER_CLIENT_REQUESTS:
-                raise Unavailable(ErrorCode.OVERLOADED, text.format(whole.of(self._client), f" of {self._client}"))
+                raise refusal(ErrorCode.OVERLOADED, text.format(whole.of(self._client), f" of {self._client}"))
             if whole.total >= limits.ROUTER_REQUESTS:
-                raise Unavailable(ErrorCode.OVERLOADED, text.format(whole.total, ""))
+                raise refusal(ErrorCode.OVERLOADED, text.format(whole.total, ""))
             self._whole = 1
             whole.add(self._client, 1)
 

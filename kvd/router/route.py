@@ -9,7 +9,7 @@ from http import HTTPStatus
 import msgspec
 
 from kvd import limits
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import params_of
 from kvd.router.cleanup import Cleanup
@@ -171,10 +171,10 @@ class Router:
         self._metrics.retries.labels(failed.role).inc()
         return True
 
-    def _last(self, failure: ServerFailed, attempts: Attempts) -> Unavailable:
+    def _last(self, failure: ServerFailed, attempts: Attempts) -> KvdError:
         others = len(attempts.tried) - 1
         more = f"; {others} more failed before" if others else f"; there is no other {failure.server.role} server"
-        return Unavailable(failure.code, failure.text + more)
+        return refusal(failure.code, failure.text + more)
 
 
 async def _pass_on(answer: Whole, client: Client) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
@@ -52,4 +52,4 @@ class Table(Generic[S, E, F]):
             return step
         if event in self.ignored.get(state, frozenset()):
             return Step(state)
-        raise InternalError(ErrorCode.INTERNAL, f"a {self.name} that is {state} cannot take {event}")
+        raise refusal(ErrorCode.INTERNAL, f"a {self.name} that is {state} cannot take {event}")

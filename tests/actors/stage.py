@@ -8,7 +8,7 @@ from kvd.actors.handshake.introductions import anybody
 from kvd.actors.handshake.peer_server import everything
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.settings import Settings
-from kvd.errors import KvdError
+from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.metrics import Metrics
 from kvd.net.interface import (
     PeerAnswered,
@@ -271,7 +271,7 @@ class _PeerPort:
 
     def connect(self, address):
         if not address.startswith("tcp://"):
-            raise codec.BadRequest("bad_ticket", f"no address: {address}")
+            raise BadRequest(ErrorCode.BAD_TICKET, f"no address: {address}")
         self.links[len(self.links) + 1] = address
         return len(self.links)
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvd.cli.main import main
 from kvd.cli.protos import documents
-from kvd.errors import ErrorCode
+from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol import codec, peer, worker
 
 PROTOS = Path(__file__).parents[2] / "protos"
@@ -55,7 +55,7 @@ def test_golden_frames_are_read_and_written_again_as_they_are(frame):
     for decoder in DECODERS:
         try:
             message = decoder.decode(raw)
-        except codec.BadRequest:
+        except BadRequest:
             continue
         if type(message).__name__ == frame["message"]:
             assert codec.encode(message) == raw

@@ -9,7 +9,7 @@ from kvd.actors.gateway.policy import Policy
 from kvd.actors.runtime.loop import Loop
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket, TokenBuckets
 from kvd.actors.runtime.warn_once import WarnOnce
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, refusal
 
 _ATTACHES = RateLimit(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)
 _REQUESTS = RateLimit(limits.MAX_REQUESTS_PER_SECOND, limits.MAX_REQUESTS_PER_WORKER)
@@ -34,7 +34,7 @@ class Allowance:
         """
         if not self._requests.take(self._loop.time()):
             text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
 
     def take_status(self) -> None:
         """Counts a status.
@@ -45,7 +45,7 @@ class Allowance:
         """
         if not self._statuses.take(self._loop.time()):
             text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
 
 
 class Admission:
@@ -73,7 +73,7 @@ class Admission:
 
         """
         if not self._open:
-            raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; send new requests elsewhere")
+            raise refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; send new requests elsewhere")
 
     def admit(self, uid: int, gid: int, worker: str) -> int | None:
         """Counts an attach. Returns the bytes that all pools of this user may have together, None if unbounded.
@@ -90,7 +90,7 @@ class Admission:
             raise
         if not self._attaches.take(uid, self._loop.time()):
             text = f"user {uid} attaches more than {_ATTACHES.per_second:g} times a second; wait a second, then again"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         return quota
 
     def inquire(self, uid: int) -> None:
@@ -104,7 +104,7 @@ class Admission:
             text = (
                 f"user {uid} asks for more than {_INQUIRIES.per_second:g} statuses a second without a pool; slow down"
             )
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
 
     def ends_for(self, uid: int) -> int | None:
         """Counts a request to end a pool. Returns the user whose pools this one may end, None if everybody's.
@@ -126,7 +126,7 @@ class Admission:
         others = sum(count for user, count in self._sessions.items() if not self._policy.is_privileged(user))
         if self._sessions.total() >= limits.MAX_WORKERS:
             text = f"{limits.MAX_WORKERS} workers are connected, which is the bound"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         if not self._policy.is_privileged(uid) and (
             self._sessions[uid] >= limits.MAX_SESSIONS_PER_USER or others >= limits.MAX_STRANGERS
         ):
@@ -134,7 +134,7 @@ class Admission:
                 f"user {uid} has {self._sessions[uid]} sessions, of {limits.MAX_SESSIONS_PER_USER} allowed; all users "
                 f"but root and the daemon's own have {others}, of {limits.MAX_STRANGERS}; close some"
             )
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         self._sessions[uid] += 1
 
     def leave(self, uid: int) -> None:

@@ -13,7 +13,7 @@ from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.layout import CacheSpec
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerPort
 from kvd.protocol import codec
@@ -75,7 +75,7 @@ class Connections(Component):
         connection = self._by_number.get(number)
         if connection is not None and not connection.worker:
             text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
-            self._refuse(number, Unavailable(ErrorCode.DEADLINE, text))
+            self._refuse(number, refusal(ErrorCode.DEADLINE, text))
             self.hang_up(connection)
 
     @handles(SessionFrame)
@@ -105,14 +105,14 @@ class Connections(Component):
     def _attach(self, event: SessionFrame, connection: Connection, request: Attach) -> None:
         if request.version != VERSION:
             text = f"the daemon speaks version {VERSION} of the protocol, the worker {request.version}; use one release"
-            raise BadRequest(ErrorCode.BAD_VERSION, text)
+            raise refusal(ErrorCode.BAD_VERSION, text)
         self._admission.check_open()
         if connection.worker:
-            raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
+            raise refusal(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r} already")
         self._check_waits(connection)
         if len(event.descriptors) > 1:
             text = f"{len(event.descriptors)} descriptors came with the request; send at most one"
-            raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
         quota = self._admission.admit(connection.uid, connection.gid, request.worker)
         connection.worker = request.worker
         self._idle.unset(connection.number)
@@ -147,7 +147,7 @@ class Connections(Component):
 
     def _detach(self, connection: Connection) -> None:
         if connection.session is None:
-            raise BadRequest(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
+            raise refusal(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
         self._sessions.end(connection.session)
         self._context.completion.tell(Forget(connection.worker))
         connection.detaching = True
@@ -156,7 +156,7 @@ class Connections(Component):
     def _end(self, connection: Connection, worker: str) -> None:
         """An operator has a pool ended; what comes of it is `PoolReturned` or `AttachRefused`."""
         if connection.worker:
-            raise BadRequest(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r}: detach that")
+            raise refusal(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r}: detach that")
         self._check_waits(connection)
         uid = self._admission.ends_for(connection.uid)
         connection.ending = True
@@ -167,7 +167,7 @@ class Connections(Component):
     def _check_waits(connection: Connection) -> None:
         """Checks that the next answer on a session without a pool is that to what it asks for now."""
         if connection.ending:
-            raise BadRequest(ErrorCode.WRONG_STATE, "this session waits for a pool to end; wait, or open another one")
+            raise refusal(ErrorCode.WRONG_STATE, "this session waits for a pool to end; wait, or open another one")
 
     def _request_status(self, call: int, connection: Connection) -> None:
         if connection.worker:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd import files, limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 
 _Id = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _ROOT = 0
@@ -77,7 +77,7 @@ class Policy:
             f"user {uid} (group {gid}) may not attach as {pool!r}: run it as user {self.owner}, or add a rule for it "
             "to the daemon's `worker_policy`; a status request needs no rule"
         )
-        raise BadRequest(ErrorCode.NOT_PERMITTED, text)
+        raise refusal(ErrorCode.NOT_PERMITTED, text)
 
 
 def load(path: Path) -> tuple[Rule, ...]:
@@ -92,7 +92,7 @@ def load(path: Path) -> tuple[Rule, ...]:
     try:
         rules = msgspec.convert(tomllib.loads(text), _File).workers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
     if any(rule.uid is None and rule.gid is None for rule in rules):
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{path}: a rule without uid and gid would let everybody in; add one")
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: a rule without uid and gid would let everybody in; add one")
     return rules

@@ -10,7 +10,7 @@ from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.blocks import check_spans
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.scheduler.messages import CancelRequest, StartPull
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec, ticket
 from kvd.protocol.worker import Acknowledge, Cancel, Offer, Pull, Request, StatusRequest
@@ -38,7 +38,7 @@ class Requests(Component):
         try:
             if session is None:
                 self._admission.unknown(event.uid)
-                raise BadRequest(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
+                raise refusal(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
             request = codec.worker_requests.decode(event.frame)
             call = getattr(request, "call", 0)
             self._route(request, session)
@@ -53,9 +53,9 @@ class Requests(Component):
                 if not limits.MIN_PULL_TIMEOUT <= request.timeout <= limits.MAX_PULL_TIMEOUT:
                     bounds = f"{limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
                     text = f"timeout is {request.timeout} s; it may be {bounds}"
-                    raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+                    raise refusal(ErrorCode.BAD_MESSAGE, text)
                 if request.hold and request.spans:
-                    raise BadRequest(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
+                    raise refusal(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
                 self._context.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
             case Offer():
                 self._check_new(request, session)
@@ -72,6 +72,6 @@ class Requests(Component):
         self._admission.check_open()
         if session.backlogged:
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         session.connection.allowance.take_request()
         check_spans(request.spans, session.pool.spec)

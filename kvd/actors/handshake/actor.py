@@ -20,7 +20,7 @@ from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import PeerPool, Report
 from kvd.actors.scheduler.messages import PeerDown, PeerIdle, PeerUp
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec
 from kvd.protocol.address import key_of
@@ -228,7 +228,7 @@ class HandshakeActor(Actor):
             return True
         if key_of(first.address) != key_of(peer.address):
             taken = f"the agent {welcome.agent!r} is that of {first.address}"
-            self._misspoke(peer, BadRequest(ErrorCode.NOT_PERMITTED, taken))
+            self._misspoke(peer, refusal(ErrorCode.NOT_PERMITTED, taken))
         else:
             first.early.add(peer.link)
             self._step(first, Event.REFRESH)

@@ -13,7 +13,7 @@ from kvd import limits
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import PeerPool
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec
 from kvd.protocol.peer import PoolInfo, Welcome
 
@@ -40,20 +40,20 @@ def check_welcome(welcome: Welcome, key: str, speaks_for: SpeaksFor) -> None:
     """
     daemon, agent = welcome.daemon, welcome.agent
     if not speaks_for(key, daemon):
-        raise BadRequest(ErrorCode.NOT_PERMITTED, f"its key is not that of {daemon!r}; see `curve_peers` here")
+        raise refusal(ErrorCode.NOT_PERMITTED, f"its key is not that of {daemon!r}; see `curve_peers` here")
     if not agent.startswith(f"{daemon}#"):
-        raise BadRequest(ErrorCode.NOT_PERMITTED, f"the agent {agent!r} is not one of {daemon!r}")
+        raise refusal(ErrorCode.NOT_PERMITTED, f"the agent {agent!r} is not one of {daemon!r}")
     _check_memory("its stamps", welcome.stamps, limits.MAX_STAMPS * limits.STAMP_BYTES)
     for info in welcome.pools:
         _check_memory(f"pool {info.pool!r}", info.base, info.size)
     if len({info.pool for info in welcome.pools}) < len(welcome.pools):
-        raise BadRequest(ErrorCode.BAD_POOL, "it names a pool twice")
+        raise refusal(ErrorCode.BAD_POOL, "it names a pool twice")
 
 
 def _check_memory(what: str, base: bytes, size: int) -> None:
     end = int.from_bytes(base, "little") + size
     if end > _ADDRESSES:
-        raise BadRequest(ErrorCode.BAD_POOL, f"{what} would end at {end:#x}, where no memory can be")
+        raise refusal(ErrorCode.BAD_POOL, f"{what} would end at {end:#x}, where no memory can be")
 
 
 class _Reading(Struct, eq=False):
@@ -124,7 +124,7 @@ class Introductions:
         info = reading.left.pop()
         if isinstance(result, CacheSpec) and result.pool_bytes > info.size:
             text = f"pool {info.pool!r} has {info.size} bytes, its spec speaks of {result.pool_bytes}"
-            result = BadRequest(ErrorCode.BAD_SPEC, text)
+            result = refusal(ErrorCode.BAD_SPEC, text)
         if isinstance(result, CacheSpec):
             reading.pools[info.pool] = PeerPool(info.epoch, int.from_bytes(info.base, "little"), info.size, result)
             if reading.left:

@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 from kvd import limits
 from kvd.actors.handshake.peer import Peer
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.state.peer import State
 
 
@@ -27,10 +27,10 @@ class Peers:
 
         """
         if len(self.by_address) >= limits.MAX_PEERS:
-            raise Unavailable(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
+            raise refusal(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
         if worker and self._of_worker[worker] >= limits.MAX_PEERS_PER_WORKER:
             text = f"pulls of {worker!r} have led to {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
-            raise Unavailable(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
 
     def add(self, peer: Peer) -> None:
         """Adds a new peer."""

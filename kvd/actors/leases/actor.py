@@ -13,7 +13,7 @@ from kvd.actors.runtime.actor import Actor, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.messages import Drain, Report, Stop
 from kvd.actors.scheduler.messages import CancelRequest
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Offer, Offered
@@ -89,7 +89,7 @@ class LeasesActor(Actor):
         cancel = message.cancel
         lease = self._offers.find(message.worker, cancel.request)
         if lease is None:
-            error = BadRequest(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
+            error = refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
             self._context.replies.refuse(message.worker, cancel.call, error)
             return
         self._offers.step(lease, Event.REVOKE, "withdrawn")

@@ -19,7 +19,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
 from kvd.actors.runtime.warn_once import WarnOnce
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.state import claim as machine
 from kvd.state import lease as lease_machine
@@ -150,12 +150,12 @@ class Claims(Component):
         request = claim.request
         if len(lease.claims) >= limits.MAX_CLAIMS_PER_OFFER:
             text = f"{limits.MAX_CLAIMS_PER_OFFER} claims hold the offer {request.offer!r} already"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         if request.consumer not in lease.finished and len(lease.finished) >= 2 * limits.MAX_CONSUMERS:
             text = f"{len(lease.finished)} consumers have a part in the offer {request.offer!r} already"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         if not self._offers.claim(lease):
-            raise Unavailable(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
+            raise refusal(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         claim.state, claim.lease = machine.TABLE.step(claim.state, Event.GRANT).state, lease
         lease.claims[claim.key] = claim
         self._due.set(claim.key, self._context.loop.time() + request.ttl)
@@ -243,7 +243,7 @@ class Claims(Component):
         try:
             lease = self._offers.for_claim(claim.request)
             if lease is None or lease.generation != generation:
-                raise Unavailable(ErrorCode.OFFER_GONE, f"the offer {claim.request.offer!r} has ended")
+                raise refusal(ErrorCode.OFFER_GONE, f"the offer {claim.request.offer!r} has ended")
             self._hold(claim, lease)
         except KvdError as error:
             self._end(claim, Event.REFUSE, "broken", error)
@@ -268,9 +268,9 @@ class Claims(Component):
             return
         request = claim.request
         if claim.state is State.HELD:
-            self._break(claim, Unavailable(ErrorCode.LEASE_BROKEN, f"the claim was not renewed for {request.ttl:g} s"))
+            self._break(claim, refusal(ErrorCode.LEASE_BROKEN, f"the claim was not renewed for {request.ttl:g} s"))
         elif claim.state is State.WAITING:
-            error = Unavailable(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
+            error = refusal(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
             self._break(claim, error)
             self._refuse(claim, error)
         elif claim.state is State.LEAVING:
@@ -279,7 +279,7 @@ class Claims(Component):
     def break_all(self, lease: Lease, why: str) -> None:
         """Breaks every claim of a lease that has ended."""
         for claim in list(lease.claims.values()):
-            self._break(claim, Unavailable(ErrorCode.LEASE_BROKEN, why))
+            self._break(claim, refusal(ErrorCode.LEASE_BROKEN, why))
 
     def _break(self, claim: ClaimRecord, error: KvdError) -> None:
         claim.error = error

@@ -16,7 +16,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.held import HeldBlocks, Hold
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
 from kvd.protocol.peer import Claim
@@ -94,17 +94,17 @@ class Offers(Component):
 
     def _check(self, key: OfferKey, pool: Pool, ttl: float) -> None:
         if self._draining:
-            raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; nothing new can be offered")
+            raise refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; nothing new can be offered")
         if self._pools.get(pool.worker) is not pool or pool.id in self._quiescing:
-            raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
+            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.worker!r} is being given back")
         if ttl <= 0:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"an offer's ttl is {ttl} s; it must be above 0")
+            raise refusal(ErrorCode.BAD_MESSAGE, f"an offer's ttl is {ttl} s; it must be above 0")
         known = self._leases.get(key)
         if known is not None and known.state not in machine.TABLE.final:
-            raise BadRequest(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
+            raise refusal(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
         if self._standing[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
             text = f"{self._standing[pool.id]} offers of this worker stand, the bound; wait until some are released"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
 
     def find(self, worker: str, offer: str) -> Lease | None:
         """The lease of an offer, standing or remembered."""
@@ -120,12 +120,12 @@ class Offers(Component):
         """
         if claim.incarnation not in (0, self._context.settings.incarnation):
             text = f"the offer {claim.offer!r} was made to an earlier run of this daemon, which has ended"
-            raise Unavailable(ErrorCode.OFFER_GONE, text)
+            raise refusal(ErrorCode.OFFER_GONE, text)
         lease = self.find(claim.pool, claim.offer)
         if claim.generation and (lease is None or lease.generation != claim.generation):
             if not self._context.settings.incarnation < claim.generation <= self._last_generation:
                 raise self._wrong_proof(f"the ticket names a lease of the offer {claim.offer!r} that never was")
-            raise Unavailable(ErrorCode.OFFER_GONE, f"the offer {claim.offer!r} that the ticket names has ended")
+            raise refusal(ErrorCode.OFFER_GONE, f"the offer {claim.offer!r} that the ticket names has ended")
         if lease is None:
             self._check_may_come(claim)
             return None
@@ -136,17 +136,17 @@ class Offers(Component):
             return None
         raise self._wrong_proof(f"the ticket and the offer {claim.offer!r} differ in secret or blocks")
 
-    def _wrong_proof(self, text: str) -> BadRequest:
+    def _wrong_proof(self, text: str) -> KvdError:
         self._context.metrics.wrong_proofs.inc()
-        return BadRequest(ErrorCode.BAD_TICKET, f"{text}; pass the ticket on unchanged")
+        return refusal(ErrorCode.BAD_TICKET, f"{text}; pass the ticket on unchanged")
 
     def _check_may_come(self, claim: Claim) -> None:
         if self._draining:
             text = f"the producer's daemon is stopping, so the offer {claim.offer!r} cannot come any more"
-            raise Unavailable(ErrorCode.SHUTTING_DOWN, text)
+            raise refusal(ErrorCode.SHUTTING_DOWN, text)
         if claim.pool not in self._pools:
             text = f"no worker {claim.pool!r} is attached here, so the offer {claim.offer!r} cannot come"
-            raise Unavailable(ErrorCode.OFFER_GONE, text)
+            raise refusal(ErrorCode.OFFER_GONE, text)
 
     # --- it is claimed, and ends ------------------------------------------------------------------------------------
 

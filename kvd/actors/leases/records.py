@@ -7,13 +7,13 @@ from kvd.actors.runtime.blocks import Size
 from kvd.actors.runtime.held import Hold
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.runtime.spans import ClaimSpan
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.peer import Claim
 from kvd.protocol.types import Spans
 from kvd.state import claim as claim_machine
 from kvd.state import lease as lease_machine
 
-NOT_HELD: Final = Unavailable(ErrorCode.LEASE_BROKEN, "this daemon knows no such claim (any more)")
+NOT_HELD: Final = refusal(ErrorCode.LEASE_BROKEN, "this daemon knows no such claim (any more)")
 
 OfferKey = tuple[str, str]
 """(worker, offer)."""

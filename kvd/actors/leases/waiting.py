@@ -4,7 +4,7 @@ from collections import Counter
 
 from kvd import limits
 from kvd.actors.leases.records import ClaimKey, ClaimRecord, OfferKey
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 
 class WaitingClaims:
@@ -27,7 +27,7 @@ class WaitingClaims:
         of_peer, of_all = self._of_peer[claim.peer], len(self)
         if of_peer >= limits.MAX_CLAIMS_WAITING_PER_PEER or of_all >= limits.MAX_CLAIMS_WAITING:
             text = f"{of_peer} claims of this daemon and {of_all} in all wait for their offers; try again later"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         self._of_peer[claim.peer] += 1
         self._by_offer.setdefault(claim.offer, {})[claim.key] = claim
 

@@ -25,7 +25,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce, Report
-from kvd.errors import BadRequest, ErrorCode, KvdError, NoMemory, Unavailable
+from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
 from kvd.transport.interface import Transport
 
@@ -223,7 +223,7 @@ class PoolsActor(Actor):
         record = self._records.get(message.worker)
         try:
             if record is None:
-                raise BadRequest(ErrorCode.BAD_POOL, f"no pool is called {message.worker!r}; `kvd status` lists them")
+                raise refusal(ErrorCode.BAD_POOL, f"no pool is called {message.worker!r}; `kvd status` lists them")
             record.check_ended_by(message.uid)
         except KvdError as error:
             self._context.gateway.tell(AttachRefused(message.connection, error))
@@ -312,7 +312,7 @@ class PoolsActor(Actor):
         else:
             guest = "" if record.waiting.worker == record.pool.worker else ", which was to make room,"
             text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
-        error = Unavailable(ErrorCode.POOL_BUSY, text)
+        error = refusal(ErrorCode.POOL_BUSY, text)
         self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
         self._stop_waiting(record)
 

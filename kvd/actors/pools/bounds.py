@@ -15,7 +15,7 @@ from kvd.actors.pools.messages import AttachPool, LeasedPools
 from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
-from kvd.errors import BadRequest, ErrorCode, KvdError, NoMemory, Unavailable
+from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
 
 _log = structlog.get_logger("kvd.pools")
@@ -54,11 +54,11 @@ class Bounds(Component):
         """What stands against a pool of that size beside the others of this user; None if nothing does."""
         if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
             text = f"there are {limits.MAX_POOLS} pools already, the bound"
-            return Lack(Unavailable(ErrorCode.OVERLOADED, text), 1)
+            return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
         others = self._others(request)
         if len(others) >= limits.MAX_POOLS_PER_USER:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
-            return Lack(Unavailable(ErrorCode.OVERLOADED, text), 1)
+            return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
         size, held = self._provider.footprint(request.spec.pool_bytes), self._bytes(others)
         if request.quota is None or held + size <= request.quota:
             return None
@@ -66,7 +66,7 @@ class Bounds(Component):
             f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its "
             f"quota of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
         )
-        return Lack(BadRequest(ErrorCode.NOT_PERMITTED, text), held + size - request.quota)
+        return Lack(refusal(ErrorCode.NOT_PERMITTED, text), held + size - request.quota)
 
     def make_room(self, request: AttachPool, lack: Lack) -> None:
         """Ends a kept pool for an attach, which is then tried again; refuses it if there is none to end."""
@@ -96,7 +96,7 @@ class Bounds(Component):
         """What is in the way now need not be for long."""
         names = ", ".join(sorted(repr(record.pool.worker) for record in self._unlent(request)))
         text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, or offers stand: end those "
-        error = Unavailable(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
+        error = refusal(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
         self._refuse(request, error)
 
     def forget(self, connection: int) -> AttachPool | None:

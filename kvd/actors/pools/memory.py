@@ -10,7 +10,7 @@ from kvd.actors.pools.record import PoolRecord, PoolState
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Region, Registered, RegisterFailed, Transport
 
@@ -117,7 +117,7 @@ class PoolMemory(Component):
         if record.state is PoolState.RENEWING:
             _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
-        self._release(record, record.mapped.close, Unavailable(ErrorCode.TRANSPORT, text))
+        self._release(record, record.mapped.close, refusal(ErrorCode.TRANSPORT, text))
 
     def deregister(self, record: PoolRecord) -> None:
         """Takes the pool's keys back; then a pool that is renewed is moved and registered, any other is given back."""

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from kvd.actors.pools.messages import AttachPool, DetachPool
 from kvd.actors.runtime.messages import Pool
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.memory.interface import Memory
 
 
@@ -107,18 +107,18 @@ class PoolRecord:
         """
         if request.uid != self.request.uid:
             text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {request.uid}"
-            raise BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
+            raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
         if self.state is not PoolState.KEPT and (not self.forsaken or self.is_held_beside(request)):
             text = f"the pool {self.pool.worker!r} is {self.state}: another worker has it"
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
         if self.waiting is not None and not self.is_own(request):
             text = f"the pool {self.pool.worker!r} is {self.state}: another worker waits for it"
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}; attach under another name")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}; attach under another name")
         unseen = self.is_held_beside(request) and not self.request.watched
         if unseen and self.mapped.device:
             text = f"the pool {self.pool.worker!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
             hint = "use Linux 6.5 or later, or one PID namespace; else wait for `pool_linger`, or use another name"
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: {hint}")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}: {hint}")
 
     def check_ended_by(self, uid: int | None) -> None:
         """Checks that user `uid` may end the pool now; None may end everybody's.
@@ -130,12 +130,12 @@ class PoolRecord:
         """
         if uid not in (None, self.request.uid):
             text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {uid}"
-            raise BadRequest(ErrorCode.NOT_PERMITTED, f"{text}; run this as that user, the daemon's or root")
+            raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; run this as that user, the daemon's or root")
         text = f"the pool {self.pool.worker!r} is {self.state}"
         if self.waiting is not None or not (self.state is PoolState.KEPT or self.forsaken):
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}: a worker has it or waits for it; stop that, or try again")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}: a worker has it or waits for it; stop that, or try again")
         if self.held and self.request.watched:
-            raise Unavailable(ErrorCode.POOL_BUSY, f"{text}, but {self.holder}, which had it, lives: end that first")
+            raise refusal(ErrorCode.POOL_BUSY, f"{text}, but {self.holder}, which had it, lives: end that first")
 
     def report(self) -> dict[str, object]:
         """Its entry in a status."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from kvd import limits
 from kvd.actors.runtime.loop import Loop, Timer
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 
 A = TypeVar("A")
 
@@ -165,7 +165,7 @@ class Actor(Component):
 
         """
         if self.waiting >= limits.MAILBOX_MESSAGES:
-            raise InternalError(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
+            raise refusal(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
         self.waiting += 1
         self._dispatcher.put(self, message)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
 from kvd.plan import check_ids
 from kvd.protocol.types import Span
@@ -29,16 +29,16 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
     total = _count(spans)
     if total > limits.MAX_BLOCKS_PER_REQUEST:
         text = f"{total} blocks in one request; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
-        raise BadRequest(ErrorCode.TOO_LARGE, text)
+        raise refusal(ErrorCode.TOO_LARGE, text)
     seen: set[int] = set()
     for span in spans:
         if span.group >= len(spec.groups) or span.group in seen:
             text = f"group {span.group} is named; there are {len(spec.groups)} groups, each of which may be named once"
-            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
         seen.add(span.group)
         if len(span.ids) % 4:
             text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
-            raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
         check_ids(spec.groups[span.group], span.ids)
 
 
@@ -88,7 +88,7 @@ class BlocksInUse:
             if 4 * len(ids) != len(span.ids) or not ids.isdisjoint(before):
                 twice = _first_twice([*before, *array("I", span.ids)])
                 text = f"block {twice} is named twice, the second time by group {span.group}"
-                raise BadRequest(ErrorCode.BAD_BLOCKS, text)
+                raise refusal(ErrorCode.BAD_BLOCKS, text)
             before |= ids
         for arena, ids in taken.items():
             self._written[arena] |= ids
@@ -117,7 +117,7 @@ class BlocksInUse:
         if named > limits.MAX_OFFERED_BLOCKS:
             text = f"with this offer {named} block ids of this worker would be offered, the bound is"
             text += f" {limits.MAX_OFFERED_BLOCKS}; wait until some are released"
-            raise Unavailable(ErrorCode.OVERLOADED, text)
+            raise refusal(ErrorCode.OVERLOADED, text)
         for span in spans:
             written = self._written[self._arena_of[span.group]]
             if written:
@@ -159,7 +159,7 @@ def _count(spans: Sequence[Span]) -> int:
 def _check_free(span: Span, ids: set[int], used: set[int], how: str) -> None:
     if not ids.isdisjoint(used):
         text = f"block {min(ids & used)} of group {span.group} {how}"
-        raise Unavailable(ErrorCode.BLOCKS_BUSY, text)
+        raise refusal(ErrorCode.BLOCKS_BUSY, text)
 
 
 def _first_twice(ids: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, PullKey
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.state import pull as machine
 from kvd.state.pull import Effect, Event, State
@@ -107,10 +107,10 @@ class SchedulerActor(Actor):
 
     def _check(self, key: PullKey) -> None:
         if self._draining:
-            raise Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; pull elsewhere")
+            raise refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; pull elsewhere")
         if key in self._pulls:
             text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
-            raise BadRequest(ErrorCode.DUPLICATE_REQUEST, text)
+            raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
 
     def _route(self, pull: Pull) -> None:
         """Goes on with a pull whose producers' daemons are all ready."""
@@ -177,7 +177,7 @@ class SchedulerActor(Actor):
     def peer_down(self, message: PeerDown) -> None:
         """Fails what this peer was asked for. Pulls that are not routed yet wait for it if it has restarted."""
         self._producers.forget(message.address)
-        error = Unavailable(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
+        error = refusal(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
         for pull in self._unrouted(message.address):
             if message.restarted:
                 pull.awaited.add(message.address)
@@ -282,7 +282,7 @@ class SchedulerActor(Actor):
                 waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or pull.state
                 seconds = self.loop.time() - pull.started
                 text = self._context.with_reason(f"not done after {seconds:.3f} s (it was {waited_for})", seconds)
-                self._step(pull, Event.FAIL, Unavailable(ErrorCode.DEADLINE, text))
+                self._step(pull, Event.FAIL, refusal(ErrorCode.DEADLINE, text))
 
     @handles(CancelRequest)
     def cancel(self, message: CancelRequest) -> None:
@@ -291,12 +291,12 @@ class SchedulerActor(Actor):
         if pull is None:
             self._context.leases.tell(message)
         else:
-            self._step(pull, Event.CANCEL, Unavailable(ErrorCode.CANCELLED, "cancelled by the worker"))
+            self._step(pull, Event.CANCEL, refusal(ErrorCode.CANCELLED, "cancelled by the worker"))
 
     @handles(EndHolds)
     def end_holds(self, message: EndHolds) -> None:
         """Ends what only holds offers for a worker that is gone; it asks again if it comes back."""
-        error = Unavailable(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
+        error = refusal(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
         self._fail([pull for pull in self._holds() if pull.key[0] == message.worker], error)
 
     def _holds(self) -> list[Pull]:
@@ -326,7 +326,7 @@ class SchedulerActor(Actor):
         self._targets.close(message.pool.id)
         code, event = (ErrorCode.POOL_BUSY, Event.FAIL) if message.force else (ErrorCode.CANCELLED, Event.CANCEL)
         for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool.id]:
-            self._step(pull, event, Unavailable(code, message.why))
+            self._step(pull, event, refusal(code, message.why))
         self._check_quiet(message.pool)
 
     def _check_quiet(self, pool: Pool) -> None:
@@ -337,7 +337,7 @@ class SchedulerActor(Actor):
     def drain(self, _message: Drain) -> None:
         """Accepts nothing new; tells when the last pull and its last transfer have ended."""
         self._draining = True
-        self._fail(self._holds(), Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; it holds no offers"))
+        self._fail(self._holds(), refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; it holds no offers"))
         self._check_idle()
 
     def _check_idle(self) -> None:
@@ -347,7 +347,7 @@ class SchedulerActor(Actor):
     @handles(Stop)
     def stop(self, _message: Stop) -> None:
         """Fails the pulls that have not ended."""
-        self._fail(list(self._pulls.values()), Unavailable(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
+        self._fail(list(self._pulls.values()), refusal(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
 
     @handles(Report)
     def report(self, message: Report) -> None:

@@ -4,7 +4,7 @@ from kvd import limits
 from kvd.actors.runtime.messages import PeerView
 from kvd.actors.scheduler.pulls import Pull
 from kvd.actors.scheduler.routes import RouteKey, Source, make_route, route_key
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.ticket import Ticket
 
 
@@ -57,7 +57,7 @@ class Producers:
             found = self._views[rank.address].daemon
             if found != rank.daemon:
                 text = f"the ticket is about {rank.daemon!r} at {rank.address}, where {found!r} answers"
-                raise BadRequest(ErrorCode.BAD_TICKET, text)
+                raise refusal(ErrorCode.BAD_TICKET, text)
 
     def without_pool(self, ticket: Ticket) -> set[str]:
         """The addresses in a ticket whose daemon has not named the pool: it may have come since the welcome."""

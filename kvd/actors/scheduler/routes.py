@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvd import limits, plan
 from kvd.actors.runtime.messages import PeerPool, PeerView, Pool
-from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
@@ -42,7 +42,7 @@ def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView
         peer_pool = view.pools.get(rank.pool)
         if peer_pool is None:
             text = f"the daemon {view.daemon!r} at {rank.address} has no pool {rank.pool!r}"
-            raise Unavailable(ErrorCode.OFFER_GONE, text)
+            raise refusal(ErrorCode.OFFER_GONE, text)
         sources.append((rank.address, view.incarnation, rank.pool, peer_pool.epoch))
     return pool.epoch, tuple(sources)
 
@@ -96,7 +96,7 @@ def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: in
             text = (
                 f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}, which is no multiple of 4"
             )
-            raise BadRequest(ErrorCode.BAD_TICKET, text)
+            raise refusal(ErrorCode.BAD_TICKET, text)
         if span.group < len(source.pool.spec.groups):
             plan.check_ids(source.pool.spec.groups[span.group], span.ids)
     there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}

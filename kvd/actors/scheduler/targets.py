@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from kvd import limits
 from kvd.actors.runtime.messages import Pool
 from kvd.actors.scheduler.pulls import Pull
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Open:
         ):
             if count > bound:
                 text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
-                raise Unavailable(ErrorCode.OVERLOADED, text)
+                raise refusal(ErrorCode.OVERLOADED, text)
 
 
 class Targets:
@@ -71,13 +71,13 @@ class Targets:
 
         Raises:
             BadRequest: `BAD_BLOCKS`, a block is named twice.
-            Unavailable: `WRONG_STATE`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`,
+            Unavailable: `POOL_BUSY`, the pool is closing; `OVERLOADED`, too much is open; `BLOCKS_BUSY`,
                 a block belongs to another pull, or is offered.
 
         """
         pool = pull.pool
         if self._pools.get(pool.worker) is not pool or pool.id in self._closing:
-            raise Unavailable(ErrorCode.WRONG_STATE, f"the pool {pool.worker!r} is being given back")
+            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.worker!r} is being given back")
         after = replace(self._open.get(pool.id, _Open()))
         after.add(pull)
         after.check()

@@ -23,7 +23,7 @@ from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, Transfer
 from kvd.actors.scheduler.routes import Source
-from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
 from kvd.state import transfer as machine
@@ -181,7 +181,7 @@ class Transfers(Component):
         if rank.generation not in (0, grant.generation) or rank.incarnation not in (0, grant.incarnation):
             text = f"the ticket names lease {rank.generation} of run {rank.incarnation} of {rank.daemon!r}"
             text += f", which grants {grant.generation} of {grant.incarnation}"
-            self._fail(transfer, Unavailable(ErrorCode.OFFER_GONE, text))
+            self._fail(transfer, refusal(ErrorCode.OFFER_GONE, text))
             return
         told = (grant.incarnation, grant.epoch) == (transfer.incarnation, transfer.source.pool.epoch)
         if transfer.state is State.CLAIMING:
@@ -267,7 +267,7 @@ class Transfers(Component):
             self._read_ended(transfer, Event.UNPROVEN)
             return
         self._context.metrics.reads_failed.inc()
-        self._read_ended(transfer, Event.BROKE, Unavailable(ErrorCode.TRANSPORT, event.reason))
+        self._read_ended(transfer, Event.BROKE, refusal(ErrorCode.TRANSPORT, event.reason))
 
     def _read_ended(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
         early = transfer.state is State.DRAINING and self._left_early(transfer)

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Full, Group, Shard, View, strided
 from kvd.layout.presets import LAYOUTS
 
@@ -22,9 +22,9 @@ def cache_spec(
 
     """
     if layout not in LAYOUTS:
-        raise BadRequest(ErrorCode.BAD_SPEC, f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
+        raise refusal(ErrorCode.BAD_SPEC, f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
     if tp_size < 1 or model.query_heads % tp_size:
-        raise BadRequest(
+        raise refusal(
             ErrorCode.BAD_SPEC,
             f"tp_size = {tp_size}: the model's {model.query_heads} query heads cannot be split by it",
         )

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from kvd.engines.vllm.identity import identity
 from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import Chunked, Full, Shard, Sliding, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
@@ -278,5 +278,5 @@ def _names(vllm_config: Any, model: str, drafter: str) -> tuple[str, str]:
     return name, f"{drafter} ({vllm_config.speculative_config.method})"
 
 
-def _refusal(text: str) -> BadRequest:
-    return BadRequest(ErrorCode.BAD_SPEC, text)
+def _refusal(text: str) -> KvdError:
+    return refusal(ErrorCode.BAD_SPEC, text)

@@ -27,7 +27,7 @@ from kvd.engines.vllm.settings import read_settings
 from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.engines.vllm.worker import WorkerSide
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
@@ -169,7 +169,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Checks that the KV cache lies in the pool as declared."""
         if self._allocation is None or not self._allocation.answered:
             text = f"vLLM allocated no buffer of {self._cache.nbytes} bytes inside the memory context"
-            raise InternalError(ErrorCode.INTERNAL, text)
+            raise refusal(ErrorCode.INTERNAL, text)
         check_views(self._cache, self._pool, kv_caches)
 
     def get_handshake_metadata(self) -> KvdHandshake:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvd.client import Worker
 from kvd.engines.vllm.spec import Pages, WorkerCache
-from kvd.errors import BadRequest, ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PoolAllocation(TorchFunctionMode):
         if device != pool.device:
             text = f"kvd lends memory of {pool.device}, this worker's cache is on {device}: attach each rank to the "
             text += "daemon of its GPU (`{rank}` in the setting `socket`), started with `--device`"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)
         self.answered = True
         return pool
 
@@ -60,7 +60,7 @@ def pool_tensor(client: Worker) -> torch.Tensor:
         tensor = torch.as_tensor(pool, device=torch.device("cuda", pool.ordinal)).view(torch.int8)
         if tensor.data_ptr() != pool.pointer:
             text = f"torch copied the pool at {pool.pointer:#x} of {client.device} to {tensor.data_ptr():#x}"
-            raise InternalError(ErrorCode.INTERNAL, text)
+            raise refusal(ErrorCode.INTERNAL, text)
     else:
         tensor = torch.frombuffer(client.pool, dtype=torch.int8)
     return tensor.zero_() if client.kept else tensor
@@ -100,7 +100,7 @@ def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, tor
                     text = (
                         f"{name}: vLLM's view (offset, shape, strides) is {found}, declared was {(offset, *expected)}"
                     )
-                    raise InternalError(ErrorCode.INTERNAL, text)
+                    raise refusal(ErrorCode.INTERNAL, text)
 
 
 def _expected(pages: Pages, block_tokens: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
-from kvd.errors import BadRequest, ErrorCode, InternalError
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import Window
 from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
@@ -256,7 +256,7 @@ class SchedulerSide:
     def _ticket(self, order: OfferOrder) -> str:
         if len(self._endpoints) != self._ranks:
             text = f"only ranks {sorted(self._endpoints)} of {self._ranks} said where their daemon is"
-            raise InternalError(ErrorCode.INTERNAL, text)
+            raise refusal(ErrorCode.INTERNAL, text)
         ranks = tuple(
             TicketRank(
                 endpoint.daemon, endpoint.address, endpoint.incarnation, endpoint.pool, order.offer, 0, order.secret

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
 from kvd.protocol.address import DEFAULT_SOCKET
 
@@ -56,8 +56,8 @@ def read_settings(extra: Mapping[str, Any], ranks: int) -> Settings:
     try:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"kv_connector_extra_config: {error}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"kv_connector_extra_config: {error}") from error
     if ranks > 1 and "{rank}" not in settings.socket and "{rank}" not in settings.worker:
         text = f"{ranks} ranks need a pool each: write {{rank}} into socket or worker of kv_connector_extra_config"
-        raise BadRequest(ErrorCode.BAD_CONFIG, text)
+        raise refusal(ErrorCode.BAD_CONFIG, text)
     return settings

@@ -7,7 +7,7 @@ in the order of the layout. Tensors of different groups lie on top of each other
 
 from dataclasses import dataclass
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import Axis, CacheSpec, Group, Shard, View, Window
 
 
@@ -65,7 +65,7 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
 
     """
     if not cache.nbytes:
-        raise BadRequest(ErrorCode.BAD_SPEC, "the model keeps no KV cache; there is nothing for kvd to move")
+        raise refusal(ErrorCode.BAD_SPEC, "the model keeps no KV cache; there is nothing for kvd to move")
     groups = tuple(
         Group(
             window=group.window,
@@ -99,7 +99,7 @@ def _inside(pages: Pages, block_tokens: int) -> tuple[Axis, ...]:
     kernel_blocks, rest = divmod(block_tokens, pages.kernel_tokens)
     if rest:
         text = f"blocks of {block_tokens} tokens cannot be kernel blocks of {pages.kernel_tokens}"
-        raise BadRequest(ErrorCode.BAD_SPEC, text)
+        raise refusal(ErrorCode.BAD_SPEC, text)
     outer = (Axis("token", kernel_blocks, pages.block_stride // kernel_blocks),) if kernel_blocks > 1 else ()
     head = Axis("head", pages.heads, pages.head_stride)
     if not pages.split:
@@ -107,7 +107,7 @@ def _inside(pages: Pages, block_tokens: int) -> tuple[Axis, ...]:
         return (*outer, head, token, Axis("byte", pages.cell_bytes, 1))
     if pages.token_stride != pages.cell_bytes:
         text = f"{pages.component}: keys before values need a layout with tokens inside heads (LBHNC)"
-        raise BadRequest(ErrorCode.BAD_SPEC, text)
+        raise refusal(ErrorCode.BAD_SPEC, text)
     half = pages.cell_bytes // 2
     return (
         *outer,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_CONSUMERS
 from kvd.protocol import ticket as tickets
 
@@ -111,7 +111,7 @@ def consumers(params: Mapping[str, Any]) -> int:
     number = params.get("kvd_consumers", 1)
     if type(number) is not int or not 0 <= number <= MAX_CONSUMERS:
         text = f"kvd_consumers is {number!r}; it must be from 0 (any number) to {MAX_CONSUMERS}"
-        raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        raise refusal(ErrorCode.BAD_MESSAGE, text)
     return number
 
 

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 
 from kvd import limits
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import ErrorCode, refusal
 
 
 class UnfinishedBytes:
@@ -28,13 +28,13 @@ class UnfinishedBytes:
         self._own = size
         if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
             text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
-            raise Unavailable(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
         trusted = (0, os.geteuid())
         others = sum(count for user, count in self._by_user.items() if user not in trusted)
         if self._uid not in trusted and others > limits.MAX_UNFINISHED_BYTES_OF_STRANGERS:
             text = f"unfinished frames of all users but root and the daemon's own take {others} bytes"
             bound = limits.MAX_UNFINISHED_BYTES_OF_STRANGERS
-            raise Unavailable(ErrorCode.OVERLOADED, f"{text}, the bound is {bound}; try again later")
+            raise refusal(ErrorCode.OVERLOADED, f"{text}, the bound is {bound}; try again later")
 
     def release(self) -> None:
         """The connection is over."""

@@ -7,7 +7,7 @@ one part, and each length is checked before its bytes are kept.
 
 from typing import Final, NamedTuple
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, KvdError, refusal
 
 GREETING_BYTES: Final = 64
 MAX_COMMAND_BYTES: Final = 1024
@@ -97,7 +97,7 @@ class Decoder:
         size = int.from_bytes(self._bytes[1:start], "big")
         bound = self._max_message_bytes if self._ready and not is_command else MAX_COMMAND_BYTES
         if size > bound:
-            raise BadRequest(ErrorCode.TOO_LARGE, f"a frame announces {size} bytes, the bound is {bound}")
+            raise refusal(ErrorCode.TOO_LARGE, f"a frame announces {size} bytes, the bound is {bound}")
         if len(self._bytes) < start + size:
             return None
         body = self._take(start, start + size)
@@ -137,11 +137,9 @@ def _identity(ready: bytes) -> bytes:
     if not identity:
         raise _bad("no routing id; a worker's is the session id that `Attached` gave it")
     if len(identity) > MAX_IDENTITY_BYTES:
-        raise BadRequest(
-            ErrorCode.TOO_LARGE, f"a routing id of {len(identity)} bytes, the bound is {MAX_IDENTITY_BYTES}"
-        )
+        raise refusal(ErrorCode.TOO_LARGE, f"a routing id of {len(identity)} bytes, the bound is {MAX_IDENTITY_BYTES}")
     return identity
 
 
-def _bad(what: str) -> BadRequest:
-    return BadRequest(ErrorCode.BAD_MESSAGE, what)
+def _bad(what: str) -> KvdError:
+    return refusal(ErrorCode.BAD_MESSAGE, what)

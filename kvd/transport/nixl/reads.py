@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from kvd import limits
-from kvd.errors import ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 from kvd.transport.interface import Event, Landed, ReadFailed, ReadRequest
 from kvd.transport.nixl.peers import Peer, Peers, text_of
 from kvd.transport.nixl.poll_interval import PROMPT
@@ -121,7 +121,7 @@ class Reads:
 
     def _open(self, request: ReadRequest, peer: Peer) -> _Read:
         if request.read in self._reads:
-            raise InternalError(ErrorCode.INTERNAL, f"read {request.read} was asked for twice")
+            raise refusal(ErrorCode.INTERNAL, f"read {request.read} was asked for twice")
         read = _Read(request, peer, PreparedRead(self._nixl, request))
         self._reads[request.read] = read
         peer.reads.add(request.read)

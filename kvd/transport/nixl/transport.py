@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from kvd.errors import BadRequest, ErrorCode, InternalError
+from kvd.errors import ErrorCode, refusal
 from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Region, Registered, TransportDied
 from kvd.transport.nixl.agent_thread import AgentThread
 from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
@@ -52,7 +52,7 @@ def open_agent(name: str, devices: Collection[str] | None = None, ports: str | N
         told = set_by_operator(os.environ)
         text = f"UCX does not start ({text_of(error)}) with {told or 'no variable of its own set'}"
         fix = "change or remove what the manifest or the unit sets of that; UCX_LOG_LEVEL=info says more"
-        raise BadRequest(ErrorCode.BAD_CONFIG, f"{text}; {fix}") from error
+        raise refusal(ErrorCode.BAD_CONFIG, f"{text}; {fix}") from error
 
 
 def failures_of(nixl: Any) -> tuple[type[Exception], ...]:
@@ -84,7 +84,7 @@ class NixlTransport:
         self._agent = agent
         self._metadata: bytes = handle.get_agent_metadata()
         if agent_of(self._metadata) != agent:
-            raise InternalError(
+            raise refusal(
                 ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
             )
         self._outbox = Outbox(loop, self._deliver)
@@ -109,7 +109,7 @@ class NixlTransport:
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts the thread; `on_event` is called on the loop, in the order of the events."""
         if self._thread is not None:
-            raise InternalError(ErrorCode.INTERNAL, f"transport {self._agent!r} was started twice")
+            raise refusal(ErrorCode.INTERNAL, f"transport {self._agent!r} was started twice")
         self._on_event = on_event
         self._thread = threading.Thread(target=self._run, name="kvd-transport", daemon=True)
         self._thread.start()

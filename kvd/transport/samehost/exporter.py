@@ -16,7 +16,7 @@ from typing import Final
 from msgspec import Struct
 
 from kvd import foreign, limits
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.frames import Frame, pack
 from kvd.net.interface import OPEN
 from kvd.net.local.listener import Listener, hang_up
@@ -77,7 +77,7 @@ class Exporter:
                 self._listener = Listener(path, self._accepted, Pace(), _NO_DESCRIPTORS)
         except OSError as error:
             self._lock.release()
-            raise BadRequest(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
 
     def add(self, pool: int, region: Region) -> None:
         """Exports a pool; its descriptor stays the caller's.
@@ -160,7 +160,7 @@ class Exporter:
         """
         covered = self._tokens.get(token)
         if covered is None:
-            raise BadRequest(ErrorCode.NOT_PERMITTED, "the token covers no pool here; say hello again for a new one")
+            raise refusal(ErrorCode.NOT_PERMITTED, "the token covers no pool here; say hello again for a new one")
         who = importer.who
         for what, count, bound in (
             (f"user {who.uid}", self._unread_of_user[who.uid], limits.MAX_IMPORTS_UNREAD),
@@ -168,7 +168,7 @@ class Exporter:
         ):
             if count >= bound:
                 text = f"{count} connections of {what} have not read the pools that they asked for; try again later"
-                raise Unavailable(ErrorCode.OVERLOADED, text)
+                raise refusal(ErrorCode.OVERLOADED, text)
         self._asks_no_more(importer)
         self._unread[who] += 1
         self._unread_of_user[who.uid] += 1

@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from kvd import foreign, limits
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, error_from_code
+from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream, no_descriptor
 from kvd.net.unix import credentials
@@ -98,7 +98,7 @@ class ImportedPools:
                 message = exports.decode(frame.content)
                 if not isinstance(message, Withdrawn):
                     text = f"it sent {type(message).__name__} after all of its pools had come"
-                    raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+                    raise refusal(ErrorCode.BAD_MESSAGE, text)
                 self.withdraw(message)
         finally:
             for frame in frames:
@@ -115,9 +115,9 @@ class ImportedPools:
         """
         base = int.from_bytes(pool.base, "little")
         if base in self._lent:
-            raise BadRequest(ErrorCode.BAD_POOL, f"two pools came with the address {base:#x}")
+            raise refusal(ErrorCode.BAD_POOL, f"two pools came with the address {base:#x}")
         if len(self._lent) >= limits.MAX_POOLS:
-            raise BadRequest(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
+            raise refusal(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
         self._lent[base] = _Lent(map_pool(pool, descriptor))
 
     def withdraw(self, message: Withdrawn) -> None:
@@ -129,7 +129,7 @@ class ImportedPools:
         """
         base = int.from_bytes(message.base, "little")
         if self.find(base) is None:
-            raise BadRequest(ErrorCode.BAD_POOL, f"a pool at {base:#x} is withdrawn that was not lent")
+            raise refusal(ErrorCode.BAD_POOL, f"a pool at {base:#x} is withdrawn that was not lent")
         self._lent[base].withdraw()
 
     def verify(self, exported: Exported) -> None:
@@ -172,10 +172,10 @@ def check_path(path: str, address: str) -> None:
     spelt = path.startswith("/") and path.endswith(POOLS) and os.path.normpath(path) == path
     if not spelt or "\0" in path:  # the kernel reads a path up to a NUL
         text = f"it lends its pools at {path!r}, which is not the shortest spelling of a path that ends in {POOLS}"
-        raise BadRequest(ErrorCode.BAD_MESSAGE, text)
+        raise refusal(ErrorCode.BAD_MESSAGE, text)
     if is_unix(address) and not _is_same(path, own := export_path(address, "")):
         text = f"it lends its pools at {path}, which is not beside its own socket ({own}): mount the daemons' sockets "
-        raise BadRequest(ErrorCode.BAD_MESSAGE, f"{text}at one path")
+        raise refusal(ErrorCode.BAD_MESSAGE, f"{text}at one path")
 
 
 def _is_same(one: str, other: str) -> bool:
@@ -205,7 +205,7 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
         connected.close()
         why = error.strerror or error
         text = f"{address.path} cannot be reached ({why}): mount the daemons' sockets at one path, open to both users"
-        raise Unavailable(ErrorCode.TRANSPORT, text) from error
+        raise refusal(ErrorCode.TRANSPORT, text) from error
     uid = credentials(connected).uid
     stream = FrameStream(connected, _FRAME_BYTES, owner=uid)
     pools = ImportedPools(stream)
@@ -218,7 +218,7 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
             pass
     except OSError as error:
         pools.hang_up()
-        raise Unavailable(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error
+        raise refusal(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error
     except KvdError:
         pools.hang_up()
         raise
@@ -242,10 +242,10 @@ def _connect(connected: socket.socket, path: str, deadline: float) -> None:
 def _next_frames(stream: FrameStream, deadline: float) -> list[Frame]:
     left = deadline - time.monotonic()
     if left <= 0 or not readable(stream.fileno(), left):
-        raise Unavailable(ErrorCode.TRANSPORT, f"its pools did not come within {limits.IMPORT_SECONDS:g} s")
+        raise refusal(ErrorCode.TRANSPORT, f"its pools did not come within {limits.IMPORT_SECONDS:g} s")
     frames = stream.receive()
     if frames is None:
-        raise Unavailable(ErrorCode.TRANSPORT, "it hung up before all of its pools had come")
+        raise refusal(ErrorCode.TRANSPORT, "it hung up before all of its pools had come")
     return frames
 
 
@@ -259,7 +259,7 @@ def _complete(pools: ImportedPools, frames: list[Frame], map_pool: MapPool) -> b
                 raise error_from_code(message.code, message.text)
             if isinstance(message, ExportedPool):
                 if len(frame.descriptors) != 1:
-                    raise BadRequest(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
+                    raise refusal(ErrorCode.BAD_MESSAGE, f"a pool with {len(frame.descriptors)} descriptors")
                 pools.add(message, frame.descriptors[0], map_pool)
             elif isinstance(message, Withdrawn):
                 pools.withdraw(message)

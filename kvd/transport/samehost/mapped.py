@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.memory.mapping import Mapping
 from kvd.memory.memfd import SEALS
 from kvd.protocol.export import ExportedPool
@@ -38,8 +38,8 @@ def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:
         if seals & SEALS != SEALS or not 0 < pool.size <= pool.length <= present:
             text = f"a pool of {pool.size} bytes, mapped as {pool.length}, came as a file of {status.st_size} bytes, "
             text += f"{present} of them in memory, with seals {seals:#x}, not {SEALS:#x}"
-            raise BadRequest(ErrorCode.BAD_POOL, text)
+            raise refusal(ErrorCode.BAD_POOL, text)
         mapping = Mapping(descriptor, pool.length, writable=False)
     except OSError as error:
-        raise BadRequest(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
+        raise refusal(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
     return MappedPool(Memory(mapping.base, pool.size), mapping.close)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
@@ -160,9 +160,9 @@ class SameHostTransport:
         """
         export = export_addresses.decode(metadata)
         if export.agent != agent:
-            raise BadRequest(ErrorCode.BAD_MESSAGE, f"its metadata is about {export.agent!r}")
+            raise refusal(ErrorCode.BAD_MESSAGE, f"its metadata is about {export.agent!r}")
         if export.host != self._host:
-            raise Unavailable(ErrorCode.TRANSPORT, f"it runs on another host ({export.host!r}, not {self._host!r})")
+            raise refusal(ErrorCode.TRANSPORT, f"it runs on another host ({export.host!r}, not {self._host!r})")
         check_path(export.path, address)
         return export
 

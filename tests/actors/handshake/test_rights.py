@@ -207,7 +207,7 @@ def test_the_pool_of_a_worker_that_detached_meanwhile_ends(interrupted):
 
 def test_what_a_worker_asks_for_meanwhile_is_refused(interrupted):
     [error] = interrupted.stage.request(Offer(1, "o", 4, (Span(0, 0, ids(0, 1)),), 30.0, SECRET), b"\2" * 16)
-    assert error.code == ErrorCode.WRONG_STATE
+    assert error.code == ErrorCode.POOL_BUSY
 
 
 def test_a_pool_that_cannot_be_mapped_elsewhere_is_registered_anew_where_it_is(firm):

@@ -41,7 +41,7 @@ def test_a_pool_that_waits_for_its_last_write_to_be_registered_anew_takes_no_pul
     stage.context.pools.tell(RenewPool("w"))
     stage.run()
     [refused] = stage.pull("q", blocks=(4, 5), call=3)
-    assert (refused.call, refused.code) == (3, ErrorCode.WRONG_STATE)
+    assert (refused.call, refused.code) == (3, ErrorCode.POOL_BUSY)
     assert "is being given back" in refused.text
     stage.landed(1)
     assert stage.pull("q", blocks=(4, 5), call=4) == []
@@ -222,11 +222,11 @@ def test_a_pool_that_quiesces_takes_no_pull_while_one_that_has_ended_may_still_w
     stage.run()
     assert outcome(stage) == Cancelled("p", quarantined=True)
     [refused] = stage.pull("q", blocks=(4, 5))
-    assert (refused.code, refused.text) == (ErrorCode.WRONG_STATE, "the pool 'w' is being given back")
+    assert (refused.code, refused.text) == (ErrorCode.POOL_BUSY, "the pool 'w' is being given back")
     stage.read_failed(1)
     assert stage.context.scheduler._targets.is_quiet(pool.id)
     [refused] = stage.pull("q", blocks=(4, 5))
-    assert refused.code == ErrorCode.WRONG_STATE
+    assert refused.code == ErrorCode.POOL_BUSY
 
 
 def test_a_block_named_twice_is_refused(stage):
