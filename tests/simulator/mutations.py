@@ -242,7 +242,7 @@ def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
     monkeypatch.setattr(pulls.Transfer, "is_stamped", property(names_lease))
 
 
-@mutation(Promise.FENCED, first=1355, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=960, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
@@ -413,7 +413,7 @@ def a_pool_is_given_up_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolsActor, "_linger", linger)
 
 
-@mutation(Promise.SURVIVES, first=957, needs=Piece.CROWDED_HOSTS)
+@mutation(Promise.SURVIVES, first=280, needs=Piece.CROWDED_HOSTS)
 def a_pool_makes_room_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_spare", property(lambda self: self.state is PoolState.KEPT))
 
@@ -487,13 +487,13 @@ def silence_is_measured_in_seconds(monkeypatch):
     monkeypatch.setattr(Peer, "beat", lambda self, now: now - self.heard > MISSED_BEATS * HEARTBEAT)
 
 
-@mutation(Promise.SURVIVES, first=90, needs=Piece.STANDSTILLS)
+@mutation(Promise.SURVIVES, first=50, needs=Piece.STANDSTILLS)
 def what_came_during_a_standstill_comes_too_late(monkeypatch):
     monkeypatch.setattr(limits, "STANDSTILL_SECONDS", float("inf"))
     monkeypatch.setattr(limits, "LAST_LOOK_SECONDS", 0.0)
 
 
-@mutation(Promise.SURVIVES, first=1700, needs=Piece.STANDSTILLS)
+@mutation(Promise.SURVIVES, first=50, needs=Piece.STANDSTILLS)
 def a_standstill_is_as_long_as_a_timer_is_late(monkeypatch):
     monkeypatch.setattr(deadlines, "_EXACT", limits.STANDSTILL_SECONDS)
 

@@ -13,7 +13,7 @@ from tests.simulator.traffic.hostile import Hostile
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.traffic.workers import Worker
 from tests.simulator.virtual.fabric import SimFabric
-from tests.simulator.virtual.fleet import Daemon
+from tests.simulator.virtual.fleet import CLAIM_TTL, Daemon
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.world import World
 
@@ -27,6 +27,8 @@ _JOINTLY = 0.02
 """Seconds within which processes end that end together."""
 _STANDSTILL = 2.0
 """Seconds for which a daemon is stopped, at most."""
+_LAPSE = 1.5 * CLAIM_TTL
+"""Seconds for which all stand still in the middle of a pull, at most."""
 _SOON = 0.01
 """Seconds after which a name that was withdrawn is offered again: its engine has heard that it may, as a rule."""
 
@@ -75,7 +77,7 @@ class Schedule:
             if rng.random() < 0.5:
                 knobs.clear()
                 knobs.read_slow = 0.5
-            knobs.stand_still = 0.1
+            knobs.stand_still = 0.3
         self.world.orderly = knobs.duplicate == knobs.delay == 0.0
         self.world.queues_fill = knobs.queue_full > 0.0
         crowded = Piece.CROWDED_HOSTS in self.world.pieces
@@ -351,7 +353,7 @@ class Schedule:
         if world.chance(world.knobs.reuse):
             world.loop.call_later(world.rng.random() * _SOON, self._offer_again, sequence, source)
         if world.chance(world.knobs.stand_still):
-            world.loop.call_later(world.rng.random() * _STRIKE, world.stand_still, world.rng.random() * _STANDSTILL)
+            world.loop.call_later(world.rng.random() * _STRIKE, world.stand_still, world.rng.random() * _LAPSE)
         if not world.chance(world.knobs.strike):
             return
 
