@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Final, NamedTuple
 
-_OWN: Final = Path("/proc/self/cgroup")
-_ROOT: Final = Path("/sys/fs/cgroup")
+OWN: Final = Path("/proc/self/cgroup")
+ROOT: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 1 << 60
 """What version 1 says where there is none is a little below 2 ** 63."""
-
 
 _SHARES_PER_WEIGHT: Final = 10.24
 """Version 1's `cpu.shares` are 1024 where version 2's `cpu.weight` is 100."""
@@ -21,7 +20,7 @@ class MemoryLimit(NamedTuple):
     free: int
 
 
-def folders(controller: str = "", own: Path = _OWN, root: Path = _ROOT) -> list[Path]:
+def folders(controller: str = "", own: Path = OWN, root: Path = ROOT) -> list[Path]:
     """The folder of this process's cgroup and those above it, as far as they can be seen.
 
     Of version 2, or of version 1's `controller`, which has a tree of its own.
@@ -35,7 +34,7 @@ def folders(controller: str = "", own: Path = _OWN, root: Path = _ROOT) -> list[
     return []
 
 
-def memory_limits(own: Path = _OWN, root: Path = _ROOT) -> list[MemoryLimit]:
+def memory_limits(own: Path = OWN, root: Path = ROOT) -> list[MemoryLimit]:
     """The limits on this process's memory, of its cgroup and of those above it."""
     found = []
     for folder in folders("", own, root):
@@ -74,7 +73,7 @@ class Quota(NamedTuple):
     seconds: float
 
 
-def processor_group(own: Path = _OWN, root: Path = _ROOT) -> ProcessorGroup | None:
+def processor_group(own: Path = OWN, root: Path = ROOT) -> ProcessorGroup | None:
     """The cgroup as which a process is weighed; None if that is the root's, which is none.
 
     Raises:
@@ -90,7 +89,7 @@ def processor_group(own: Path = _OWN, root: Path = _ROOT) -> ProcessorGroup | No
     return None
 
 
-def quotas(own: Path = _OWN, root: Path = _ROOT) -> list[Quota]:
+def quotas(own: Path = OWN, root: Path = ROOT) -> list[Quota]:
     """The limits on a process's use of processors, of its cgroup and of those above it.
 
     Raises:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import ifaddr
 
-from kvd.cgroups import quotas
+from kvd import cgroups
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_CGROUP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def boot_id() -> str:
@@ -34,9 +32,9 @@ def rdma_devices() -> list[str]:
     return sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
 
 
-def cores(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
+def cores(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> int:
     """How many cores this process may use: those of its affinity, or fewer if its cgroup has a quota."""
-    return min([len(os.sched_getaffinity(0)), *(math.ceil(quota.cores) for quota in quotas(cgroup, cgroups))])
+    return min([len(os.sched_getaffinity(0)), *(math.ceil(quota.cores) for quota in cgroups.quotas(own, root))])
 
 
 def rdma_ports() -> list[str]:

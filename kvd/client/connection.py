@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import socket
 from enum import Enum, auto
 
@@ -12,7 +11,7 @@ from kvd import foreign
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code, refusal
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
-from kvd.net.unix import Credentials, credentials
+from kvd.net.unix import Credentials, credentials, readable
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
 
@@ -93,11 +92,7 @@ class Connection:
 
     def daemon_exited(self) -> bool:
         """Whether the process that last lent the pool has ended."""
-        if self._daemon is None:
-            return False
-        poller = select.poll()
-        poller.register(self._daemon, select.POLLIN)
-        return bool(poller.poll(0))
+        return self._daemon is not None and readable(self._daemon)
 
     def flush(self) -> None:
         """Sends more of the session's last frame; `receive_session` reports a loss."""

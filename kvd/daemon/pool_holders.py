@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import select
 from pathlib import Path
 from typing import Protocol
+
+from kvd.net.unix import readable
 
 
 class Processes(Protocol):
@@ -29,9 +30,7 @@ class Pidfds:
 
     def number(self, descriptor: int) -> int:
         """See `Processes`."""
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        if poller.poll(0):
+        if readable(descriptor):
             return 0
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii").splitlines():

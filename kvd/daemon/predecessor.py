@@ -28,9 +28,8 @@ async def wait_for_predecessor(config: Config, stopping: asyncio.Event, notifier
 
     def tell(what: str) -> None:
         _log.warning("waiting for what another process has", what=what, seconds=limits.PREDECESSOR_SECONDS)
-        notifier.starting(
-            f"waiting for {what}", 2 * limits.PREDECESSOR_SECONDS
-        )  # as long again for the rest of the start
+        # As long again for the rest of the start.
+        notifier.starting(f"waiting for {what}", 2 * limits.PREDECESSOR_SECONDS)
 
     await wait_until_free(_places(config), stopping, tell)
 

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from kvd.cgroups import Quota, processor_group, quotas
+from kvd.cgroups import ROOT, Quota, processor_group, quotas
 from kvd.doctor.finding import Finding, Level
 from kvd.protocol.status import ProcessorStatus
 
 _PROC: Final = Path("/proc")
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _WEIGHT: Final = 100
 """What a cgroup has that was given none."""
 _MORE: Final = "docs/operations.md, Which cores a daemon should have"
@@ -34,9 +33,7 @@ def check_wait(status: ProcessorStatus) -> Finding:
     return Finding("processor", Level.OK, status.text)
 
 
-def check_groups(
-    daemon: int, workers: Mapping[str, int], proc: Path = _PROC, cgroups: Path = _CGROUPS
-) -> list[Finding]:
+def check_groups(daemon: int, workers: Mapping[str, int], proc: Path = _PROC, cgroups: Path = ROOT) -> list[Finding]:
     """What the kernel weighs the daemon as, beside its workers; the process ids are those of this PID namespace."""
     try:
         own = proc / str(daemon) / "cgroup"

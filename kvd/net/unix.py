@@ -141,6 +141,13 @@ def _open_pidfd(connected: socket.socket, pid: int, *, listens: bool) -> int:
     return pidfd
 
 
+def readable(descriptor: int, seconds: float = 0.0) -> bool:
+    """Waits up to `seconds`. Not by `select`, which takes no descriptor above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 def _is_younger(pid: int, path: str) -> bool:
     """Whether a process began clearly after the socket at `path` was made."""
     try:

@@ -61,6 +61,13 @@ async def exporter(path: str, pools: list[MemfdPool]) -> Exporter:
     return made
 
 
+def exporter_of_many(path: str, pool: MemfdPool) -> Exporter:
+    made = Exporter(path, 0o600)
+    for number in range(MANY):
+        made.add(number, region(pool, pool.base + number))
+    return made
+
+
 async def imported(path: str, token: bytes) -> ImportedPools:
     return await asyncio.to_thread(import_pools, ExportAddress("p", "this", path, token), map_host_pool)
 
@@ -252,9 +259,7 @@ async def test_those_without_a_token_keep_nobody_from_importing_however_many_the
 async def test_what_is_not_read_holds_two_descriptors_on_their_way_and_no_more(
     path: str, pools: list[MemfdPool]
 ) -> None:
-    exporter = Exporter(path, 0o600)
-    for number in range(MANY):
-        exporter.add(number, region(pools[0], pools[0].base + number))
+    exporter = exporter_of_many(path, pools[0])
     with connection(path) as slow:
         stream = FrameStream(slow)
         stream.send(encode(Import(exporter.token())))
@@ -281,9 +286,7 @@ def next_frames(stream: FrameStream) -> list[Frame]:
 
 
 async def test_a_pool_that_has_ended_before_its_turn_came_is_left_out(path: str, pools: list[MemfdPool]) -> None:
-    exporter = Exporter(path, 0o600)
-    for number in range(MANY):
-        exporter.add(number, region(pools[0], pools[0].base + number))
+    exporter = exporter_of_many(path, pools[0])
     with connection(path) as slow:
         stream = FrameStream(slow)
         stream.send(encode(Import(exporter.token())))
@@ -304,9 +307,7 @@ async def test_a_pool_that_has_ended_before_its_turn_came_is_left_out(path: str,
 async def test_a_process_that_does_not_read_is_refused_more_until_it_has_read(
     path: str, pools: list[MemfdPool]
 ) -> None:
-    exporter = Exporter(path, 0o600)
-    for number in range(MANY):
-        exporter.add(number, region(pools[0], pools[0].base + number))
+    exporter = exporter_of_many(path, pools[0])
     slow = [FrameStream(connection(path)) for _ in range(limits.MAX_IMPORTS_UNREAD_PER_PROCESS)]
     for stream in slow:
         stream.send(encode(Import(exporter.token())))
@@ -400,9 +401,7 @@ def test_no_stamps_are_read_of_a_process_that_has_another_word_than_its_exporter
 
 
 async def test_an_importer_that_does_not_read_keeps_nobody_waiting(path: str, pools: list[MemfdPool]) -> None:
-    exporter = Exporter(path, 0o600)
-    for number in range(MANY):
-        exporter.add(number, region(pools[0], pools[0].base + number))
+    exporter = exporter_of_many(path, pools[0])
     with connection(path) as slow:
         stream = FrameStream(slow)
         stream.send(encode(Import(exporter.token())))

@@ -13,13 +13,13 @@ from kvd import foreign, limits
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream, no_descriptor
-from kvd.net.unix import credentials
+from kvd.net.unix import credentials, readable
 from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused, Withdrawn
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.mapped import MappedPool, MapPool
-from kvd.transport.samehost.process_memory import ProcessMemory, readable
+from kvd.transport.samehost.process_memory import ProcessMemory
 
 _FRAME_BYTES: Final = 4 * limits.KIB
 _PATIENCE: Final = struct.pack("ll", int(limits.IMPORT_SECONDS), 0)

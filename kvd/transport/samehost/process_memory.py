@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import select
 import socket
 
 import numpy as np
 
-from kvd.net.unix import credentials, peer_pidfd
+from kvd.net.unix import credentials, peer_pidfd, readable
 from kvd.transport.slices import U64
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,20 +71,13 @@ class ProcessMemory:
         found = ctypes.create_string_buffer(size)
         here, there = _Piece(ctypes.addressof(found), size), _Piece(address, size)
         _read(self._pid, ctypes.addressof(here), ctypes.addressof(there), 1, size)
-        if readable(self._descriptor, 0.0):
+        if readable(self._descriptor):
             raise OSError(errno.ESRCH, "the process has ended")  # and its number may be another's
         return found.raw
 
     def close(self) -> None:
         """Forgets the process."""
         os.close(self._descriptor)
-
-
-def readable(descriptor: int, seconds: float) -> bool:
-    """Waits up to `seconds`. Not by `select`, which takes no descriptor above 1023."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 def _read(pid: int, local: int, remote: int, pieces: int, size: int) -> None:

@@ -272,7 +272,8 @@ def test_an_operator_ends_a_kept_pool_and_hears_when_it_has_ended():
     assert stage.context.pools._records == {}
 
 
-def test_it_is_read_to_the_end_and_then_ends_though_the_operator_did_not_wait():
+def waiting_for_the_end_of_what_is_read():
+    """An operator has a pool ended whose worker is gone and from which a peer reads."""
     stage = stage_with()
     stage.attach("w", pid=7)
     stage.offer()
@@ -280,6 +281,11 @@ def test_it_is_read_to_the_end_and_then_ends_though_the_operator_did_not_wait():
     stage.hang_up()
     stage.process_ends()
     assert end(stage, "w") == []
+    return stage
+
+
+def test_it_is_read_to_the_end_and_then_ends_though_the_operator_did_not_wait():
+    stage = waiting_for_the_end_of_what_is_read()
     stage.hang_up(9)
     stage.asked_by_peer(Release(1, finished=True))
     assert stage.made["w"].closed
@@ -347,13 +353,7 @@ def test_a_worker_ends_its_own_pool_by_detaching():
 
 
 def test_a_session_that_waits_for_a_pool_to_end_attaches_only_afterwards_so_that_its_own_is_not_kept_for_good():
-    stage = stage_with()
-    stage.attach("w", pid=7)
-    stage.offer()
-    stage.asked_by_peer(make_claim(ttl=3600.0))
-    stage.hang_up()
-    stage.process_ends()
-    assert end(stage, "w") == []
+    stage = waiting_for_the_end_of_what_is_read()
     for request in (Attach("mine", b"j" * 16, CACHE.raw), End("w")):
         refused = stage.session(request, 9)
         assert isinstance(refused, Refused)

@@ -243,13 +243,18 @@ def test_a_detached_pool_ends_though_its_worker_dies_before_it_is_quiesced(stage
     assert stage.memory.closed
 
 
-def test_a_process_with_two_clients_gets_its_pool_back_when_it_is_quiesced_if_the_second_dies_before(stage):
-    """The second one had it quiesced, so the first must not go on with the leases that it had."""
+def have_quiesced_by_a_client_that_goes(stage):
+    """The second client of the process that has the pool, from which a peer reads."""
     stage.offer()
     stage.asked_by_peer(make_claim(ttl=3600.0))
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16, pid=7)
     stage.hang_up(2)
+
+
+def test_a_process_with_two_clients_gets_its_pool_back_when_it_is_quiesced_if_the_second_dies_before(stage):
+    """The second one had it quiesced, so the first must not go on with the leases that it had."""
+    have_quiesced_by_a_client_that_goes(stage)
     tenancy = stage.on_sessions[0].pool
     stage.attach(connection=3, pid=7)
     assert waits(stage)
@@ -260,11 +265,7 @@ def test_a_process_with_two_clients_gets_its_pool_back_when_it_is_quiesced_if_th
 
 
 def test_a_pool_that_quiesced_for_a_client_that_is_gone_still_waits_for_the_process_of_both(stage):
-    stage.offer()
-    stage.asked_by_peer(make_claim(ttl=3600.0))
-    stage.hang_up()
-    stage.attach(connection=2, instance=b"j" * 16, pid=7)
-    stage.hang_up(2)
+    have_quiesced_by_a_client_that_goes(stage)
     assert stage.attach(**THIRD).code == ErrorCode.POOL_BUSY
     stage.asked_by_peer(Release(1, finished=False))
     stage.attach(connection=4, instance=b"l" * 16, pid=10)
