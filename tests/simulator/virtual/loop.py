@@ -115,6 +115,8 @@ class Process:
         self.pid = 1 + world.processes
         self.dead = False
         self.paused = False
+        self.visible = True
+        """Whether others see its number, and are told of its end."""
         self.on_death: list[Callable[[], None]] = []
         self.backlog: list[Handle] = []
 
