@@ -72,6 +72,7 @@ class Worker(Ledger):
         self.runs += 1
         self.open_books()
         self.process = process = Process(self.world.loop, f"{self.name}#{self.runs}")
+        process.visible = Piece.INVISIBLE_PROCESSES not in self.world.pieces or self.world.chance(0.5)
         self.connection = SimConnection(self.world.kernel, self.daemon, process, self._heard)
         instance = process.name.encode().ljust(16, b".")
         dependencies = Dependencies(self.connection, self.connection, self._map, instance)
