@@ -15,6 +15,7 @@ from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
 from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
 from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.cache import Cache, content
 from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.line import SimConnection, SimPool
