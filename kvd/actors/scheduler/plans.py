@@ -16,7 +16,8 @@ from kvd.plan import Descriptors
 class Plans:
     """Makes one large plan of a worker at a time, `limits.MAX_PLANS` in all.
 
-    The user with the fewest plans on threads comes first; users take turns, and each user's workers do.
+    The user with the fewest plans on threads comes first; users take turns, and each user's workers do. One whose reads
+    have `limits.MAX_PLANNED` descriptors waits until some of them have ended.
 
     `planned` is called with a transfer whose large plan is made or cannot be, unless it was dropped meanwhile.
     """
@@ -31,22 +32,54 @@ class Plans:
         """Transfers that wait for a thread, by user and worker; the first of each is next."""
         self._running: dict[str, int] = {}
         """Workers for whom a thread plans, with their users."""
+        self._planned_of: Counter[int] = Counter()
+        """Descriptors of reads that are planned and have not ended, by user."""
+
+    def is_at_once(self, transfer: Transfer) -> bool:
+        """Whether a transfer can be planned without a thread and without waiting."""
+        return not transfer.is_large and self._has_room(transfer.pull.pool.uid)
 
     def plan(self, transfer: Transfer) -> bool:
-        """Whether a transfer is planned: if it is large, `planned` is called later.
+        """Whether a transfer is planned: if it is large, or its user's others are too many, `planned` is called later.
 
         Raises:
             KvdError: the blocks cannot be planned (`kvd.actors.scheduler.routes.plan_read`).
 
         """
-        if transfer.descriptors is None and not transfer.is_large:
-            transfer.plan()
+        if transfer.descriptors is None and self.is_at_once(transfer):
+            self.plan_now(transfer)
         elif transfer.descriptors is None and transfer.planning is None:
             transfer.planning = object()
             pool = transfer.pull.pool
             self._queued.setdefault(pool.uid, {}).setdefault(pool.worker, {})[transfer] = transfer.planning
             self._start()
         return transfer.descriptors is not None
+
+    def plan_now(self, transfer: Transfer) -> None:
+        """Plans a small transfer.
+
+        Raises:
+            KvdError: see `plan`.
+
+        """
+        self._count(transfer, transfer.plan().count)
+
+    def ended(self, transfer: Transfer) -> None:
+        """Its read has ended, or will not begin: its plan is not needed any more."""
+        transfer.descriptors = None
+        if transfer.planned:
+            self._count(transfer, 0)
+            self._start()
+
+    def _count(self, transfer: Transfer, descriptors: int) -> None:
+        uid = transfer.pull.pool.uid
+        self._planned_of[uid] += descriptors - transfer.planned
+        transfer.planned = descriptors
+        if not self._planned_of[uid]:
+            del self._planned_of[uid]
+
+    def _has_room(self, uid: int) -> bool:
+        return self._planned_of[uid] < limits.MAX_PLANNED
 
     def drop(self, transfer: Transfer) -> None:
         """The plan is not wanted any more: one that has begun is made for nothing."""
@@ -70,7 +103,7 @@ class Plans:
         """What a thread gets next; None if nothing may be given to one."""
         plans = Counter(self._running.values())
         for uid in sorted(self._queued, key=lambda uid: plans[uid]):
-            for worker, transfers in self._queued[uid].items():
+            for worker, transfers in self._queued[uid].items() if self._has_room(uid) else ():
                 if worker not in self._running:
                     return next(iter(transfers))
         return None
@@ -90,6 +123,9 @@ class Plans:
         del self._running[transfer.pull.pool.worker]
         if transfer.planning is name:
             transfer.planning = None
+            if isinstance(result, Descriptors):
+                transfer.descriptors = result
+                self._count(transfer, result.count)
             self._planned(transfer, result)
         self._start()
 

@@ -148,6 +148,46 @@ def test_users_take_turns_however_many_workers_they_have(monkeypatch):
     assert is_idle(stage)
 
 
+@pytest.mark.parametrize("blocks", [(0, 1), (4, 5, 6, 7)], ids=["small", "large"])
+@pytest.mark.parametrize("end", ["landed", "cancelled", "failed"])
+def test_what_is_planned_of_a_users_reads_is_bounded_and_others_of_its_are_planned_as_they_end(
+    monkeypatch, blocks, end
+):
+    stage = planning(Stage(rules=[Rule(("*",), uid=uid) for uid in (1000, 1001)]), monkeypatch)
+    for number, uid in enumerate((1000, 1000, 1001), 1):
+        stage.attach(f"w{number}", connection=number, uid=uid)
+    stage.pull("first", blocks=())
+    stage.peer_says(welcome_of())
+    monkeypatch.setattr(limits, "MAX_PLANNED", 1)
+    pull_big(stage, "p", blocks=(2, 3, 4))
+    make_plan(stage)
+    stage.peer_says(Grant(2, 7, 1, 5))
+    assert [read.read for read in stage.reads] == [2]
+    pull_big(stage, "q", b"\2" * 16, blocks=blocks)
+    stage.peer_says(Grant(3, 7, 1, 5))
+    assert stage.works == deque()
+    request = Pull(2, "of another user", BIG_TICKET, (Span(0, 0, ids(2, 3, 4)),), 5.0)
+    stage.context.gateway.tell(WorkerFrame(b"\3" * 16, codec.encode(request), 1001))
+    stage.run()
+    make_plan(stage)
+    stage.peer_says(Grant(4, 7, 1, 5))
+    assert [read.read for read in stage.reads] == [2, 4]
+    if end == "landed":
+        stage.landed(2)
+    elif end == "failed":
+        stage.read_failed(2)
+    else:
+        stage.request(Cancel(9, "p"))
+        assert stage.works == deque()
+        stage.landed(2)
+    make_plan(stage)
+    assert [read.read for read in stage.reads] == [2, 4, 3]
+    for number in (3, 4):
+        stage.landed(number)
+    assert not plans(stage)._planned_of
+    assert is_idle(stage)
+
+
 def test_a_pull_that_is_cancelled_while_it_is_planned_ends_at_once_and_its_plan_is_dropped(stage):
     pull_big(stage)
     stage.peer_says(welcome_of())
