@@ -94,6 +94,10 @@ MAX_PLANNED_AT_ONCE: Final = 1 << 15
 MAX_PLANS: Final = 2
 """Plans that threads make at a time, each another worker's: one takes a core, and up to three times its arrays."""
 
+MAX_PLANNED: Final = MAX_DESCRIPTORS
+"""Descriptors that are planned of one user's reads at which its further reads wait to be planned until some have ended:
+400 MB. Without it a pool whose layout takes a descriptor for each byte had the daemon keep 24 times its size."""
+
 MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
 """Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. The
 event loop works them out once for each peer, in 100 ms; NIXL then needs half a second for each block."""

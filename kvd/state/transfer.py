@@ -97,6 +97,8 @@ _S, _E, _F = State, Event, Effect
 
 OPEN = frozenset({_S.READING, _S.DRAINING})
 """Its read is open: something may write to the pull's blocks."""
+READ = frozenset({_S.FENCING, _S.SETTLING, _S.LEAVING, _S.HELD, _S.ENDED})
+"""Its read has ended, or will not begin."""
 TELLING = frozenset({_S.SETTLING, _S.LEAVING})
 """The producer is told that its reader has finished."""
 PROVEN = frozenset({_S.SETTLING, _S.HELD})

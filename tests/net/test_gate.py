@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvd import limits
 from kvd.net import keys
@@ -148,6 +149,47 @@ async def test_those_without_a_key_take_nobodys_place_and_the_oldest_of_them_mak
     await talk(consumer, producer)
     for each in silent:
         each.close()
+
+
+async def of_unknown_key(folder: Path, producer: Daemon) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose key was refused, and which stays: libzmq's own client would hang up."""
+    refused = asyncio.Event()
+    reader, writer = await asyncio.open_unix_connection(producer.path)
+
+    async def between(inner: asyncio.StreamReader, to_inner: asyncio.StreamWriter) -> None:
+        async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                target.write(data)
+                if b"\x05ERROR" in data:
+                    return
+
+        there = asyncio.create_task(pass_on(inner, writer))
+        await pass_on(reader, to_inner)
+        refused.set()
+        there.cancel()
+        to_inner.close()
+
+    async with await asyncio.start_unix_server(between, folder / "between"):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket_:
+            trust("d", {"d": keys.generate()}).secure_client(socket_, PAIRS["p"].public)
+            socket_.setsockopt(zmq.LINGER, 0)
+            socket_.connect(f"ipc://{folder / 'between'}")
+            await refused.wait()
+    (folder / "between").unlink()
+    return reader, writer
+
+
+@pytest.mark.parametrize("with_keys", [True], indirect=True)
+async def test_those_whose_key_was_refused_stay_strangers_however_long_they_stay(
+    producer: Daemon, consumer: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_STRANGE_PEERS", 2)
+    monkeypatch.setattr(limits, "MAX_PEERS", 4)
+    refused = [await of_unknown_key(tmp_path, producer) for _ in range(4)]
+    await talk(consumer, producer)
+    assert all(rejection.reason is not Reason.TOO_MANY for rejection in producer.rejected)
+    for _, writer in refused:
+        writer.close()
 
 
 async def test_processes_and_users_have_shares_and_those_who_are_refused_are_counted(

@@ -173,7 +173,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=70)
+@mutation(Promise.FENCED, first=530)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -418,7 +418,7 @@ def a_pool_makes_room_though_its_process_lives(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_spare", property(lambda self: self.state is PoolState.KEPT))
 
 
-@mutation(Promise.SURVIVES, first=191, needs=Piece.DYING_SUCCESSORS)
+@mutation(Promise.SURVIVES, first=80, needs=Piece.DYING_SUCCESSORS)
 def a_successor_that_dies_takes_the_pool_along(monkeypatch):
     monkeypatch.setattr(PoolRecord, "forsaken", property(lambda self: False))
     original = PoolsActor._stop_waiting
@@ -475,6 +475,28 @@ def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
 
     keep_then = DescriptorStore.keep
     monkeypatch.setattr(DescriptorStore, "keep", keep)
+
+
+@mutation(Promise.SURVIVES, needs=Piece.INVISIBLE_PROCESSES)
+def the_end_of_a_process_is_waited_for_though_nothing_tells_it(monkeypatch):
+    def succeed(self, record, request):
+        if record.is_held_beside(request):
+            self._await_end(record)
+        else:
+            self._quiesce(record, PoolState.QUIESCING)
+
+    monkeypatch.setattr(PoolsActor, "_succeed", succeed)
+
+
+@mutation(Promise.SOUND, needs=Piece.INVISIBLE_PROCESSES)
+def a_pool_is_kept_for_good_for_a_process_whose_end_nothing_tells(monkeypatch):
+    def linger(self, record):
+        request, record.request = record.request, replace(record.request, watched=True)
+        linger_then(self, record)
+        record.request = request
+
+    linger_then = PoolsActor._linger
+    monkeypatch.setattr(PoolsActor, "_linger", linger)
 
 
 @mutation(Promise.SURVIVES, needs=Piece.SEVERAL_HOSTS)

@@ -76,17 +76,17 @@ class Lease:
     """Why it ended, in the words of `Released.reason`."""
     claims: dict[ClaimKey, ClaimRecord] = field(default_factory=dict)
     """Those that are held."""
-    finished: dict[str, set[int]] = field(default_factory=dict)
-    """Readers that have finished, by consumer; not kept if consumers are not counted."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Readers that have finished, by consumer, as bits; not kept if consumers are not counted."""
     done: set[str] = field(default_factory=set)
     """Consumers all of whose readers have finished."""
 
     def finish(self, claim: Claim) -> None:
         """One reader has all it wanted."""
         if self.consumers:
-            readers = self.finished.setdefault(claim.consumer, set())
-            readers.add(claim.reader)
-            if len(readers) >= claim.readers:
+            readers = self.finished.get(claim.consumer, 0) | 1 << claim.reader
+            self.finished[claim.consumer] = readers
+            if readers.bit_count() >= claim.readers:
                 self.done.add(claim.consumer)
 
     @property

@@ -109,7 +109,7 @@ class PoolsActor(Actor):
         number = self._next_id()
         spec = request.spec
         blocks = BlocksInUse(spec)
-        pool = Pool(number, request.worker, number, 0, spec.pool_bytes, spec, request.raw_spec, blocks)
+        pool = Pool(number, request.worker, number, 0, spec.pool_bytes, spec, request.raw_spec, blocks, request.uid)
         record = PoolRecord(pool, request, tenancy=number, waiting=request)
         self._records[request.worker] = record
         self._memory.make(record)

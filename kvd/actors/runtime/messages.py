@@ -31,6 +31,8 @@ class Pool(Struct, frozen=True, gc=False):
     spec: CacheSpec
     raw_spec: bytes
     blocks: BlocksInUse
+    uid: int
+    """The user that it belongs to."""
 
 
 class PeerPool(Struct, frozen=True, gc=False):

@@ -1,5 +1,6 @@
 """Plans of reads: small ones at once, large ones on threads, so that nobody else's pulls wait for them."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,10 @@ from kvd.plan import Descriptors
 
 
 class Plans:
-    """Makes one large plan of a worker at a time, `limits.MAX_PLANS` in all; workers take turns.
+    """Makes one large plan of a worker at a time, `limits.MAX_PLANS` in all.
+
+    The user with the fewest plans on threads comes first; users take turns, and each user's workers do. One whose reads
+    have `limits.MAX_PLANNED` descriptors waits until some of them have ended.
 
     `planned` is called with a transfer whose large plan is made or cannot be, unless it was dropped meanwhile.
     """
@@ -24,51 +28,104 @@ class Plans:
         self._actor = actor
         self._background = background
         self._planned = planned
-        self._queued: dict[str, dict[Transfer, object]] = {}
-        """Transfers that wait for a thread, by worker; the worker whose turn is next is the first."""
-        self._running: set[str] = set()
-        """Workers for whom a thread plans."""
+        self._queued: dict[int, dict[str, dict[Transfer, object]]] = {}
+        """Transfers that wait for a thread, by user and worker; the first of each is next."""
+        self._running: dict[str, int] = {}
+        """Workers for whom a thread plans, with their users."""
+        self._planned_of: Counter[int] = Counter()
+        """Descriptors of reads that are planned and have not ended, by user."""
+
+    def is_at_once(self, transfer: Transfer) -> bool:
+        """Whether a transfer can be planned without a thread and without waiting."""
+        return not transfer.is_large and self._has_room(transfer.pull.pool.uid)
 
     def plan(self, transfer: Transfer) -> bool:
-        """Whether a transfer is planned: if it is large, `planned` is called later.
+        """Whether a transfer is planned: if it is large, or its user's others are too many, `planned` is called later.
 
         Raises:
             KvdError: the blocks cannot be planned (`kvd.actors.scheduler.routes.plan_read`).
 
         """
-        if transfer.descriptors is None and not transfer.is_large:
-            transfer.plan()
+        if transfer.descriptors is None and self.is_at_once(transfer):
+            self.plan_now(transfer)
         elif transfer.descriptors is None and transfer.planning is None:
             transfer.planning = object()
-            self._queued.setdefault(transfer.pull.key[0], {})[transfer] = transfer.planning
+            pool = transfer.pull.pool
+            self._queued.setdefault(pool.uid, {}).setdefault(pool.worker, {})[transfer] = transfer.planning
             self._start()
         return transfer.descriptors is not None
+
+    def plan_now(self, transfer: Transfer) -> None:
+        """Plans a small transfer.
+
+        Raises:
+            KvdError: see `plan`.
+
+        """
+        self._count(transfer, transfer.plan().count)
+
+    def ended(self, transfer: Transfer) -> None:
+        """Its read has ended, or will not begin: its plan is not needed any more."""
+        transfer.descriptors = None
+        if transfer.planned:
+            self._count(transfer, 0)
+            self._start()
+
+    def _count(self, transfer: Transfer, descriptors: int) -> None:
+        uid = transfer.pull.pool.uid
+        self._planned_of[uid] += descriptors - transfer.planned
+        transfer.planned = descriptors
+        if not self._planned_of[uid]:
+            del self._planned_of[uid]
+
+    def _has_room(self, uid: int) -> bool:
+        return self._planned_of[uid] < limits.MAX_PLANNED
 
     def drop(self, transfer: Transfer) -> None:
         """The plan is not wanted any more: one that has begun is made for nothing."""
         transfer.planning = None
-        worker = transfer.pull.key[0]
-        queue = self._queued.get(worker, {})
-        if queue.pop(transfer, None) is not None and not queue:
-            del self._queued[worker]
+        pool = transfer.pull.pool
+        if transfer in self._queued.get(pool.uid, {}).get(pool.worker, {}):
+            self._take(transfer)
 
     def _start(self) -> None:
-        """Gives threads what waits, to each worker in its turn."""
-        for worker in [worker for worker in self._queued if worker not in self._running]:
-            if len(self._running) >= limits.MAX_PLANS:
-                return
-            queue = self._queued.pop(worker)
-            transfer = next(iter(queue))
-            name = queue.pop(transfer)
-            if queue:
-                self._queued[worker] = queue  # behind those of all others
-            self._running.add(worker)
+        """Gives threads what waits."""
+        while len(self._running) < limits.MAX_PLANS and (transfer := self._next()) is not None:
+            pool, name = transfer.pull.pool, self._take(transfer)
+            if workers := self._queued.pop(pool.uid, None):
+                self._queued[pool.uid] = workers  # behind all other users
+                if transfers := workers.pop(pool.worker, None):
+                    workers[pool.worker] = transfers
+            self._running[pool.worker] = pool.uid
             self._background(_work(transfer), partial(self._actor.soon, self._made, transfer, name))
 
+    def _next(self) -> Transfer | None:
+        """What a thread gets next; None if nothing may be given to one."""
+        plans = Counter(self._running.values())
+        for uid in sorted(self._queued, key=lambda uid: plans[uid]):
+            for worker, transfers in self._queued[uid].items() if self._has_room(uid) else ():
+                if worker not in self._running:
+                    return next(iter(transfers))
+        return None
+
+    def _take(self, transfer: Transfer) -> object:
+        """Takes a transfer out of what waits. Returns the name of its plan."""
+        pool = transfer.pull.pool
+        workers = self._queued[pool.uid]
+        name = workers[pool.worker].pop(transfer)
+        if not workers[pool.worker]:
+            del workers[pool.worker]
+        if not workers:
+            del self._queued[pool.uid]
+        return name
+
     def _made(self, transfer: Transfer, name: object, result: Descriptors | KvdError) -> None:
-        self._running.discard(transfer.pull.key[0])
+        del self._running[transfer.pull.pool.worker]
         if transfer.planning is name:
             transfer.planning = None
+            if isinstance(result, Descriptors):
+                transfer.descriptors = result
+                self._count(transfer, result.count)
             self._planned(transfer, result)
         self._start()
 

@@ -31,6 +31,8 @@ class Transfer(Struct, eq=False):
     """Of the lease, once it is known."""
     descriptors: Descriptors | None = None
     """What to read, once it is planned."""
+    planned: int = 0
+    """How many of them are counted as its user's."""
     planning: object = None
     """Names the plan that is being made of it on a thread; None if none is."""
     early_grant: Grant | None = None

@@ -89,9 +89,13 @@ class Transfers(Component):
     def begin(self, pull: Pull) -> None:
         """Reads at once where stamps show that the tickets are right; asks for grants elsewhere."""
         known = {each.number for each in pull.transfers if self._is_known(each)}
-        for transfer in pull.transfers:
-            if transfer.number in known and not self._plan(transfer):
-                return  # the pull has failed: none of its transfers may begin
+        try:
+            for transfer in pull.transfers:
+                if transfer.number in known:
+                    self._plans.plan_now(transfer)
+        except KvdError as error:
+            self._fail(transfer, error)
+            return  # none of its transfers may begin
         for transfer in pull.transfers:
             if transfer.number in known:
                 transfer.generation = transfer.rank.generation
@@ -100,10 +104,10 @@ class Transfers(Component):
                 self._step(transfer, Event.BEGIN)
         self._check_proven(pull)
 
-    @staticmethod
-    def _is_known(transfer: Transfer) -> bool:
-        """Whether its read may begin without a claim. One that is planned for long is claimed meanwhile."""
-        return transfer.is_stamped and transfer.view.same_host and not transfer.pull.hold and not transfer.is_large
+    def _is_known(self, transfer: Transfer) -> bool:
+        """Whether its read may begin without a claim. One whose plan takes or waits for long is claimed meanwhile."""
+        may = transfer.is_stamped and transfer.view.same_host and not transfer.pull.hold
+        return may and self._plans.is_at_once(transfer)
 
     def leave(self, pull: Pull) -> None:
         """Tells the producers of a pull that was cancelled before it could begin that its reader will not come."""
@@ -209,9 +213,7 @@ class Transfers(Component):
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
             self._fail(transfer, result)
-            return
-        transfer.descriptors = result
-        if transfer.state is State.PLANNING:
+        elif transfer.state is State.PLANNING:
             self._step(transfer, Event.PLANNED)
 
     def learned(self, address: str) -> None:
@@ -234,8 +236,8 @@ class Transfers(Component):
         pool = view.pools.get(rank.pool)
         if pool is None or (view.incarnation, pool.epoch) != (grant.incarnation, grant.epoch):
             return False
-        transfer.descriptors = None
         self._plans.drop(transfer)
+        self._plans.ended(transfer)
         pull.views[rank.address] = view
         sources = {source.rank: source for source in self._producers.sources(pull)}
         transfer.source = sources.get(transfer.source.rank, transfer.source)
@@ -283,6 +285,8 @@ class Transfers(Component):
                 self._requests.answered(transfer)
             if transfer.planning is not None and step.state is not State.PLANNING:
                 self._plans.drop(transfer)
+            if step.state in machine.READ:
+                self._plans.ended(transfer)
             if transfer.span is not None:
                 transfer.span.enter(step.state)
         for effect in step.effects:
@@ -330,15 +334,10 @@ class Transfers(Component):
 
     def _plan_claimed(self, transfer: Transfer) -> None:
         if transfer.state is State.CLAIMING:
-            self._plan(transfer)
-
-    def _plan(self, transfer: Transfer) -> bool:
-        """Whether its read is planned; if not, it will be, or its pull has failed."""
-        try:
-            return self._plans.plan(transfer)
-        except KvdError as error:
-            self._fail(transfer, error)
-            return False
+            try:
+                self._plans.plan(transfer)
+            except KvdError as error:
+                self._fail(transfer, error)
 
     def _fail(self, transfer: Transfer, error: KvdError) -> None:
         """Fails the pull, which stops all its transfers."""

@@ -14,9 +14,9 @@ from kvd.net.local.relay import PrivateListener, Relay, finish
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import Party, created_with, party_at
 
-_BEFORE_READY: Final = 64 + 170
-"""Bytes that a ROUTER with CURVE says to whoever connects: its greeting and its WELCOME. What follows is for those who
-have an allowed key."""
+_BEFORE_READY: Final = 64 + 170 + 12
+"""Bytes that a ROUTER with CURVE says to those who have no allowed key: its greeting, its WELCOME, and an ERROR, after
+which they may stay for as long as a handshake may take. Those who have one get its READY, of 67 bytes."""
 
 
 class Gate:

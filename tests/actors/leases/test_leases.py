@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from structlog.testing import capture_logs
 
@@ -645,6 +647,22 @@ def test_consumers_that_never_finish_leave_no_more_behind_than_their_bound(stage
         answers += stage.asked_by_peer(claim(number, consumer=f"c{number}", readers=2))
         stage.asked_by_peer(Release(number, finished=True))
     assert [getattr(answer, "code", "granted") for answer in answers] == ["granted"] * 4 + ["overloaded"] * 2
+
+
+def test_readers_of_made_up_consumers_take_few_bytes_of_an_offer(stage):
+    stage.offer()
+    readers = limits.MAX_RANKS - 1
+    [lease] = stage.context.leases._offers._leases.values()
+    for consumer in range(4):
+        fences = [
+            Fence(number, 0, claim(number, consumer=f"c{consumer}", reader=number % readers, readers=limits.MAX_RANKS))
+            for number in range(1 + consumer * readers, 1 + (consumer + 1) * readers)
+        ]
+        for start in range(0, readers, limits.MAX_SETTLED):
+            stage.asked_by_peer(Settle(tuple(fences[start : start + limits.MAX_SETTLED])))
+    assert len(lease.finished) == 4
+    assert sum(map(sys.getsizeof, lease.finished.values())) <= 4 * 256
+    assert released(stage) == []
 
 
 # --- one peer cannot have it all

@@ -5,9 +5,12 @@ from collections import deque
 import pytest
 
 from kvd import limits
+from kvd.actors.gateway.policy import Rule
 from kvd.actors.runtime.messages import Quiesce
 from kvd.errors import BadRequest, ErrorCode
+from kvd.net.interface import WorkerFrame
 from kvd.plan import Planner, route
+from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Release, Renew
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Pull
@@ -22,8 +25,12 @@ BIG_TICKET = make_ticket(blocks=BIG)
 @pytest.fixture
 def stage(monkeypatch):
     """A stage on which plans of more than two blocks are large; `works` has those that threads were given."""
-    stage = Stage(claim_ttl=3.0, retry=0.5)
+    stage = planning(Stage(claim_ttl=3.0, retry=0.5), monkeypatch)
     stage.attach()
+    return stage
+
+
+def planning(stage, monkeypatch):
     transfers = stage.context.scheduler._transfers
     stage.works = deque()
     transfers._plans._background = lambda work, done: stage.works.append((work, done))
@@ -116,6 +123,68 @@ def test_a_worker_has_one_thread_at_a_time_and_workers_take_turns(stage, monkeyp
         begun += [name for _, name in pulls if name not in begun]
         make_plan(stage)
     assert begun == ["w1", "v1", "w2", "v2", "u1"]
+    assert is_idle(stage)
+
+
+def test_users_take_turns_however_many_workers_they_have(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PLANS", 2)
+    users = {1000: "a1 a2 a3 a4", 1001: "b1 b2 b3 b4", 1002: "c1"}
+    stage = planning(Stage(rules=[Rule(("*",), uid=uid) for uid in users]), monkeypatch)
+    of_worker = {name: uid for uid, names in users.items() for name in names.split()}
+    for number, (name, uid) in enumerate(of_worker.items(), 1):
+        stage.attach(name, connection=number, uid=uid)
+    stage.pull("first", blocks=())
+    stage.peer_says(welcome_of())
+    for number, (name, uid) in enumerate(of_worker.items(), 1):
+        request = Pull(2, name, BIG_TICKET, (Span(0, 0, ids(*BIG)),), 5.0)
+        stage.context.gateway.tell(WorkerFrame(bytes([number]) * 16, codec.encode(request), uid))
+        stage.run()
+    made = []
+    while stage.works:
+        made.append(stage.works[0][1].args[1].pull.pool.worker)
+        make_plan(stage)
+    assert sorted(made) == sorted(of_worker)
+    assert made.index("c1") <= 4
+    assert is_idle(stage)
+
+
+@pytest.mark.parametrize("blocks", [(0, 1), (4, 5, 6, 7)], ids=["small", "large"])
+@pytest.mark.parametrize("end", ["landed", "cancelled", "failed"])
+def test_what_is_planned_of_a_users_reads_is_bounded_and_others_of_its_are_planned_as_they_end(
+    monkeypatch, blocks, end
+):
+    stage = planning(Stage(rules=[Rule(("*",), uid=uid) for uid in (1000, 1001)]), monkeypatch)
+    for number, uid in enumerate((1000, 1000, 1001), 1):
+        stage.attach(f"w{number}", connection=number, uid=uid)
+    stage.pull("first", blocks=())
+    stage.peer_says(welcome_of())
+    monkeypatch.setattr(limits, "MAX_PLANNED", 1)
+    pull_big(stage, "p", blocks=(2, 3, 4))
+    make_plan(stage)
+    stage.peer_says(Grant(2, 7, 1, 5))
+    assert [read.read for read in stage.reads] == [2]
+    pull_big(stage, "q", b"\2" * 16, blocks=blocks)
+    stage.peer_says(Grant(3, 7, 1, 5))
+    assert stage.works == deque()
+    request = Pull(2, "of another user", BIG_TICKET, (Span(0, 0, ids(2, 3, 4)),), 5.0)
+    stage.context.gateway.tell(WorkerFrame(b"\3" * 16, codec.encode(request), 1001))
+    stage.run()
+    make_plan(stage)
+    stage.peer_says(Grant(4, 7, 1, 5))
+    assert [read.read for read in stage.reads] == [2, 4]
+    if end == "landed":
+        stage.landed(2)
+    elif end == "failed":
+        stage.read_failed(2)
+    else:
+        stage.request(Cancel(9, "p"))
+        assert stage.works == deque()
+        stage.landed(2)
+    make_plan(stage)
+    assert [read.read for read in stage.reads] == [2, 4, 3]
+    for number in (3, 4):
+        stage.landed(number)
+    assert not plans(stage)._planned_of
     assert is_idle(stage)
 
 

@@ -18,6 +18,7 @@ SMALL: Final = {
     "MAX_CLAIMS_WAITING": 2,
     "MAX_HANDSHAKES": 1,
     "MAX_LEAVING": 1,
+    "MAX_PLANNED": 4,
     "MAX_PLANNED_AT_ONCE": 2,
     "MAX_PLANS": 1,
     "MAX_RENEWALS": 1,

@@ -24,7 +24,8 @@ _AFTERMATH = 1.2
 _HEARD = 0.1
 """Seconds for a message and its answer if none is lost or late."""
 _GREETED = 1.0
-"""Seconds after which a daemon that stood still has heard of a death, and has greeted who followed."""
+"""The same where daemons stand still or import slowly: a death is heard of late, and who follows is greeted late."""
+_SLOW = frozenset({Piece.STANDSTILLS, Piece.TWO_ADDRESSES, Piece.SEVERAL_HOSTS})
 _AT_ONCE = 0.45
 """Seconds within which an impossible pull must fail; no claim has timed out by then."""
 SCRAP = 0xEE
@@ -170,7 +171,7 @@ class Ledger:
         excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
         if pulling.brief or cause == ErrorCode.DEADLINE:
             calm = calm and not self.world.stood_still(since)  # it lost the time
-        heard = _GREETED if Piece.STANDSTILLS in self.world.pieces else _HEARD
+        heard = _HEARD if self.world.pieces.isdisjoint(_SLOW) else _GREETED
         late = (
             pulling.stale
             and pulling.trouble == self.trouble + self.daemon.pauses

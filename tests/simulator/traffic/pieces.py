@@ -28,6 +28,8 @@ class Piece(StrEnum):
     """An admitted peer and another user's process send what they like."""
     IDLE_PROCESSES = "idle-processes"
     """A worker loses its session and does not poll for longer than pools of dead processes are kept."""
+    INVISIBLE_PROCESSES = "invisible-processes"
+    """Processes of another PID namespace, whose end nothing tells: those end with their sessions."""
     LINGERING_PROCESSES = "lingering-processes"
     """A worker's process loses its session for good and writes on, beside its successor's."""
     OLD_TICKETS = "old-tickets"

@@ -254,13 +254,13 @@ class Schedule:
 
     def _linger(self) -> None:
         worker = self._worker()
-        if worker.attached:
+        if worker.attached and worker.process.visible:
             worker.linger(self.world.rng.random())
             self.world.loop.call_later(0.005, worker.start_again)
 
     def _idle(self) -> None:
         worker = self._worker()
-        if worker.attached:
+        if worker.attached and worker.process.visible:
             self._hang_up(worker)
             worker.pause()  # until the world is healed
 

@@ -15,6 +15,7 @@ from kvd.protocol import worker as wire
 from kvd.protocol.types import Message
 from tests.simulator.checks.ledger import SCRAP, Ledger, Offering, Pulling
 from tests.simulator.checks.promises import Promise
+from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.cache import Cache, content
 from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.line import SimConnection, SimPool
@@ -72,6 +73,7 @@ class Worker(Ledger):
         self.runs += 1
         self.open_books()
         self.process = process = Process(self.world.loop, f"{self.name}#{self.runs}")
+        process.visible = Piece.INVISIBLE_PROCESSES not in self.world.pieces or self.world.chance(0.5)
         self.connection = SimConnection(self.world.kernel, self.daemon, process, self._heard)
         instance = process.name.encode().ljust(16, b".")
         dependencies = Dependencies(self.connection, self.connection, self._map, instance)

@@ -118,6 +118,8 @@ class Process:
         world.alive[self.pid] = self
         self.dead = False
         self.paused = False
+        self.visible = True
+        """Whether others see its number, and are told of its end."""
         self.on_death: list[Callable[[], None]] = []
         self.backlog: list[Handle] = []
 

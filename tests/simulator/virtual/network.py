@@ -264,8 +264,10 @@ class SimWorkerPort:
         self._last += 1
         session = Session(self, self._last, process, receiver)
         self.sessions[session.number] = session
-        self.later(self.process, self.on_event, SessionOpened(session.number, process.pid, UID, UID))
-        process.on_death.append(lambda: self._tell_ended(session.number))
+        pid = process.pid if process.visible else 0
+        self.later(self.process, self.on_event, SessionOpened(session.number, pid, UID, UID, process.visible))
+        if process.visible:
+            process.on_death.append(lambda: self._tell_ended(session.number))
         return session
 
     def _tell_ended(self, number: int) -> None:
