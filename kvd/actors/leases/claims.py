@@ -178,8 +178,12 @@ class Claims(Component):
         """
         if error.code is not ErrorCode.BAD_TICKET:
             return True
-        self._once.warn("wrong proof", peer, peer=peer, text=error.text)
+        self._log_wrong_proof(peer, error)
         return self._wrong_proofs.take(peer, self._context.loop.time())
+
+    def _log_wrong_proof(self, peer: str, error: KvdError) -> None:
+        if error.code is ErrorCode.BAD_TICKET:
+            self._once.warn("wrong proof", peer, peer=peer, text=error.text)
 
     # --- it is held -------------------------------------------------------------------------------------------------
 
@@ -197,9 +201,12 @@ class Claims(Component):
             self._reply(sender, Broken(tuple(lost), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
 
     def _settle(self, sender: bytes, peer: str, fences: tuple[Fence, ...]) -> None:
-        errors = [self._settle_one(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
-        if unknown := sum(error is not None for error in errors):
-            self._unknown.charge(peer, self._context.loop.time(), unknown)
+        settled = [self._settle_one(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
+        errors = [error for error in settled if error is not None]
+        for error in errors:
+            self._log_wrong_proof(peer, error)
+        if errors:
+            self._unknown.charge(peer, self._context.loop.time(), len(errors))
         self._reply(sender, Settled(tuple(fence.claim for fence in fences)))
 
     def _settle_one(self, key: ClaimKey, peer: str, fence: Fence) -> KvdError | None:

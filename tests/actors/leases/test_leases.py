@@ -533,6 +533,19 @@ def test_a_guess_hears_that_it_is_wrong_and_after_many_nothing_while_a_right_pro
     assert isinstance(stage.asked_by_peer(claim(), sender=b"guesser#1")[0], Grant)
 
 
+@pytest.mark.parametrize("generation", [0, 1])
+def test_guesses_among_readers_that_settle_are_counted_and_logged_once_for_each_peer(stage, generation):
+    [offered] = stage.offer()
+    named = generation * ticket.decode(offered.ticket).ranks[0].generation
+    with capture_logs() as logs:
+        for number in range(1, 5):
+            guess = claim(number, secret=bytes(16), generation=named)
+            assert stage.asked_by_peer(Settle((Fence(number, named, guess),))) == [Settled((number,))]
+    assert [line["event"] for line in logs] == ["wrong proof"]
+    assert stage.context.metrics.wrong_proofs._value.get() == 4
+    assert released(stage) == []
+
+
 @pytest.mark.parametrize("generation", [1, INCARNATION, INCARNATION + 2])
 def test_a_ticket_with_a_generation_that_no_lease_has_had_is_made_up_which_is_counted_and_logged_once(
     stage, generation
