@@ -193,7 +193,7 @@ Longer than messages take to lose a peer that stands still, also with heartbeats
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered, so that a late request learns why they ended. Beyond it the oldest are
-forgotten, and a late request hears that they are unknown. About 10 MiB."""
+forgotten, and a late request hears that they are unknown; one peer or worker has half of them. About 10 MiB."""
 
 MAX_WORKERS: Final = 256
 """Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""

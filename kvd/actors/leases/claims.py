@@ -32,8 +32,9 @@ _UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CL
 class Claims(Component):
     """See the module's text.
 
-    `remember(key)` has `forget` called for a claim that has ended, after a while. `expect_readers` is called with True
-    when the first claim is held whose read this daemon's transport has a part in, and with False when none is.
+    `remember(key, owner)` has `forget` called for a claim that has ended, after a while. `expect_readers` is called
+    with True when the first claim is held whose read this daemon's transport has a part in, and with False when none
+    is.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Claims(Component):
         context: ActorContext,
         offers: Offers,
         *,
-        remember: Callable[[ClaimKey], None],
+        remember: Callable[[ClaimKey, str], None],
         expect_readers: Callable[[bool], None],
     ) -> None:
         self._context = context
@@ -306,7 +307,7 @@ class Claims(Component):
         for effect in step.effects:
             match effect:
                 case Effect.REMEMBER:
-                    self._remember(claim.key)
+                    self._remember(claim.key, f"peer {claim.peer}")
                 case Effect.FORGET:
                     del self._records[claim.key]
                 case Effect.TELL:

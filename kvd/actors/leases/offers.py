@@ -31,8 +31,8 @@ _HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
 class Offers(Component):
     """Leases by offer; each follows `kvd.state.lease`.
 
-    `remember(key)` has `forget` called for an offer that has ended, after a while. `break_claims(lease, why)` breaks
-    all claims of a lease.
+    `remember(key, owner)` has `forget` called for an offer that has ended, after a while. `break_claims(lease, why)`
+    breaks all claims of a lease.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Offers(Component):
         context: ActorContext,
         stamps: Stamps,
         *,
-        remember: Callable[[OfferKey], None],
+        remember: Callable[[OfferKey, str], None],
         break_claims: Callable[[Lease, str], None],
     ) -> None:
         self._owner = actor.name
@@ -186,7 +186,7 @@ class Offers(Component):
             lease.blocks = ()
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
-            self._remember(lease.key)
+            self._remember(lease.key, f"worker {lease.key[0]}")
             self._context.metrics.offers.labels(reason).inc()
             self._context.completion.tell(Notify(lease.key[0], Released(lease.key[1], reason)))
             self._check_quiet(lease.pool)

@@ -1,6 +1,6 @@
 """What has ended and is remembered for a while, so that a late request gets the reason."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -10,8 +10,9 @@ K = TypeVar("K")
 
 
 class Tombstones(Generic[K]):
-    """Calls `forget(key)` for each key, `seconds` after it was buried. If there are more than `most`, the oldest go
-    early.
+    """Calls `forget(key)` for each key, `seconds` after it was buried.
+
+    The oldest go early if there are more than `most`, or more than half as many of one owner: others' stay then.
     """
 
     def __init__(self, actor: Actor, seconds: float, most: int, forget: Callable[[K], None]) -> None:
@@ -19,23 +20,42 @@ class Tombstones(Generic[K]):
         self._seconds = seconds
         self._most = most
         self._forget = forget
-        self._graves: deque[tuple[float, K]] = deque()
+        self._graves: OrderedDict[K, tuple[float, str]] = OrderedDict()
+        """When each is forgotten, and its owner; the oldest first."""
+        self._of: dict[str, OrderedDict[K, None]] = {}
 
     def __len__(self) -> int:
         return len(self._graves)
 
-    def bury(self, key: K) -> None:
-        """Remembers `key` from now on."""
-        self._graves.append((self._actor.loop.time() + self._seconds, key))
-        if len(self._graves) == 1:
+    def bury(self, key: K, owner: str) -> None:
+        """Remembers `key` from now on, which counts as `owner`'s."""
+        swept_later = bool(self._graves)
+        if key in self._graves:
+            self._remove(key)
+        self._graves[key] = (self._actor.loop.time() + self._seconds, owner)
+        own = self._of.setdefault(owner, OrderedDict())
+        own[key] = None
+        if not swept_later:
             self._actor.later(self._seconds, self.sweep)
+        elif len(own) > max(1, self._most // 2):
+            self._end(next(iter(own)))
         elif len(self._graves) > self._most:
-            self._forget(self._graves.popleft()[1])
+            self._end(next(iter(self._graves)))
 
     def sweep(self) -> None:
         """Forgets those whose time is over."""
         now = self._actor.loop.time()
-        while self._graves and self._graves[0][0] <= now:
-            self._forget(self._graves.popleft()[1])
+        while self._graves and (oldest := next(iter(self._graves.items())))[1][0] <= now:
+            self._end(oldest[0])
         if self._graves:
-            self._actor.later(self._graves[0][0] - now, self.sweep)
+            self._actor.later(next(iter(self._graves.values()))[0] - now, self.sweep)
+
+    def _end(self, key: K) -> None:
+        self._remove(key)
+        self._forget(key)
+
+    def _remove(self, key: K) -> None:
+        _, owner = self._graves.pop(key)
+        del self._of[owner][key]
+        if not self._of[owner]:
+            del self._of[owner]

@@ -694,6 +694,21 @@ def test_a_peer_has_its_share_of_the_claims_that_wait_whatever_run_or_connection
     assert not waiting._of_peer
 
 
+def test_a_fence_that_comes_twice_is_answered_the_same_however_many_claims_of_another_peer_have_ended(
+    stage, monkeypatch
+):
+    monkeypatch.setattr(stage.context.leases._tombstones, "_most", 8)
+    stage.offer("o", consumers=2)
+    stage.offer("p", blocks=(2, 3), consumers=0)
+    [grant] = stage.asked_by_peer(claim(1), b"modest#1")
+    assert stage.asked_by_peer(Fence(1, grant.generation), b"modest#1") == [Held(1)]
+    for number in range(1, 20):
+        [other] = stage.asked_by_peer(claim(number, offer="p", blocks=(2, 3)), b"greedy#1")
+        assert stage.asked_by_peer(Fence(number, other.generation), b"greedy#1") == [Held(number)]
+    assert stage.asked_by_peer(Fence(1, grant.generation), b"modest#1") == [Held(1)]
+    assert len(stage.context.leases._claims._records) <= 8
+
+
 def test_a_peer_with_a_key_is_known_by_it_whatever_name_it_asks_under(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 1)
     assert stage.asked_by_peer(claim(1), b"one#1", "aa" * 32) == []
