@@ -267,7 +267,8 @@ class Upstream:
 
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
-    dropped = _NOT_PASSED_ON.union(name.strip().lower() for name in headers.get("Connection", "").split(","))
+    named = ",".join(value for name, value in headers.items() if name.lower() == "connection").split(",")
+    dropped = _NOT_PASSED_ON.union(name.strip().lower() for name in named)
     passed = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
     passed["Content-Type"] = "application/json"
     return passed
