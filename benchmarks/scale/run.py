@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvd import limits
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway.policy import Policy
-from kvd.actors.handshake.messages import ExpectPeers
-from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.settings import Settings
 from kvd.bench.spec import flat_spec, tokens_of
@@ -159,7 +158,7 @@ class _Daemon:
             policy=Policy(_UID),
             stamps=HostStamps(),
         )
-        build_actors(self.context, dependencies)
+        self.actors = build_actors(self.context, dependencies)
 
     async def worker(self, number: int) -> _Worker:
         worker = _Worker(self.workers, number)
@@ -170,7 +169,7 @@ class _Daemon:
         """Connects to all peers; returns the seconds until they were ready, and the loop's longest stall meanwhile."""
         started = last = time.perf_counter()
         longest = 0.0
-        self.context.handshake.tell(ExpectPeers(frozenset(_address(number) for number in range(peers))))
+        call(self.actors.handshake.expect, frozenset(_address(number) for number in range(peers)))
         while self.metrics.peers.labels("ready")._value.get() < peers:
             await asyncio.sleep(0.001)
             now = time.perf_counter()

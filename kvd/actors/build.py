@@ -7,15 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Sessions
 from kvd.actors.gateway.actor import GatewayActor
+from kvd.actors.gateway.peer_frames import PeerFrames
 from kvd.actors.gateway.policy import Policy
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.handshake.introductions import SpeaksFor, anybody
+from kvd.actors.handshake.listener import PeerListener
 from kvd.actors.handshake.peer_server import PeerServer, Rights, everything
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.requests import Workers
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
@@ -58,51 +63,161 @@ class Dependencies:
     store: PoolStore = field(default_factory=NoStore)
 
 
-def build_actors(context: ActorContext, dependencies: Dependencies) -> None:
-    """Makes the actors, then starts the transport, then the sockets: whoever connects finds everything ready."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """The six actors of a daemon."""
+
+    gateway: GatewayActor
+    pools: PoolsActor
+    handshake: HandshakeActor
+    peer_server: PeerServer
+    """The handshake's half for peers that connect to us."""
+    leases: LeasesActor
+    scheduler: SchedulerActor
+    completion: CompletionActor
+    channel: PeerChannel
+    sessions: Sessions
+
+    @property
+    def all(self) -> tuple[Actor, ...]:
+        """In the order in which requests pass them."""
+        return (self.gateway, self.pools, self.handshake, self.leases, self.scheduler, self.completion)
+
+
+def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
+    """Makes the actors, then starts the transport, then the sockets: whoever connects finds everything ready.
+
+    An actor is given those below it, whom it calls by name, and callables for what it tells those above it: all of
+    these are here.
+    """
     transport, worker_port, peer_port = dependencies.transport, dependencies.worker_port, dependencies.peer_port
-    peers, stamps = Peers(), dependencies.stamps
-    context.peers = channel = PeerChannel(context, peer_port, peers, dependencies.rights)
-    context.pools = PoolsActor(context, dependencies.provider, transport, dependencies.background, dependencies.store)
-    context.leases = LeasesActor(context, lambda: peer_port.address, transport.expect_readers, Stamps(stamps))
-    context.scheduler = SchedulerActor(context, transport, dependencies.background)
-    context.completion = CompletionActor(context)
-    context.handshake = HandshakeActor(
+    background, rights, stamps, peers = dependencies.background, dependencies.rights, dependencies.stamps, Peers()
+    # These are called only once all are made.
+    gateway: GatewayActor
+    leases: LeasesActor
+    scheduler: SchedulerActor
+
+    channel = PeerChannel(context, peer_port, peers)
+    sessions = Sessions(context, worker_port, hang_up=lambda number: call(gateway.connections.hang_up, number))
+    completion = CompletionActor(context, sessions)
+    pools = PoolsActor(
+        context,
+        dependencies.provider,
+        transport,
+        background,
+        dependencies.store,
+        completion=completion,
+        workers=Workers(
+            lent=lambda lent: call(gateway.connections.pool_lent, lent),
+            returned=lambda number: call(gateway.connections.pool_returned, number),
+            refused=lambda number, error: call(gateway.connections.attach_refused, number, error),
+            renewed=sessions.renew,
+            released=lambda number: call(gateway.connections.process_released, number),
+        ),
+        leased=lambda: leases.leased_pools(),  # noqa: PLW0108 - made below
+    )
+    leases = LeasesActor(
+        context,
+        lambda: peer_port.address,
+        transport.expect_readers,
+        Stamps(stamps),
+        completion=completion,
+        sessions=sessions,
+        pools=pools,
+        reply=channel.answer,
+    )
+    handshake = HandshakeActor(
         context,
         peer_port,
         transport,
         peers,
-        PeerServer(context, peer_port, transport, stamps.base, dependencies.rights),
-        background=dependencies.background,
+        listener=PeerListener(
+            up=lambda view: call(scheduler.peer_up, view),
+            down=lambda address, reason, *, restarted: call(scheduler.peer_down, address, reason, restarted=restarted),
+            idle=lambda address, announced: call(scheduler.peer_idle, address, announced),
+        ),
+        background=background,
         speaks_for=dependencies.speaks_for,
     )
-    context.gateway = gateway = GatewayActor(
+    peer_server = PeerServer(handshake, context, peer_port, transport, pools=pools, stamps=stamps.base, rights=rights)
+    scheduler = SchedulerActor(
+        context,
+        transport,
+        background,
+        sessions=sessions,
+        completion=completion,
+        pools=pools,
+        leases=leases,
+        handshake=handshake,
+        channel=channel,
+    )
+    gateway = GatewayActor(
         context,
         worker_port,
+        sessions=sessions,
+        pools=pools,
+        handshake=handshake,
+        leases=leases,
+        scheduler=scheduler,
+        completion=completion,
         peer_address=lambda: peer_port.address,
         draw_session=dependencies.draw_session,
         describe=dependencies.describe,
         policy=dependencies.policy,
-        background=dependencies.background,
+        background=background,
     )
-    context.replies = gateway.sessions
+    pools.watch(peer_server)
+    pools.use(leases)
+    pools.use(scheduler)
+    frames = PeerFrames(
+        context,
+        peers,
+        channel,
+        rights,
+        server=peer_server,
+        handshake=handshake,
+        claims=leases.claims,
+        transfers=scheduler.transfers,
+    )
+    actors = Actors(
+        gateway=gateway,
+        pools=pools,
+        handshake=handshake,
+        peer_server=peer_server,
+        leases=leases,
+        scheduler=scheduler,
+        completion=completion,
+        channel=channel,
+        sessions=sessions,
+    )
+    transport.start(_delivery(actors, dependencies))
+    peer_port.start(frames.received, context.dispatcher)
+    worker_port.start(gateway.received, context.dispatcher)
+    return actors
 
-    transport.start(_delivery(context, dependencies))
-    peer_port.start(channel.received, context.dispatcher)
-    worker_port.start(context.gateway.tell, context.dispatcher)
 
-
-def _delivery(context: ActorContext, dependencies: Dependencies) -> Callable[[Event], None]:
+def _delivery(actors: Actors, dependencies: Dependencies) -> Callable[[Event], None]:  # noqa: C901 - one of each kind
     """Where each event of the transport goes."""
+    transfers, memory = actors.scheduler.transfers, actors.pools.memory
 
-    def on_transport(event: Event) -> None:
+    def on_transport(event: Event) -> None:  # noqa: C901 - the same
         match event:
-            case Landed() | ReadFailed():
-                context.scheduler.tell(event)
-            case PeerAdded() | PeerFailed() | Described():
-                context.handshake.tell(event)
-            case Registered() | RegisterFailed() | Deregistered():
-                context.pools.tell(event)
+            case Landed():
+                call(transfers.landed, event)
+            case ReadFailed():
+                call(transfers.read_failed, event)
+            case PeerAdded():
+                call(actors.handshake.added, event)
+            case PeerFailed():
+                call(actors.handshake.failed, event)
+            case Described():
+                call(actors.peer_server.described, event)
+            case Registered():
+                call(memory.registered, event)
+            case RegisterFailed():
+                call(memory.register_failed, event)
+            case Deregistered():
+                call(memory.deregistered, event)
             case Answered():
                 dependencies.transport_answered(event.number)
             case TransportDied():

@@ -16,8 +16,8 @@ from kvd import limits
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway import policy
 from kvd.actors.handshake.introductions import anybody
-from kvd.actors.handshake.messages import ExpectPeers, RightsChanged
 from kvd.actors.handshake.peer_server import everything
+from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.supervisor import LoggingSupervisor
 from kvd.daemon.background import Background
@@ -103,7 +103,7 @@ class Daemon:
         self._watchdog = Watchdog(
             loop,
             _ROUND_SECONDS,
-            actors=self.context.actors,
+            actors=self.actors.all,
             ping=self._transport.ping,
             fed=self._fed,
             metrics=self.metrics,
@@ -180,7 +180,7 @@ class Daemon:
 
     def _build(self, loop: asyncio.AbstractEventLoop, provider: MemoryProvider, rules: policy.Policy) -> None:
         """Builds the actors, and lets workers and peers in."""
-        self.context = ActorContext(
+        context = ActorContext(
             loop=loop,
             settings=self.config.actor_settings(self.incarnation),
             metrics=self.metrics,
@@ -207,14 +207,14 @@ class Daemon:
             rights=self._trust.pools_of if self._trust else everything,
             speaks_for=self._trust.speaks_for if self._trust else anybody,
         )
-        build_actors(self.context, dependencies)
+        self.actors = build_actors(context, dependencies)
 
     async def _shut_down(self) -> None:
         self.health.set("stopping", self._failure or "the daemon is stopping")
         self._notifier.stopping(self.config.drain_grace + STOP_SECONDS)
         if not self._failure:
             self._log.info("draining", grace=self.config.drain_grace)
-        if left := await self._shutdown.run(self.context, self._parts(), self.config.drain_grace):
+        if left := await self._shutdown.run(self.actors, self._parts(), self.config.drain_grace):
             self.fail(f"{left} did not stop within {STOP_SECONDS:g} s; the process ends without that")
         else:
             self._log.info("stopped", failure=self._failure or None)
@@ -259,7 +259,7 @@ class Daemon:
             return
         self._trust.replace(allowed)
         self._log.info("allow-list read", peers=len(allowed))
-        self.context.handshake.tell(RightsChanged())
+        call(self.actors.peer_server.rights_changed)
         self._directory.refresh()
 
     def _make_directory(self) -> Directory:
@@ -272,7 +272,7 @@ class Daemon:
         return Directory(
             PeersFile(config.peers, config.name, own, self._trust) if config.peers else None,
             names,
-            lambda addresses: self.context.handshake.tell(ExpectPeers(addresses)),
+            lambda addresses: call(self.actors.handshake.expect, addresses),
             self._log,
         )
 

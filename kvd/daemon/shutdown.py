@@ -5,9 +5,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.build import Actors
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.runtime.actor import call
+from kvd.actors.scheduler.actor import SchedulerActor
+
+_Worked = LeasesActor | SchedulerActor | CompletionActor
 
 STOP_SECONDS = 15.0
 """For the parts to stop, after the grace time; then the process ends without them."""
@@ -65,7 +69,7 @@ class Shutdown:
         if not self._busy:
             self._idle.set()
 
-    async def run(self, context: ActorContext, parts: Parts, grace: float) -> str:
+    async def run(self, actors: Actors, parts: Parts, grace: float) -> str:
         """Gives running work `grace` seconds. Returns the name of a part that did not stop in time, else nothing.
 
         Workers keep their sessions, and the socket its lock, until the transport has ended: only then does this process
@@ -73,27 +77,27 @@ class Shutdown:
         the process ends it, and tells the workers.
         """
         if not self._failed():
-            context.gateway.tell(Drain())
-            await self._drain(context.leases, context.scheduler, seconds=grace)
+            call(actors.gateway.drain)
+            await self._drain(actors.leases, actors.scheduler, seconds=grace)
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._stop(context, parts)
+                await self._stop(actors, parts)
         except TimeoutError:
             return self._part
         return ""
 
-    async def _stop(self, context: ActorContext, parts: Parts) -> None:
+    async def _stop(self, actors: Actors, parts: Parts) -> None:
         """Stops one after the other; `_part` says which."""
-        for actor in (context.scheduler, context.leases):
-            actor.tell(Stop())
-        await self._flush(context)
+        call(actors.scheduler.stop)
+        call(actors.leases.stop)
+        await self._flush(actors)
         if not self._failed():
-            await self._drain(context.completion, seconds=_ACKNOWLEDGE_SECONDS)
+            await self._drain(actors.completion, seconds=_ACKNOWLEDGE_SECONDS)
         parts.peers.close()
         await self._stop_each(parts.transport)
         self._part = "the workers' socket"
-        context.gateway.tell(Stop())
-        await self._flush(context)
+        call(actors.gateway.stop)
+        await self._flush(actors)
         parts.workers.close()
         await self._stop_each(parts.rest)
 
@@ -102,20 +106,20 @@ class Shutdown:
             self._part = part.name
             await part.stop()
 
-    async def _drain(self, *actors: Actor, seconds: float) -> None:
+    async def _drain(self, *workers: _Worked, seconds: float) -> None:
         """Waits until these actors have no work left, `seconds` have passed, or somebody is in a hurry."""
-        self._busy = {actor.name for actor in actors}
+        self._busy = {actor.name for actor in workers}
         self._idle.clear()
-        for actor in actors:
-            actor.tell(Drain())
+        for actor in workers:
+            call(actor.drain)
         waiting = {asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._hurry.wait())}
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for future in waiting:
             future.cancel()
 
-    async def _flush(self, context: ActorContext) -> None:
-        """Lets the actors handle the messages in their mailboxes."""
+    async def _flush(self, actors: Actors) -> None:
+        """Lets the calls in the mailboxes be made."""
         clock = asyncio.get_running_loop()
         deadline = clock.time() + _FLUSH_SECONDS
-        while any(actor.waiting for actor in context.actors) and clock.time() < deadline:  # noqa: ASYNC110
+        while any(actor.waiting for actor in actors.all) and clock.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0)

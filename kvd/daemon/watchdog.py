@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from kvd.actors.runtime.actor import Actor, Probe
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.loop import Loop
 from kvd.errors import InternalError
 from kvd.metrics import Metrics
@@ -55,7 +55,7 @@ class Watchdog:
         for actor in self._actors:
             self._metrics.mailbox.labels(actor.name).set(actor.waiting)
             with contextlib.suppress(InternalError):  # its mailbox is full: it is silent in this round
-                actor.tell(Probe(lambda name: self._answered(number, name)))
+                call(actor.probe, lambda name: self._answered(number, name))
         self._ping(number)
 
     def transport_answered(self, number: int) -> None:

@@ -89,7 +89,8 @@ class Ping(Message, frozen=True, tag="ping"):
     number: Count
 
 
-PeerRequest = Hello | Claim | Renew | Fence | Settle | Release | Ping
+LeaseRequest = Claim | Renew | Fence | Settle | Release
+PeerRequest = Hello | LeaseRequest | Ping
 
 # --- producer to consumer -------------------------------------------------------------------------------------------
 
@@ -166,4 +167,5 @@ class Pong(Message, frozen=True, tag="pong"):
     incarnation: Count
 
 
-PeerReply = Welcome | Grant | Refuse | Held | Broken | Settled | Pong
+LeaseAnswer = Grant | Refuse | Held | Broken | Settled
+PeerReply = Welcome | LeaseAnswer | Pong

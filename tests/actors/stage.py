@@ -100,7 +100,7 @@ class Stage:
             speaks_for=speaks_for,
         )
         self.sessions = 0
-        build_actors(self.context, self.dependencies)
+        self.actors = build_actors(self.context, self.dependencies)
 
     def _draw(self):
         self.sessions += 1
@@ -121,21 +121,21 @@ class Stage:
     # --- workers
 
     def connect(self, connection=1, pid=1, watched=True, uid=1000):
-        self.context.gateway.tell(SessionOpened(connection, pid, uid, uid, watched))
+        self.actors.gateway.received(SessionOpened(connection, pid, uid, uid, watched))
         self.run()
 
     def session(self, message, connection=1, descriptors=()):
         frame = message if isinstance(message, bytes) else codec.encode(message)
-        self.context.gateway.tell(SessionFrame(connection, frame, descriptors))
+        self.actors.gateway.received(SessionFrame(connection, frame, descriptors))
         self.run()
         return self.on_sessions[-1] if self.on_sessions else None
 
     def hang_up(self, connection=1):
-        self.context.gateway.tell(SessionClosed(connection))
+        self.actors.gateway.received(SessionClosed(connection))
         self.run()
 
     def process_ends(self, connection=1):
-        self.context.gateway.tell(ProcessEnded(connection))
+        self.actors.gateway.received(ProcessEnded(connection))
         self.run()
 
     def attach(self, name="w", connection=1, instance=b"i" * 16, descriptors=(), raw=CACHE.raw, **process):
@@ -145,7 +145,7 @@ class Stage:
     def request(self, message, session=b"\1" * 16):
         frame = message if isinstance(message, bytes) else codec.encode(message)
         before = len(self.to_workers)
-        self.context.gateway.tell(WorkerFrame(session, frame, 1000))
+        self.actors.gateway.received(WorkerFrame(session, frame, 1000))
         self.run()
         return [reply for _, reply in self.to_workers[before:]]
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from kvd import limits
-from kvd.actors.handshake.messages import NeedPeer
 from kvd.actors.handshake.priority_slots import PrioritySlots
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode, Unavailable
 from kvd.protocol.peer import Claim, Grant, Held, Hello, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
@@ -219,7 +219,7 @@ def test_a_daemon_that_never_answers_is_forgotten_after_three_heartbeats():
     stage.run(4.1)
     assert stage.notified[0].code == ErrorCode.PEER_LOST
     assert ("disconnect", 1) in stage.commands
-    assert not stage.context.handshake._peers.by_address
+    assert not stage.actors.handshake._peers.by_address
 
 
 def test_a_worker_has_a_share_of_the_peers(monkeypatch):
@@ -276,7 +276,7 @@ class SlowlySpelled(Spelled):
 
     def refresh(self, name):
         """A pull by this address needs to know more of the daemon."""
-        self.context.handshake.tell(NeedPeer(f"tcp://{name}:1", stale=True))
+        call(self.actors.handshake.need, f"tcp://{name}:1", stale=True)
         self.run()
 
     def pull_more(self, name):
@@ -315,7 +315,7 @@ def test_a_link_whose_metadata_was_replaced_by_another_links_goes_on_with_that()
 
 def test_a_link_that_waits_for_its_turn_to_load_is_not_announced_by_what_another_has_loaded(monkeypatch):
     stage = SlowlySpelled()
-    monkeypatch.setattr(stage.context.handshake, "_slots", PrioritySlots(1))
+    monkeypatch.setattr(stage.actors.handshake, "_slots", PrioritySlots(1))
     stage.pull_more("here")
     stage.run(0.15)
     stage.refresh("there")

@@ -35,7 +35,7 @@ def _read(reply):
 
 
 def _watch(lone, most):
-    context = lone.daemon.context
-    most[0] = max(most[0], *(actor.waiting for actor in context.actors))
-    if context.dispatcher._queue:
+    daemon = lone.daemon
+    most[0] = max(most[0], *(actor.waiting for actor in daemon.actors.all))
+    if daemon.context.dispatcher._queue:
         lone.world.loop.call_soon(_watch, lone, most)

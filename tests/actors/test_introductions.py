@@ -15,7 +15,7 @@ class Slow(Stage):
         super().__init__(heartbeat=1.0, **settings)
         self.attach()
         self.waiting = []
-        self.context.handshake._introductions._background = lambda work, done: self.waiting.append((work, done))
+        self.actors.handshake._introductions._background = lambda work, done: self.waiting.append((work, done))
 
     def work(self):
         work, done = self.waiting.pop(0)
@@ -32,7 +32,7 @@ class Slow(Stage):
         self.peer_says(msgspec.structs.replace(welcome, agent=f"peer#{link}", pools=pools), link)
 
     def met(self):
-        return [link for link, peer in self.context.handshake._peers.by_link.items() if peer.announced]
+        return [link for link, peer in self.actors.handshake._peers.by_link.items() if peer.announced]
 
 
 def spec_of(dtype):

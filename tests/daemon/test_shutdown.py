@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvd.actors.runtime.messages import Drain, Stop
+from kvd.actors.runtime.records import Drain, Stop
 from kvd.daemon import shutdown
 from kvd.daemon.shutdown import Part, Parts, Shutdown
 

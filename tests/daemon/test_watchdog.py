@@ -9,7 +9,7 @@ from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, Dispatcher, Probe
+from kvd.actors.runtime.actor import Actor, Dispatcher, call
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.daemon.watchdog import Watchdog
 from kvd.metrics import Metrics
@@ -50,8 +50,8 @@ class Quick(Actor):
 class Stuck(Actor):
     name = "stuck"
 
-    def tell(self, message: object) -> None:
-        """Never handles anything."""
+    def call(self, method: object, *arguments: object, **named: object) -> None:
+        """Never calls anything."""
 
 
 class Pair:
@@ -127,6 +127,6 @@ def test_every_actor_answers_a_probe(kind: type[Actor]) -> None:
     loop = Turned()
     actor = kind.__new__(kind)
     Actor.__init__(actor, Dispatcher(loop, None))
-    actor.tell(Probe(answers.append))
+    call(actor.probe, answers.append)
     loop.turn()
     assert answers == [kind.name]

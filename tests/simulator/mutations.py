@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
-from kvd.actors.completion.messages import Notify, SessionUp
-from kvd.actors.gateway.sessions import Sessions
+from kvd.actors.completion.sessions import Sessions
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.leases import offers
@@ -22,7 +21,6 @@ from kvd.actors.pools.record import PoolRecord
 from kvd.actors.runtime import blocks, deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.runtime.messages import Stop
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pulls
 from kvd.actors.scheduler.peer_requests import PeerRequests
@@ -37,7 +35,6 @@ from kvd.state import peer as peer_machine
 from kvd.state import pull as pull_machine
 from kvd.state import transfer as transfer_machine
 from kvd.state.machine import Step
-from kvd.transport.interface import PeerAdded
 from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise
@@ -70,10 +67,6 @@ def mutation(breaks, first=0, needs=None):
     return register
 
 
-def handler(monkeypatch, actor, kind, replacement):
-    monkeypatch.setattr(actor, actor.handled[kind], replacement)
-
-
 def steps(monkeypatch, table, **changes):
     monkeypatch.setattr(table, "steps", {**table.steps, **changes.pop("steps")})
 
@@ -83,7 +76,7 @@ def steps(monkeypatch, table, **changes):
 
 @mutation(Promise.ENDS_ONCE)
 def deadlines_are_not_kept(monkeypatch):
-    monkeypatch.setattr(scheduler.SchedulerActor, "_deadlines_over", lambda self: None)
+    monkeypatch.setattr(scheduler.SchedulerActor, "_deadlines_over", lambda self, keys: None)
 
 
 @mutation(Promise.ENDS_ONCE)
@@ -109,12 +102,12 @@ def a_pull_is_concluded_again_when_its_reads_have_ended(monkeypatch):
 def a_pull_that_failed_is_told_twice(monkeypatch):
     original = CompletionActor.notify
 
-    def notify(self, message):
-        original(self, message)
-        if isinstance(message.item, Failed):
-            original(self, message)
+    def notify(self, worker, item):
+        original(self, worker, item)
+        if isinstance(item, Failed):
+            original(self, worker, item)
 
-    handler(monkeypatch, CompletionActor, Notify, notify)
+    monkeypatch.setattr(CompletionActor, "notify", notify)
 
 
 @mutation(Promise.ENDS_ONCE, first=920)
@@ -124,12 +117,12 @@ def a_drain_makes_no_last_call(monkeypatch):
 
 @mutation(Promise.ENDS_ONCE, first=170)
 def a_stop_is_not_told_to_pulls(monkeypatch):
-    handler(monkeypatch, scheduler.SchedulerActor, Stop, lambda self, message: None)
+    monkeypatch.setattr(scheduler.SchedulerActor, "stop", lambda self: None)
 
 
 @mutation(Promise.ENDS_ONCE, first=310)
 def a_stop_does_not_end_offers(monkeypatch):
-    handler(monkeypatch, LeasesActor, Stop, lambda self, message: None)
+    monkeypatch.setattr(LeasesActor, "stop", lambda self: None)
 
 
 # --- 2: done means the bytes that were offered ------------------------------------------------------------------------
@@ -286,7 +279,7 @@ def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
             peer.reached_by(event, self._context)
             self._step(peer, peer_machine.Event.LOADED)
 
-    handler(monkeypatch, HandshakeActor, PeerAdded, added)
+    monkeypatch.setattr(HandshakeActor, "added", added)
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------
@@ -313,15 +306,14 @@ def a_pull_that_fails_does_not_wait_for_its_open_reads(monkeypatch):
 def workers_are_not_told_of_quarantine(monkeypatch):
     original = CompletionActor.notify
 
-    def notify(self, message):
-        item = message.item
+    def notify(self, worker, item):
         if isinstance(item, Failed):
-            message = Notify(message.worker, Failed(item.request, item.code, item.text, quarantined=False))
+            item = Failed(item.request, item.code, item.text, quarantined=False)
         elif isinstance(item, Cancelled):
-            message = Notify(message.worker, Cancelled(item.request, quarantined=False))
-        original(self, message)
+            item = Cancelled(item.request, quarantined=False)
+        original(self, worker, item)
 
-    handler(monkeypatch, CompletionActor, Notify, notify)
+    monkeypatch.setattr(CompletionActor, "notify", notify)
 
 
 # --- 4: no notification is lost, none comes twice ---------------------------------------------------------------------
@@ -343,11 +335,11 @@ def notifications_are_not_kept(monkeypatch):
 def a_reconnecting_worker_gets_a_new_log(monkeypatch):
     original = CompletionActor.session_up
 
-    def session_up(self, message):
-        self._logs[message.worker] = _Log(message.worker, message.tenancy)
-        original(self, message)
+    def session_up(self, worker, tenancy):
+        self._logs[worker] = _Log(worker, tenancy)
+        original(self, worker, tenancy)
 
-    handler(monkeypatch, CompletionActor, SessionUp, session_up)
+    monkeypatch.setattr(CompletionActor, "session_up", session_up)
 
 
 # --- 5: only blocks of the own pool -----------------------------------------------------------------------------------
@@ -437,7 +429,7 @@ def claims_are_not_renewed(monkeypatch):
 
 @mutation(Promise.SURVIVES, first=749)
 def lost_requests_are_not_sent_again(monkeypatch):
-    monkeypatch.setattr(PeerRequests, "_resend", lambda self: None)
+    monkeypatch.setattr(PeerRequests, "_resend", lambda self, late: None)
 
 
 @mutation(Promise.SURVIVES, first=84)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.runtime.actor import call
 from tests.simulator.run import run_seed
 from tests.simulator.traffic.schedule import ACTIVE, Schedule
 
@@ -22,10 +22,10 @@ def withdrawals(monkeypatch):
 
         def withdraw():
             daemon = dice.choice(schedule.daemons)
-            if daemon.alive and daemon.context.pools._records:
+            if daemon.alive and daemon.actors.pools._records:
                 world.disturb(daemon.name)
-                pool = dice.choice(sorted(daemon.context.pools._records))
-                daemon.context.pools.tell(RenewPool(pool))
+                pool = dice.choice(sorted(daemon.actors.pools._records))
+                call(daemon.actors.pools.renew, pool)
                 done.append(pool)
 
         for _ in range(8):

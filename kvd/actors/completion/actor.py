@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvd import limits
-from kvd.actors.completion.messages import Acknowledged, Forget, Notify, SessionDown, SessionUp
-from kvd.actors.gateway.messages import Backlog, Reported
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.completion.sessions import Sessions
+from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Drain, Report
 from kvd.protocol.worker import Notification, Notifications
 
 _RESEND_AFTER = 0.05
@@ -39,27 +37,27 @@ class CompletionActor(Actor):
 
     name = "completion"
 
-    def __init__(self, context: ActorContext) -> None:
+    def __init__(self, context: ActorContext, sessions: Sessions) -> None:
         super().__init__(context.dispatcher)
         self._context = context
+        self._sessions = sessions
         self._logs: dict[str, _Log] = {}
         context.metrics.unacknowledged.set_function(lambda: sum(len(log.items) for log in list(self._logs.values())))
         self._draining = False
 
-    @handles(Notify)
-    def notify(self, message: Notify) -> None:
+    def notify(self, worker: str, item: Notification) -> None:
         """Keeps a notification and sends it, together with those that come right behind it."""
-        log = self._logs.get(message.worker)
+        log = self._logs.get(worker)
         if log is None:
             return  # the worker has detached: nobody waits for it
-        log.items.append(message.item)
+        log.items.append(item)
         self.loop.call_soon(self._context.metrics.notifications.inc)  # not before it is sent
         self._set_full(log)
         if log.flushing:
             return
         if self.waiting:
             log.flushing = True
-            self.soon(self._flush, log)
+            self.call(self._flush, log)
         else:
             self._flush(log)
 
@@ -67,7 +65,7 @@ class CompletionActor(Actor):
         full = len(log.items) >= limits.MAX_UNACKNOWLEDGED
         if full != log.full:
             log.full = full
-            self._context.gateway.tell(Backlog(log.worker, full))
+            self._sessions.set_backlogged(log.worker, backlogged=full)
 
     def _flush(self, log: _Log) -> None:
         """Sends what has not been sent in this session."""
@@ -75,7 +73,7 @@ class CompletionActor(Actor):
         while log.connected and log.sent < len(log.items):
             batch = tuple(islice(log.items, log.sent, log.sent + limits.NOTIFICATIONS_PER_BATCH))
             start = log.first + log.sent
-            if not self._context.replies.notify(log.worker, Notifications(start, batch)):
+            if not self._sessions.notify(log.worker, Notifications(start, batch)):
                 # The worker drops what it has: all that it has not acknowledged comes again.
                 log.sent, log.flushing = 0, True
                 self.later(_RESEND_AFTER, self._flush, log)
@@ -83,51 +81,52 @@ class CompletionActor(Actor):
             log.sent += len(batch)
             log.told = max(log.told, start + len(batch) - 1)
 
-    @handles(SessionUp)
-    def session_up(self, message: SessionUp) -> None:
-        """A worker is connected, again or for the first time: it gets what it has not acknowledged."""
-        log = self._logs.get(message.worker)
-        if log is None or log.tenancy != message.tenancy:
-            self.forget(Forget(message.worker))
-            log = self._logs[message.worker] = _Log(message.worker, message.tenancy)
+    def session_up(self, worker: str, tenancy: int) -> None:
+        """A worker is connected, again or for the first time: it gets what it has not acknowledged.
+
+        Its log starts empty if the pool had another `tenancy` before.
+        """
+        log = self._logs.get(worker)
+        if log is None or log.tenancy != tenancy:
+            self.forget(worker)
+            log = self._logs[worker] = _Log(worker, tenancy)
         log.connected, log.sent = True, 0
         if log.full:
-            self._context.gateway.tell(Backlog(message.worker, full=True))
+            self._sessions.set_backlogged(worker, backlogged=True)
         if not log.flushing:
             self._flush(log)
 
-    @handles(SessionDown)
-    def session_down(self, message: SessionDown) -> None:
+    def session_down(self, worker: str) -> None:
         """A worker is gone, perhaps for a moment: its log is kept."""
-        log = self._logs.get(message.worker)
+        log = self._logs.get(worker)
         if log is not None:
             log.connected = False
         self._check_idle()
 
-    @handles(Acknowledged)
-    def acknowledged(self, message: Acknowledged) -> None:
-        """Drops what the worker has."""
-        log = self._logs.get(message.worker)
+    def acknowledged(self, worker: str, sequence: int) -> None:
+        """Drops what the worker has: everything up to `sequence`."""
+        log = self._logs.get(worker)
         if log is None:
             return
-        for _ in range(min(message.sequence, log.told) - log.first + 1):
+        for _ in range(min(sequence, log.told) - log.first + 1):
             log.items.popleft()
             log.first += 1
             log.sent = max(0, log.sent - 1)
         self._set_full(log)
         self._check_idle()
 
-    @handles(Forget)
-    def forget(self, message: Forget) -> None:
-        """The worker will not come back for its notifications."""
-        log = self._logs.pop(message.worker, None)
+    def forget(self, worker: str) -> None:
+        """The worker has detached or its pool has ended: nothing needs to be kept for it."""
+        log = self._logs.pop(worker, None)
         if log is not None:
             log.connected = False  # a `_flush` may be to come
         self._check_idle()
 
-    @handles(Drain)
-    def drain(self, _message: Drain) -> None:
-        """Waits until each connected worker has acknowledged everything: the end of its socket could overtake it."""
+    def drain(self) -> None:
+        """No notification follows.
+
+        Waits until each connected worker has acknowledged everything: the end of its socket could overtake it.
+        """
         self._draining = True
         self._check_idle()
 
@@ -135,10 +134,8 @@ class CompletionActor(Actor):
         if self._draining and not any(log.connected and log.items for log in self._logs.values()):
             self._context.idle(self.name)
 
-    @handles(Report)
-    def report(self, message: Report) -> None:
-        """Notifications that are kept, by worker."""
-        content = {
+    def report(self) -> dict[str, dict[str, int]]:
+        """Notifications that are kept, by worker: its part of a status."""
+        return {
             worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()
         }
-        self._context.gateway.tell(Reported(message.token, self.name, content))

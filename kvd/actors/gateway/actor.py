@@ -2,21 +2,30 @@
 
 from collections.abc import Callable
 
+import msgspec
+
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Sessions
 from kvd.actors.gateway.admission import Admission
 from kvd.actors.gateway.connections import Connections
 from kvd.actors.gateway.policy import Policy
 from kvd.actors.gateway.requests import Requests
-from kvd.actors.gateway.sessions import Sessions
-from kvd.actors.gateway.statuses import Statuses
-from kvd.actors.runtime.actor import Actor, OnFailure, handles
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.runtime.actor import Actor, OnFailure, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import Drain, Stop
-from kvd.net.interface import WorkerPort
+from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerPort
+from kvd.protocol.worker import Status
 
 
 class GatewayActor(Actor):
-    """A failure concerns one message of one worker: it is reported, and the others go on."""
+    """A failure concerns one message of one worker: it is reported, and the others go on.
+
+    `describe` gives what no actor reports in a status.
+    """
 
     name = "gateway"
     on_failure = OnFailure.RESUME
@@ -26,6 +35,12 @@ class GatewayActor(Actor):
         context: ActorContext,
         port: WorkerPort,
         *,
+        sessions: Sessions,
+        pools: PoolsActor,
+        handshake: HandshakeActor,
+        leases: LeasesActor,
+        scheduler: SchedulerActor,
+        completion: CompletionActor,
         peer_address: Callable[[], str],
         draw_session: Callable[[], bytes],
         describe: Callable[[], dict[str, object]],
@@ -33,35 +48,60 @@ class GatewayActor(Actor):
         background: Background,
     ) -> None:
         super().__init__(context.dispatcher)
+        self._describe = describe
+        self._sessions = sessions
+        self._reporters = (pools, handshake, leases, scheduler, completion)
         self._admission = Admission(policy, context.loop)
-        self.sessions = Sessions(
-            context,
-            port,
-            peer_address=peer_address,
-            draw_id=draw_session,
-            hang_up=lambda connection: self._connections.hang_up(connection),  # noqa: PLW0108 - made below
-        )
-        self._statuses = Statuses(
-            context, lambda: {**describe(), "workers": self.sessions.workers, "worker_pids": self.sessions.pids}
-        )
-        self._connections = Connections(
+        self.connections = Connections(
+            self,
             context,
             port,
             admission=self._admission,
-            sessions=self.sessions,
-            statuses=self._statuses,
+            sessions=sessions,
+            status=self._status,
+            peer_address=peer_address,
+            draw_session=draw_session,
             background=background,
+            pools=pools,
+            scheduler=scheduler,
+            completion=completion,
         )
-        requests = Requests(context, self._admission, self.sessions, self._statuses)
-        for component in (self.sessions, self._statuses, self._connections, requests):
-            self.serve(component)
+        self._requests = Requests(
+            self,
+            context,
+            admission=self._admission,
+            allowance_of=self.connections.allowance_of,
+            sessions=sessions,
+            status=self._status,
+            scheduler=scheduler,
+            leases=leases,
+            completion=completion,
+        )
 
-    @handles(Drain)
-    def drain(self, _message: Drain) -> None:
+    def received(self, event: WorkerEvent) -> None:
+        """Takes an event of the workers' sockets."""
+        match event:
+            case SessionFrame():
+                call(self.connections.received, event)
+            case SessionOpened():
+                call(self.connections.opened, event)
+            case SessionClosed():
+                call(self.connections.closed, event)
+            case ProcessEnded():
+                call(self.connections.process_ended, event)
+            case _:
+                call(self._requests.received, event)
+
+    def _status(self, number: int) -> Status:
+        """The answer to the request for a status of that number."""
+        workers = {"workers": self._sessions.workers, "worker_pids": self._sessions.pids}
+        sections = {reporter.name: reporter.report() for reporter in self._reporters}
+        return Status(number, msgspec.json.encode({**self._describe(), **workers, **sections}))
+
+    def drain(self) -> None:
         """Nothing new is accepted; what was accepted still gets its outcome."""
         self._admission.close()
 
-    @handles(Stop)
-    def stop(self, _message: Stop) -> None:
+    def stop(self) -> None:
         """Hangs up on every worker, after what was sent to it."""
-        self._connections.close_all()
+        self.connections.close_all()

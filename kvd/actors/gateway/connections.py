@@ -1,57 +1,93 @@
 """The processes on the session socket: they attach, detach, ask for a status, and go."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from kvd import limits
-from kvd.actors.completion.messages import Forget
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission, Allowance
-from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolReturned, ProcessReleased
-from kvd.actors.gateway.sessions import Connection, Sessions
-from kvd.actors.gateway.statuses import Statuses
-from kvd.actors.pools.messages import AttachPool, DetachPool, EndPool, WorkerEnded, WorkerGone
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
+from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
+from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.layout import CacheSpec
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerPort
 from kvd.protocol import codec
 from kvd.protocol.types import VERSION
-from kvd.protocol.worker import Attach, Detach, Detached, End, Refused
+from kvd.protocol.worker import Attach, Attached, Detach, Detached, End, Refused, Status
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A process on the session socket."""
+
+    number: int
+    pid: int
+    uid: int
+    gid: int
+    watched: bool
+    """Whether the socket tells when its process has ended."""
+    allowance: Allowance
+    ended: bool = False
+    """Whether it has: another process may have inherited the connection."""
+    worker: str = ""
+    """The name it attaches under, empty if it has asked for no pool."""
+    session: Session | None = None
+    """Set while it has its pool."""
+    detaching: bool = False
+    """Whether it gives its pool back, which it may have mapped until that is done."""
+    ending: bool = False
+    """Whether it waits for the end of a pool that it does not have."""
 
 
 class Connections(Component):
-    """Closes those that have no pool and ask for nothing."""
+    """Closes those that have no pool and ask for nothing. `draw_session` draws 16 unguessable bytes."""
 
     def __init__(
         self,
+        actor: Actor,
         context: ActorContext,
         port: WorkerPort,
         *,
         admission: Admission,
         sessions: Sessions,
-        statuses: Statuses,
+        status: Callable[[int], Status],
+        peer_address: Callable[[], str],
+        draw_session: Callable[[], bytes],
         background: Background,
+        pools: PoolsActor,
+        scheduler: SchedulerActor,
+        completion: CompletionActor,
     ) -> None:
+        self.actor = actor
         self._context = context
         self._port = port
         self._admission = admission
         self._sessions = sessions
-        self._statuses = statuses
+        self._status = status
+        self._peer_address = peer_address
+        self._draw_session = draw_session
         self._background = background
+        self._pools = pools
+        self._scheduler = scheduler
+        self._completion = completion
         self._by_number: dict[int, Connection] = {}
         self._survivors: set[int] = set()
         """Closed ones whose process may live, and may have a pool."""
         self._idle: Deadlines[int] = Deadlines(
-            context.loop, lambda number: context.gateway.soon(self._close_idle, number), for_others=True
+            context.loop, lambda number: actor.call(self._close_idle, number), for_others=True
         )
         """Those that have no pool and wait for none."""
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    @handles(SessionOpened)
     def opened(self, event: SessionOpened) -> None:
         """A process connected; the kernel says which user it is."""
         try:
@@ -76,9 +112,8 @@ class Connections(Component):
         if connection is not None and not connection.worker:
             text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
             self._refuse(number, refusal(ErrorCode.DEADLINE, text))
-            self.hang_up(connection)
+            self.hang_up(number)
 
-    @handles(SessionFrame)
     def received(self, event: SessionFrame) -> None:
         """An attach, a detach, a status request, or garbage."""
         connection = self._by_number.get(event.connection)
@@ -118,7 +153,7 @@ class Connections(Component):
         self._idle.unset(connection.number)
         self._background(  # a long spec takes tens of milliseconds
             partial(CacheSpec.decode, request.spec),
-            lambda spec: self._context.gateway.soon(self._spec_read, event, request, quota, spec),
+            lambda spec: self.actor.call(self._spec_read, event, request, quota, spec),
         )
 
     def _spec_read(self, event: SessionFrame, request: Attach, quota: int | None, spec: CacheSpec | KvdError) -> None:
@@ -130,38 +165,37 @@ class Connections(Component):
             self._mark_idle(connection)
             self._refuse(event.connection, spec)
         else:
-            self._context.pools.tell(
-                AttachPool(
-                    connection=event.connection,
-                    worker=request.worker,
-                    instance=request.instance,
-                    pid=connection.pid,
-                    watched=connection.watched,
-                    uid=connection.uid,
-                    spec=spec,
-                    raw_spec=request.spec,
-                    descriptor=event.descriptors[0] if event.descriptors else -1,
-                    quota=quota,
-                )
+            wanted = AttachPool(
+                connection=event.connection,
+                worker=request.worker,
+                instance=request.instance,
+                pid=connection.pid,
+                watched=connection.watched,
+                uid=connection.uid,
+                spec=spec,
+                raw_spec=request.spec,
+                descriptor=event.descriptors[0] if event.descriptors else -1,
+                quota=quota,
             )
+            call(self._pools.attach, wanted)
 
     def _detach(self, connection: Connection) -> None:
         if connection.session is None:
             raise refusal(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
-        self._sessions.end(connection.session)
-        self._context.completion.tell(Forget(connection.worker))
+        self._end_session(connection, connection.session)
+        call(self._completion.forget, connection.worker)
         connection.detaching = True
-        self._context.pools.tell(DetachPool(connection.number, connection.worker))
+        call(self._pools.detach, DetachPool(connection.number, connection.worker))
 
     def _end(self, connection: Connection, worker: str) -> None:
-        """An operator has a pool ended; what comes of it is `PoolReturned` or `AttachRefused`."""
+        """An operator has a pool ended; what comes of it is `pool_returned` or `attach_refused`."""
         if connection.worker:
             raise refusal(ErrorCode.WRONG_STATE, f"this session is attached as {connection.worker!r}: detach that")
         self._check_waits(connection)
         uid = self._admission.ends_for(connection.uid)
         connection.ending = True
         self._idle.unset(connection.number)
-        self._context.pools.tell(EndPool(connection.number, worker, uid))
+        call(self._pools.end, DetachPool(connection.number, worker), uid)
 
     @staticmethod
     def _check_waits(connection: Connection) -> None:
@@ -169,54 +203,78 @@ class Connections(Component):
         if connection.ending:
             raise refusal(ErrorCode.WRONG_STATE, "this session waits for a pool to end; wait, or open another one")
 
-    def _request_status(self, call: int, connection: Connection) -> None:
+    def _request_status(self, number: int, connection: Connection) -> None:
         if connection.worker:
             connection.allowance.take_status()
         else:
             self._admission.inquire(connection.uid)
-        number = connection.number
-        self._statuses.request(call, lambda status: self._port.send_session(number, codec.encode(status)))
+        self._port.send_session(connection.number, codec.encode(self._status(number)))
 
-    @handles(PoolLent)
-    def pool_lent(self, message: PoolLent) -> None:
-        """The pool is ready."""
-        connection = self._by_number.get(message.connection)
+    def allowance_of(self, number: int) -> Allowance:
+        """How often the worker on a connection may ask."""
+        return self._by_number[number].allowance
+
+    def pool_lent(self, lent: Lent) -> None:
+        """The pool is ready: its worker gets it, its session, and the notifications that it has not acknowledged."""
+        connection, worker = self._by_number.get(lent.connection), lent.pool.worker
         if connection is None:
-            self._context.pools.tell(WorkerGone(message.pool.worker, message.connection))
-        else:
-            self._sessions.begin(connection, message)
+            call(self._pools.worker_gone, worker, lent.connection)
+            return
+        session = Session(self._draw_session(), connection.number, connection.pid, connection.uid, lent.pool)
+        connection.session = session
+        self._sessions.add(session)
+        settings, memory = self._context.settings, lent.memory
+        attached = Attached(
+            session=session.id,
+            endpoint=self._port.endpoint,
+            daemon=settings.daemon,
+            incarnation=settings.incarnation,
+            address=self._peer_address(),
+            pool_bytes=lent.pool.size,
+            backing=memory.backing,
+            device=memory.device,
+            pool_length=memory.length,
+            kept=lent.kept,
+            pool=lent.tenancy,
+        )
+        self._port.send_session(connection.number, codec.encode(attached), (memory.descriptor,))
+        call(self._completion.session_up, worker, lent.tenancy)
 
-    @handles(PoolReturned)
-    def pool_returned(self, message: PoolReturned) -> None:
+    def _end_session(self, connection: Connection, session: Session) -> None:
+        connection.session = None
+        self._sessions.remove(session)
+        call(self._completion.session_down, session.pool.worker)
+        call(self._scheduler.end_holds, session.pool.worker)
+
+    def pool_returned(self, number: int) -> None:
         """A detach is complete."""
-        connection = self._by_number.get(message.connection)
+        connection = self._by_number.get(number)
         if connection is not None:
             connection.detaching = connection.ending = False
             self._mark_idle(connection)
-            self._port.send_session(message.connection, codec.encode(Detached()))
+            self._port.send_session(number, codec.encode(Detached()))
 
-    @handles(AttachRefused)
-    def attach_refused(self, message: AttachRefused) -> None:
+    def attach_refused(self, number: int, error: KvdError) -> None:
         """An attach or detach cannot be served. A worker that has lost its pool attaches again and is told why then."""
-        connection = self._by_number.get(message.connection)
+        connection = self._by_number.get(number)
         if connection is None:
             return
         connection.ending = False
         if connection.detaching:
-            self._refuse(message.connection, message.error)
-            self.hang_up(connection)  # its process is watched on
+            self._refuse(number, error)
+            self.hang_up(number)  # its process is watched on
         elif connection.session is not None:
-            self.hang_up(connection)
+            self.hang_up(number)
         else:
             self._mark_idle(connection)
-            self._refuse(message.connection, message.error)
+            self._refuse(number, error)
 
-    def hang_up(self, connection: Connection) -> None:
-        """Closes it after what was sent on it; its worker connects and attaches again."""
-        self._port.close_session(connection.number)
-        self.closed(SessionClosed(connection.number))
+    def hang_up(self, number: int) -> None:
+        """Closes a connection after what was sent on it; its worker connects and attaches again."""
+        if number in self._by_number:
+            self._port.close_session(number)
+            self.closed(SessionClosed(number))
 
-    @handles(SessionClosed)
     def closed(self, event: SessionClosed) -> None:
         """A process is gone, or only its session is. Its pool and its transfers are not."""
         connection = self._by_number.pop(event.connection, None)
@@ -225,17 +283,16 @@ class Connections(Component):
         self._admission.leave(connection.uid)
         self._idle.unset(event.connection)
         if connection.session is not None:
-            self._sessions.end(connection.session)
+            self._end_session(connection, connection.session)
         if not connection.worker:
             self._port.forget_process(event.connection)
             return
-        self._context.pools.tell(WorkerGone(connection.worker, event.connection))
+        call(self._pools.worker_gone, connection.worker, event.connection)
         if connection.ended:
-            self._context.pools.tell(WorkerEnded(event.connection))
+            call(self._pools.worker_ended, event.connection)
         elif connection.watched:
             self._survivors.add(event.connection)
 
-    @handles(ProcessEnded)
     def process_ended(self, event: ProcessEnded) -> None:
         """A process has ended; whoever inherited its session counts as the same worker until that is closed, too."""
         connection = self._by_number.get(event.connection)
@@ -243,14 +300,13 @@ class Connections(Component):
             connection.ended = True
         elif event.connection in self._survivors:
             self._survivors.remove(event.connection)
-            self._context.pools.tell(WorkerEnded(event.connection))
+            call(self._pools.worker_ended, event.connection)
 
-    @handles(ProcessReleased)
-    def process_released(self, message: ProcessReleased) -> None:
+    def process_released(self, number: int) -> None:
         """Watches a process no more, unless its session is open: it may attach again."""
-        if message.connection in self._survivors:
-            self._survivors.remove(message.connection)
-            self._port.forget_process(message.connection)
+        if number in self._survivors:
+            self._survivors.remove(number)
+            self._port.forget_process(number)
 
     def close_all(self) -> None:
         """The daemon ends."""

@@ -1,49 +1,66 @@
 """The requests of workers: each is decoded and checked here, so that no other actor sees an unchecked block id."""
 
+from collections.abc import Callable
+
 from kvd import limits
-from kvd.actors.completion.messages import Acknowledged
-from kvd.actors.gateway.admission import Admission
-from kvd.actors.gateway.sessions import Session, Sessions
-from kvd.actors.gateway.statuses import Statuses
-from kvd.actors.leases.messages import OfferBlocks
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Session, Sessions
+from kvd.actors.gateway.admission import Admission, Allowance
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.blocks import check_spans
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.scheduler.messages import CancelRequest, StartPull
+from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec, ticket
-from kvd.protocol.worker import Acknowledge, Cancel, Offer, Pull, Request, StatusRequest
+from kvd.protocol.worker import Acknowledge, Cancel, Offer, Pull, Request, Status, StatusRequest
 
 
 class Requests(Component):
     """Passes each request to the actor that serves it."""
 
-    def __init__(self, context: ActorContext, admission: Admission, sessions: Sessions, statuses: Statuses) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        context: ActorContext,
+        *,
+        admission: Admission,
+        allowance_of: Callable[[int], Allowance],
+        sessions: Sessions,
+        status: Callable[[int], Status],
+        scheduler: SchedulerActor,
+        leases: LeasesActor,
+        completion: CompletionActor,
+    ) -> None:
+        self.actor = actor
         self._context = context
         self._admission = admission
+        self._allowance_of = allowance_of
         self._sessions = sessions
-        self._statuses = statuses
+        self._status = status
+        self._scheduler = scheduler
+        self._leases = leases
+        self._completion = completion
 
-    @handles(WorkerFrame)
     def received(self, event: WorkerFrame) -> None:
         """One request, checked and passed on, or refused."""
         session = self._sessions.find(event.session)
-        if session is not None and event.uid != session.connection.uid:
+        if session is not None and event.uid != session.uid:
             # Not answered: an answer would travel to the session's owner.
             self._context.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
-            self._admission.stolen(session.pool.worker, session.connection.uid, event.uid)
+            self._admission.stolen(session.pool.worker, session.uid, event.uid)
             return
-        call = 0
+        number = 0
         try:
             if session is None:
                 self._admission.unknown(event.uid)
                 raise refusal(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
             request = codec.worker_requests.decode(event.frame)
-            call = getattr(request, "call", 0)
+            number = getattr(request, "call", 0)
             self._route(request, session)
         except KvdError as error:
-            self._sessions.refuse_frame(event.session, call, error)
+            self._sessions.refuse_frame(event.session, number, error)
 
     def _route(self, request: Request, session: Session) -> None:
         worker = session.pool.worker
@@ -56,22 +73,22 @@ class Requests(Component):
                     raise refusal(ErrorCode.BAD_MESSAGE, text)
                 if request.hold and request.spans:
                     raise refusal(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
-                self._context.scheduler.tell(StartPull(session.pool, request, ticket.decode(request.ticket)))
+                call(self._scheduler.start, session.pool, request, ticket.decode(request.ticket))
             case Offer():
                 self._check_new(request, session)
-                self._context.leases.tell(OfferBlocks(session.pool, request))
+                call(self._leases.offer, session.pool, request)
             case Acknowledge():
-                self._context.completion.tell(Acknowledged(worker, request.sequence))
+                call(self._completion.acknowledged, worker, request.sequence)
             case Cancel():
-                self._context.scheduler.tell(CancelRequest(worker, request))
+                call(self._scheduler.cancel, worker, request)
             case StatusRequest():
-                session.connection.allowance.take_status()
-                self._statuses.request(request.call, lambda status: self._sessions.answer(worker, status))
+                self._allowance_of(session.connection).take_status()
+                self._sessions.answer(worker, self._status(request.call))
 
     def _check_new(self, request: Pull | Offer, session: Session) -> None:
         self._admission.check_open()
         if session.backlogged:
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise refusal(ErrorCode.OVERLOADED, text)
-        session.connection.allowance.take_request()
+        self._allowance_of(session.connection).take_request()
         check_spans(request.spans, session.pool.spec)

@@ -7,24 +7,21 @@ a ping every heartbeat. Peers that connect to us (they pull from us) are answere
 import structlog
 
 from kvd import limits
-from kvd.actors.gateway.messages import Reported
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
-from kvd.actors.handshake.messages import ExpectPeers, ForgetPeer, HandshakeReply, NeedPeer
+from kvd.actors.handshake.listener import PeerListener
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
-from kvd.actors.handshake.peer_server import PeerServer
 from kvd.actors.handshake.peers import Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
-from kvd.actors.runtime.actor import Actor, OnFailure, handles
+from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import PeerPool, Report
-from kvd.actors.scheduler.messages import PeerDown, PeerIdle, PeerUp
+from kvd.actors.runtime.records import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec
 from kvd.protocol.address import key_of
-from kvd.protocol.peer import Hello, Pong, Welcome
+from kvd.protocol.peer import Hello, Pong, Refuse, Welcome
 from kvd.protocol.types import VERSION
 from kvd.state import peer as machine
 from kvd.state.peer import Effect, Event, State
@@ -55,8 +52,8 @@ class HandshakeActor(Actor):
         port: PeerPort,
         transport: Transport,
         peers: Peers,
-        peer_server: PeerServer,
         *,
+        listener: PeerListener,
         background: Background,
         speaks_for: SpeaksFor,
     ) -> None:
@@ -67,12 +64,11 @@ class HandshakeActor(Actor):
         self._speaks_for = speaks_for
         self._introductions = Introductions(background, self, self._introduced)
         self._peers = peers
-        self._peer_server = peer_server
-        self.serve(peer_server)
+        self._listener = listener
         self._slots: PrioritySlots[int] = PrioritySlots(limits.MAX_HANDSHAKES, limits.MAX_HANDSHAKES_PER_KEY)
         """Links whose peer is being greeted or loaded, and those that wait for that."""
         self._answers_due: Deadlines[int] = Deadlines(
-            context.loop, lambda link: self.soon(self._unanswered, link), for_others=True
+            context.loop, lambda link: self.call(self._unanswered, link), for_others=True
         )
         self._expected: frozenset[str] = frozenset()
         self._given: dict[str, tuple[Welcome, dict[str, PeerPool]]] = {}
@@ -80,15 +76,17 @@ class HandshakeActor(Actor):
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
 
-    @handles(NeedPeer)
-    def need(self, message: NeedPeer) -> None:
-        """Makes a peer ready; says so at once if it is."""
-        peer = self._peers.by_address.get(message.address)
+    def need(self, address: str, *, stale: bool = False, worker: str = "") -> None:
+        """Makes the peer ready that a pull of `worker` needs; says so at once if it is.
+
+        The listener's `up` or `down` follows. `stale` is set if its pools have changed.
+        """
+        peer = self._peers.by_address.get(address)
         if peer is None:
             try:
-                peer = self._open(message.address, message.worker)
+                peer = self._open(address, worker)
             except KvdError as error:
-                self._context.scheduler.tell(PeerDown(message.address, error.text))
+                self._listener.down(address, error.text, restarted=False)
                 return
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
@@ -96,30 +94,32 @@ class HandshakeActor(Actor):
         peer.needed = now
         if peer.avoided(now):
             text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
-            self._context.scheduler.tell(PeerDown(peer.address, text))
+            self._listener.down(peer.address, text, restarted=False)
             return
         peer.wanted = True
         self._slots.hurry(peer.link, peer.worker)
-        if message.stale:
+        if stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):
             self._announce(peer)
 
-    @handles(ExpectPeers)
-    def expect(self, message: ExpectPeers) -> None:
-        """Connects to daemons ahead of the first pull; logs those that it cannot connect to."""
+    def expect(self, addresses: frozenset[str]) -> None:
+        """Connects to the daemons at these addresses ahead of the first pull, and stays connected.
+
+        Those of earlier lists may be forgotten. Logs those that it cannot connect to.
+        """
         now = self.loop.time()
-        for address in sorted(message.addresses - self._expected):
+        for address in sorted(addresses - self._expected):
             try:
                 peer = self._peers.by_address.get(address) or self._open(address, at_once=False)
             except KvdError as error:
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
                 continue
             peer.needed = now
-        for address in self._expected - message.addresses:
+        for address in self._expected - addresses:
             if address in self._peers.by_address:
                 self._peers.by_address[address].needed = now
-        self._expected = message.addresses
+        self._expected = addresses
 
     def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
         """A new peer, greeted `at_once` if a pull waits for it, else at its first heartbeat."""
@@ -172,10 +172,9 @@ class HandshakeActor(Actor):
 
     # --- what peers answer ------------------------------------------------------------------------------------------
 
-    @handles(HandshakeReply)
-    def replied(self, message: HandshakeReply) -> None:
-        """A peer says who it is, that it lives, or that it refuses us."""
-        peer, reply = self._peers.by_link.get(message.link), message.reply
+    def replied(self, link: int, reply: Welcome | Pong | Refuse) -> None:
+        """A peer that we connected to says who it is, that it lives, or that it refuses us."""
+        peer = self._peers.by_link.get(link)
         if peer is None:
             return
         if isinstance(reply, Welcome):
@@ -241,7 +240,6 @@ class HandshakeActor(Actor):
             if peer is not None and peer.state in (State.GREETING, State.REFRESHING):
                 self._take_slot(peer)
 
-    @handles(PeerAdded)
     def added(self, event: PeerAdded) -> None:
         """The transport can reach the memory of a peer: that which `event.metadata` tells of, and no other.
 
@@ -262,7 +260,6 @@ class HandshakeActor(Actor):
         """Whether a peer waits to give the transport other metadata than this answer is about."""
         return peer.state is State.LOADING and peer.metadata != event.metadata and peer.link not in self._slots
 
-    @handles(PeerFailed)
     def failed(self, event: PeerFailed) -> None:
         """The transport lost a peer, or never reached it."""
         self._given.pop(event.agent, None)
@@ -278,24 +275,27 @@ class HandshakeActor(Actor):
             return
         settings, now = self._context.settings, self.loop.time()
         if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
-            self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))
+            self._listener.idle(peer.address, peer.announced)
         if peer.beat(now):
             text = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
             text = self._context.with_reason(text, MISSED_BEATS * settings.heartbeat)
             self._lose(peer, Event.SILENT, text)
             if not peer.announced and peer.address not in self._expected:
-                self._context.scheduler.tell(PeerIdle(peer.address, peer.announced))  # perhaps no daemon was ever there
+                self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_slot(peer)
         else:
             self._port.ask(peer.link, codec.encode(peer.ping()))
         self.later(settings.heartbeat, self._beat, link)
 
-    @handles(ForgetPeer)
-    def forget(self, message: ForgetPeer) -> None:
-        """Hangs up on a peer that no pull needs; the scheduler does not know yet that it is ready again, if it is."""
-        peer = self._peers.by_address.get(message.address)
-        if peer is not None and peer.announced == message.announced:
+    def forget(self, address: str, announced: int) -> None:
+        """Hangs up on a peer that no pull needs; one that needs it later calls `need` first.
+
+        `announced` is that of the listener's `idle`, which this answers: if the peer has been announced again
+        meanwhile, the scheduler does not know that yet.
+        """
+        peer = self._peers.by_address.get(address)
+        if peer is not None and peer.announced == announced:
             self._step(peer, Event.CLOSE)
 
     # --- the machine's effects --------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class HandshakeActor(Actor):
             case Effect.LOSE:
                 peer.wanted = False
                 self._context.metrics.peers_lost.inc()
-                self._context.scheduler.tell(PeerDown(peer.address, peer.loss, event is Event.RESTARTED))
+                self._listener.down(peer.address, peer.loss, restarted=event is Event.RESTARTED)
             case Effect.FORGET:
                 assert peer.welcome is not None  # noqa: S101 - only a loaded peer is forgotten
                 if not any(user is not peer for user in self._peers.using(peer.welcome.agent)):
@@ -343,12 +343,10 @@ class HandshakeActor(Actor):
 
     def _announce(self, peer: Peer) -> None:
         peer.wanted, peer.announced = False, peer.announced + 1
-        self._context.scheduler.tell(PeerUp(peer.view()))
+        self._listener.up(peer.view())
 
     # --- status -----------------------------------------------------------------------------------------------------
 
-    @handles(Report)
-    def report(self, message: Report) -> None:
-        """Reports the peers that we connect to: a bounded number, those in trouble first."""
-        content = self._peers.reports(self.loop.time())
-        self._context.gateway.tell(Reported(message.token, self.name, content))
+    def report(self) -> list[dict[str, object]]:
+        """The peers that we connect to, a bounded number, those in trouble first: its part of a status."""
+        return self._peers.reports(self.loop.time())

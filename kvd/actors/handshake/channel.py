@@ -1,35 +1,19 @@
-"""What passes between peers, leases and scheduler once the handshake is done.
+"""What is sent to other daemons. Nothing waits: a message that cannot be sent is lost, as on the network."""
 
-Requests about leases go from the peer socket to the leases, answers about claims to the scheduler, neither by way of
-the handshake's mailbox. All of them do, so that those of one peer stay in order. What a peer may read is looked up for
-each request, by the public key that it proved.
-"""
-
-import msgspec
-
-from kvd import limits
-from kvd.actors.handshake.messages import HandshakeReply, HandshakeRequest
-from kvd.actors.handshake.peer_server import Rights, covers
 from kvd.actors.handshake.peers import Peers
-from kvd.actors.leases.messages import PeerRequest
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import LeaseRequest
-from kvd.actors.scheduler.messages import PeerReply
-from kvd.errors import BadRequest, ErrorCode
-from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent, PeerPort
+from kvd.net.interface import PeerPort
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Fence, Hello, Ping, Pong, Refuse, Settle, Welcome
 from kvd.protocol.types import Message
 
 
 class PeerChannel:
-    """The `kvd.actors.runtime.context.PeerMessages` of a daemon; `received` is its peer socket's callback."""
+    """Sends to peers that we connect to by their address, and to those that connect to us by their routing id."""
 
-    def __init__(self, context: ActorContext, port: PeerPort, peers: Peers, rights: Rights) -> None:
+    def __init__(self, context: ActorContext, port: PeerPort, peers: Peers) -> None:
         self._context = context
         self._port = port
         self._peers = peers
-        self._rights = rights
 
     def ask(self, address: str, request: Message) -> None:
         """Sends a request to the peer at `address`; it is lost if there is no link to that peer."""
@@ -41,76 +25,3 @@ class PeerChannel:
     def answer(self, sender: bytes, reply: Message) -> None:
         """Answers a peer that connected to us; lost if it is gone."""
         self._port.answer(sender, codec.encode(reply))
-
-    def received(self, event: PeerEvent) -> None:
-        """Passes on one frame of a peer. Garbage is refused if it is a request, and dropped if it is an answer."""
-        try:
-            if isinstance(event, PeerAsked):
-                self._requested(event)
-            else:
-                self._answered(event)
-        except BadRequest as error:
-            self._context.metrics.refused.labels("peer", error.code).inc()
-            if isinstance(event, PeerAsked):
-                self.answer(event.sender, Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT]))
-
-    # --- peers that connect to us -----------------------------------------------------------------------------------
-
-    def _requested(self, event: PeerAsked) -> None:
-        request = codec.peer_requests.decode(event.frame)
-        if isinstance(request, Hello | Ping):
-            self._context.handshake.tell(HandshakeRequest(event.sender, event.key, _identity_of(event), request))
-            return
-        permitted = self._permitted(event, request)
-        if permitted is not None:
-            self._context.leases.tell(PeerRequest(event.sender, _identity_of(event), permitted))
-
-    def _permitted(self, event: PeerAsked, request: LeaseRequest) -> LeaseRequest | None:
-        """The request without what concerns pools that this peer may not read; a claim of such a pool is refused."""
-        patterns = self._rights(event.key)
-        forbidden = {pool for pool in _pools_in(request) if not covers(patterns, pool)}
-        if not forbidden:
-            return request
-        self._context.metrics.refused.labels("peer", ErrorCode.NOT_PERMITTED).inc()
-        match request:
-            case Fence():
-                return _without_claim(request, forbidden)
-            case Settle():
-                return Settle(tuple(_without_claim(fence, forbidden) for fence in request.fences))
-            case Claim():
-                text = f"this daemon may not read the pool {request.pool!r}; name it in its line of `curve_peers` there"
-                self.answer(event.sender, Refuse(request.claim, ErrorCode.NOT_PERMITTED, text))
-        return None
-
-    # --- peers that we connect to -----------------------------------------------------------------------------------
-
-    def _answered(self, event: PeerAnswered) -> None:
-        peer = self._peers.by_link.get(event.link)
-        if peer is None:
-            return
-        reply = codec.peer_replies.decode(event.frame)
-        peer.hears(self._context.loop.time())
-        if isinstance(reply, Welcome | Pong) or (isinstance(reply, Refuse) and reply.claim == 0):
-            self._context.handshake.tell(HandshakeReply(event.link, reply))
-        else:
-            self._context.scheduler.tell(PeerReply(peer.address, reply))
-
-
-def _identity_of(event: PeerAsked) -> str:
-    """The key of a peer if it has proved one; else the name that it gives itself, without the `#` of its run."""
-    return event.key or event.sender.partition(b"#")[0].decode(errors="replace")
-
-
-def _pools_in(request: LeaseRequest) -> tuple[str, ...]:
-    """The pools that a request names."""
-    if isinstance(request, Claim):
-        return (request.pool,)
-    fences = request.fences if isinstance(request, Settle) else (request,) if isinstance(request, Fence) else ()
-    return tuple(fence.unclaimed.pool for fence in fences if fence.unclaimed is not None)
-
-
-def _without_claim(fence: Fence, forbidden: set[str]) -> Fence:
-    """A fence on a read that was not claimed does not hold without its claim."""
-    if fence.unclaimed is None or fence.unclaimed.pool not in forbidden:
-        return fence
-    return msgspec.structs.replace(fence, unclaimed=None)

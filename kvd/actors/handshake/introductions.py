@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import PeerPool
+from kvd.actors.runtime.records import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec
 from kvd.protocol.peer import PoolInfo, Welcome
@@ -117,8 +117,12 @@ class Introductions:
             if info.spec in self._specs:
                 self._add(link, reading, self._specs[info.spec])
                 continue
-            self._busy = True
-            self._background(partial(CacheSpec.decode, info.spec), partial(self._actor.soon, self._take, link, info))
+            self._read(link, info)
+
+    def _read(self, link: int, info: PoolInfo) -> None:
+        self._busy = True
+        work = partial(CacheSpec.decode, info.spec)
+        self._background(work, lambda result: self._actor.call(self._take, link, info, result))
 
     def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
         info = reading.left.pop()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import PeerPool, PeerView
+from kvd.actors.runtime.records import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
 from kvd.state import peer as machine
 from kvd.state.peer import State

@@ -10,18 +10,18 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 import structlog
+from msgspec import Struct
 
 from kvd import limits
-from kvd.actors.handshake.messages import HandshakeRequest, RightsChanged
-from kvd.actors.pools.messages import RenewPool
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp
+from kvd.actors.runtime.records import Pool
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
 from kvd.errors import ErrorCode
 from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec
-from kvd.protocol.peer import Ping, Pong, PoolInfo, Refuse, Welcome
+from kvd.protocol.peer import Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import Described, Transport
 
@@ -44,13 +44,36 @@ def covers(patterns: tuple[str, ...], pool: str) -> bool:
     return patterns == EVERY_POOL or any(fnmatchcase(pool, pattern) for pattern in patterns)
 
 
+class Greeting(Struct, frozen=True, gc=False):
+    """A hello of a peer that connected to us.
+
+    `sender` is its routing id, `key` the public key that it proved (hexadecimal, empty without CURVE). `peer` is who it
+    is, whatever its run and its connection.
+    """
+
+    sender: bytes
+    key: str
+    peer: str
+    hello: Hello
+
+
 class PeerServer(Component):
     """Handles the handshake's half of what peers ask; `kvd.actors.handshake.channel` passes the rest to the leases."""
 
     def __init__(
-        self, context: ActorContext, port: PeerPort, transport: Transport, stamps: int, rights: Rights
+        self,
+        actor: Actor,
+        context: ActorContext,
+        port: PeerPort,
+        transport: Transport,
+        *,
+        pools: PoolsActor,
+        stamps: int,
+        rights: Rights,
     ) -> None:
+        self.actor = actor
         self._context = context
+        self._pools_actor = pools
         self._port = port
         self._transport = transport
         self._rights = rights
@@ -61,7 +84,7 @@ class PeerServer(Component):
         """Metadata of some of the pools, by the numbers that the transport knows them as."""
         self._welcomes: dict[tuple[int, ...], bytes] = {}
         """Encoded frames, by the same numbers: peers with equal rights share one."""
-        self._waiting: dict[tuple[int, ...], dict[bytes, HandshakeRequest]] = {}
+        self._waiting: dict[tuple[int, ...], dict[bytes, Greeting]] = {}
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
         """By peer."""
@@ -70,81 +93,82 @@ class PeerServer(Component):
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
-    @handles(PoolUp)
-    def pool_up(self, message: PoolUp) -> None:
+    def pool_up(self, pool: Pool, metadata: bytes) -> None:
         """Tells peers that say hello from now on of this pool."""
-        self._pools[message.pool.worker] = message.pool
-        self._metadata = message.metadata
+        self._pools[pool.worker] = pool
+        self._metadata = metadata
         self._parts.clear()
         self._welcomes.clear()
 
-    @handles(PoolDown)
-    def pool_down(self, message: PoolDown) -> None:
+    def pool_down(self, pool: Pool) -> None:
         """Tells peers no more of this pool."""
-        worker = message.pool.worker
+        worker = pool.worker
         self._pools.pop(worker, None)
         self._parts.clear()
         self._welcomes.clear()
         self._told = {(key, name) for key, name in self._told if name != worker}
 
-    @handles(RightsChanged)
-    def rights_changed(self, _message: RightsChanged) -> None:
-        """Has pools registered anew if a peer was told of them that may not read them any more."""
+    def rights_changed(self) -> None:
+        """Another allow-list holds.
+
+        Has pools registered anew if a peer was told of them that may not read them any more.
+        """
         lost = {(key, pool) for key, pool in self._told if not covers(self._rights(key), pool)}
         self._told -= lost
         for key, pool in sorted(lost):
             _log.warning("right withdrawn", key=key, pool=pool, hint=_KEPT_MAPPING)
         for pool in sorted({pool for _, pool in lost}):
-            self._context.pools.tell(RenewPool(pool))
+            call(self._pools_actor.renew, pool)
 
     # --- hello and ping ---------------------------------------------------------------------------------------------
 
-    @handles(HandshakeRequest)
-    def requested(self, message: HandshakeRequest) -> None:
-        """Answers a hello or a ping; hellos beyond a peer's rate get no answer."""
-        settings, request = self._context.settings, message.request
-        if isinstance(request, Ping):
-            self._context.peers.answer(message.sender, Pong(request.number, settings.incarnation))
-        elif not self._hellos.take(message.peer, self._context.loop.time()):
-            self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
-        elif request.version != VERSION:
-            self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
-            text = f"{settings.daemon} speaks version {VERSION} of the protocol, {request.daemon} {request.version}"
-            self._context.peers.answer(message.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
-        else:
-            self._greeted(message)
+    def pinged(self, sender: bytes, ping: Ping) -> None:
+        """Answers a ping."""
+        self._answer(sender, Pong(ping.number, self._context.settings.incarnation))
 
-    def _greeted(self, message: HandshakeRequest) -> None:
-        patterns = self._rights(message.key)
+    def greeted(self, greeting: Greeting) -> None:
+        """Answers a hello; those beyond a peer's rate get no answer."""
+        daemon, hello = self._context.settings.daemon, greeting.hello
+        if not self._hellos.take(greeting.peer, self._context.loop.time()):
+            self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
+        elif hello.version != VERSION:
+            self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
+            text = f"{daemon} speaks version {VERSION} of the protocol, {hello.daemon} {hello.version}"
+            self._answer(greeting.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
+        else:
+            self._introduce(greeting)
+
+    def _introduce(self, greeting: Greeting) -> None:
+        patterns = self._rights(greeting.key)
         if patterns == EVERY_POOL:
-            self._welcome(message, (), self._metadata, tuple(self._pools.values()))
+            self._welcome(greeting, (), self._metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.worker))
         numbers = tuple(pool.id for pool in pools)
         metadata = self._parts.get(numbers)
         if metadata is not None:
-            self._welcome(message, numbers, metadata, pools)
+            self._welcome(greeting, numbers, metadata, pools)
             return
         if numbers not in self._waiting:
             self._waiting[numbers] = {}
             self._transport.describe(numbers)
-        self._waiting[numbers][message.sender] = message
+        self._waiting[numbers][greeting.sender] = greeting
 
-    @handles(Described)
     def described(self, event: Described) -> None:
         """Answers the hellos that waited for this metadata, by the rights that hold now."""
         self._parts[event.pools] = event.metadata
-        for message in self._waiting.pop(event.pools, {}).values():
-            self._greeted(message)
+        for greeting in self._waiting.pop(event.pools, {}).values():
+            self._introduce(greeting)
 
-    def _welcome(
-        self, message: HandshakeRequest, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]
-    ) -> None:
-        self._told.update((message.key, pool.worker) for pool in pools)
+    def _welcome(self, greeting: Greeting, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]) -> None:
+        self._told.update((greeting.key, pool.worker) for pool in pools)
         self._transport.expect_connection()
         if numbers not in self._welcomes:
             self._welcomes[numbers] = codec.encode(self._introduction(metadata, pools))
-        self._port.answer(message.sender, self._welcomes[numbers])
+        self._port.answer(greeting.sender, self._welcomes[numbers])
+
+    def _answer(self, sender: bytes, reply: Pong | Refuse) -> None:
+        self._port.answer(sender, codec.encode(reply))
 
     def _introduction(self, metadata: bytes, pools: tuple[Pool, ...]) -> Welcome:
         settings = self._context.settings

@@ -3,20 +3,21 @@
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.gateway.messages import Reported
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Sessions
 from kvd.actors.leases.claims import Claims
-from kvd.actors.leases.messages import OfferBlocks
 from kvd.actors.leases.offers import Offers
 from kvd.actors.leases.records import ClaimKey, Lease, OfferKey
 from kvd.actors.leases.tombstones import Tombstones
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.messages import Drain, Report, Stop
-from kvd.actors.scheduler.messages import CancelRequest
+from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
+from kvd.protocol.peer import LeaseAnswer
 from kvd.protocol.ticket import Ticket, TicketRank
-from kvd.protocol.worker import Offer, Offered
+from kvd.protocol.worker import Cancel, Offer, Offered
 from kvd.state.lease import Event
 
 LAST_CALL_SECONDS = 0.5
@@ -34,39 +35,52 @@ class LeasesActor(Actor):
         peer_address: Callable[[], str],
         expect_readers: Callable[[bool], None],
         stamps: Stamps,
+        *,
+        completion: CompletionActor,
+        sessions: Sessions,
+        pools: PoolsActor,
+        reply: Callable[[bytes, LeaseAnswer], None],
     ) -> None:
         super().__init__(context.dispatcher)
         self._context = context
+        self._sessions = sessions
         self._peer_address = peer_address
         self._tombstones: Tombstones[OfferKey | ClaimKey] = Tombstones(
             self, context.settings.tombstone, limits.MAX_TOMBSTONES, self._forget
         )
         remember = self._tombstones.bury
-        self._offers = Offers(self, context, stamps, remember=remember, break_claims=self._break_claims)
-        self._claims = Claims(self, context, self._offers, remember=remember, expect_readers=expect_readers)
-        self.serve(self._offers)
-        self.serve(self._claims)
+        self._offers = Offers(
+            self,
+            context,
+            stamps,
+            completion=completion,
+            quiet=lambda pool: call(pools.quiesced, pool, self.name),
+            remember=remember,
+            break_claims=self._break_claims,
+        )
+        self.claims = Claims(self, context, self._offers, reply=reply, remember=remember, expect_readers=expect_readers)
 
     def _break_claims(self, lease: Lease, why: str) -> None:
-        self._claims.break_all(lease, why)
+        self.claims.break_all(lease, why)
 
     def _forget(self, key: OfferKey | ClaimKey) -> None:
         if isinstance(key, ClaimKey):
-            self._claims.forget(key)
+            self.claims.forget(key)
         else:
             self._offers.forget(key)
 
-    @handles(OfferBlocks)
-    def offer(self, message: OfferBlocks) -> None:
-        """Makes a lease and answers with its ticket; answers the claims that came before it."""
-        offer, worker = message.offer, message.pool.worker
+    def offer(self, pool: Pool, offer: Offer) -> None:
+        """Makes a lease and answers with its ticket; answers the claims that came before it.
+
+        The blocks of the offer have been checked.
+        """
         try:
-            lease = self._offers.put(offer, message.pool)
+            lease = self._offers.put(offer, pool)
         except KvdError as error:
-            self._context.replies.refuse(worker, offer.call, error)
+            self._sessions.refuse(pool.worker, offer.call, error)
             return
-        self._context.replies.answer(worker, Offered(offer.call, self._ticket(offer, lease)))
-        self._claims.offered(lease)
+        self._sessions.answer(pool.worker, Offered(offer.call, self._ticket(offer, lease)))
+        self.claims.offered(lease)
 
     def _ticket(self, offer: Offer, lease: Lease) -> str:
         rank = TicketRank(
@@ -83,34 +97,48 @@ class LeasesActor(Actor):
         )
         return Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,)).encode()
 
-    @handles(CancelRequest)
-    def withdraw(self, message: CancelRequest) -> None:
+    def withdraw(self, worker: str, cancel: Cancel) -> None:
         """Takes an offer back for its worker; `Released` follows, and no fence holds from here on."""
-        cancel = message.cancel
-        lease = self._offers.find(message.worker, cancel.request)
+        lease = self._offers.find(worker, cancel.request)
         if lease is None:
             error = refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
-            self._context.replies.refuse(message.worker, cancel.call, error)
+            self._sessions.refuse(worker, cancel.call, error)
             return
         self._offers.step(lease, Event.REVOKE, "withdrawn")
 
-    @handles(Drain)
-    def drain(self, _message: Drain) -> None:
+    # --- its pools ---------------------------------------------------------------------------------------------------
+
+    def pool_up(self, pool: Pool, _metadata: bytes) -> None:
+        """Offers of this pool are accepted from now on."""
+        self._offers.pool_up(pool)
+
+    def pool_down(self, pool: Pool) -> None:
+        """The pool is gone; it was quiet."""
+        self._offers.pool_down(pool)
+
+    def quiesce(self, pool: Pool, _why: str, *, force: bool) -> None:
+        """Withdraws the offers of a pool that nobody reads, waits for (or breaks) those that somebody does."""
+        self._offers.quiesce(pool, force=force)
+
+    def leased_pools(self) -> frozenset[int]:
+        """The ids of the pools of which offers stand."""
+        return self._offers.leased_pools()
+
+    # --- the daemon's end -------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
         """Takes no new offers and refuses claims that wait; leases end when they are read, unclaimed ones soon."""
         self.later(LAST_CALL_SECONDS, self._last_call)
         self._offers.drain()
-        self._claims.refuse_waiting()
+        self.claims.refuse_waiting()
 
     def _last_call(self) -> None:
         self._offers.end_all("shutdown", claimed=False)
 
-    @handles(Stop)
-    def stop(self, _message: Stop) -> None:
+    def stop(self) -> None:
         """Ends every lease; their consumers are told."""
         self._offers.end_all("shutdown", claimed=True)
 
-    @handles(Report)
-    def report(self, message: Report) -> None:
-        """Reports counts and the last generation."""
-        content = self._offers.report() | self._claims.report()
-        self._context.gateway.tell(Reported(message.token, self.name, content))
+    def report(self) -> dict[str, object]:
+        """Counts, and the last generation: its part of a status."""
+        return self._offers.report() | self.claims.report()

@@ -9,18 +9,30 @@ from collections.abc import Callable
 import structlog
 
 from kvd import limits
-from kvd.actors.leases.messages import PeerRequest
 from kvd.actors.leases.offers import Offers
 from kvd.actors.leases.records import NOT_HELD, ClaimKey, ClaimRecord, Lease
 from kvd.actors.leases.waiting import WaitingClaims
-from kvd.actors.runtime.actor import Actor, Component, handles
-from kvd.actors.runtime.batch import Batch, InBatches
+from kvd.actors.runtime.actor import Actor, Component
+from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
 from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
+from kvd.protocol.peer import (
+    Broken,
+    Claim,
+    Fence,
+    Grant,
+    Held,
+    LeaseAnswer,
+    LeaseRequest,
+    Refuse,
+    Release,
+    Renew,
+    Settle,
+    Settled,
+)
 from kvd.state import claim as machine
 from kvd.state import lease as lease_machine
 from kvd.state.claim import Effect, Event, State
@@ -43,11 +55,14 @@ class Claims(Component):
         context: ActorContext,
         offers: Offers,
         *,
+        reply: Callable[[bytes, LeaseAnswer], None],
         remember: Callable[[ClaimKey, str], None],
         expect_readers: Callable[[bool], None],
     ) -> None:
+        self.actor = actor
         self._context = context
         self._offers = offers
+        self._reply = reply
         self._remember = remember
         self._expect_readers = expect_readers
         self._records: dict[ClaimKey, ClaimRecord] = {}
@@ -55,19 +70,20 @@ class Claims(Component):
         self._held = 0
         self._served = 0
         """Held claims whose reads the transport has a part in."""
-        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, InBatches(actor, self._overdue), for_others=True)
-        self._untold: Batch[ClaimRecord] = Batch(lambda: actor.soon(self._tell_broken))
+        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, Batch(actor, self._all_overdue).put, for_others=True)
+        self._untold: Batch[ClaimRecord] = Batch(actor, self._tell_broken)
         """Broken claims whose consumers have not been told."""
         # By peer.
         self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
         self._unknown: TokenBuckets[str] = TokenBuckets(_UNKNOWN)
         self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
 
-    @handles(PeerRequest)
-    def requested(self, message: PeerRequest) -> None:
-        """Answers a request of a consumer's daemon, at most once."""
-        sender, peer = message.sender, message.peer
-        match message.request:
+    def requested(self, sender: bytes, peer: str, request: LeaseRequest) -> None:
+        """Answers a request of a consumer's daemon, at most once.
+
+        `sender` is its routing id; `peer` is the same for all its runs and links.
+        """
+        match request:
             case Claim() as claim:
                 self._claim(ClaimKey(sender, claim.claim), peer, claim)
             case Release() as release:
@@ -269,6 +285,10 @@ class Claims(Component):
         else:
             self._end(claim, Event.RELEASE, "released", finished=finished)
 
+    def _all_overdue(self, keys: list[ClaimKey]) -> None:
+        for key in keys:
+            self._overdue(key)
+
     def _overdue(self, key: ClaimKey) -> None:
         """A claim's offer has not come in time, or the claim was not renewed."""
         claim = self._records.get(key)
@@ -328,10 +348,10 @@ class Claims(Component):
         elif not lease.claims:
             self._offers.unclaim(lease)
 
-    def _tell_broken(self) -> None:
+    def _tell_broken(self, broken: list[ClaimRecord]) -> None:
         """Tells each consumer's daemon of all its broken claims together."""
         claims: dict[tuple[bytes, str], list[int]] = {}
-        for claim in self._untold.take():
+        for claim in broken:
             claims.setdefault((claim.key.sender, claim.error.text), []).append(claim.key.claim)
         for (sender, why), numbers in claims.items():
             for start in range(0, len(numbers), limits.MAX_RENEWALS):
@@ -351,9 +371,6 @@ class Claims(Component):
             self._served += change
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)
-
-    def _reply(self, sender: bytes, message: Grant | Refuse | Held | Broken | Settled) -> None:
-        self._context.peers.answer(sender, message)
 
     def report(self) -> dict[str, object]:
         """As a status tells of them."""

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd import limits
-from kvd.actors.completion.messages import Notify
-from kvd.actors.leases.messages import FindLeased
+from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases.records import Lease, OfferKey
-from kvd.actors.pools.messages import LeasedPools, Quiesced
-from kvd.actors.runtime.actor import Actor, Component, handles
-from kvd.actors.runtime.batch import InBatches
+from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.held import HeldBlocks, Hold
-from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce
+from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
@@ -28,11 +26,11 @@ _HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
 _HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
 
 
-class Offers(Component):
+class Offers:
     """Leases by offer; each follows `kvd.state.lease`.
 
-    `remember(key, owner)` has `forget` called for an offer that has ended, after a while. `break_claims(lease, why)`
-    breaks all claims of a lease.
+    `quiet(pool)` is called when no offer of a pool stands (any more) that is to be quiesced. `remember(key, owner)` has
+    `forget` called for an offer that has ended, after a while. `break_claims(lease, why)` breaks all claims of a lease.
     """
 
     def __init__(
@@ -41,12 +39,16 @@ class Offers(Component):
         context: ActorContext,
         stamps: Stamps,
         *,
+        completion: CompletionActor,
+        quiet: Callable[[Pool], None],
         remember: Callable[[OfferKey, str], None],
         break_claims: Callable[[Lease, str], None],
     ) -> None:
         self._owner = actor.name
         self._context = context
         self._stamps = stamps
+        self._completion = completion
+        self._quiet = quiet
         self._remember = remember
         self._break_claims = break_claims
         self._pools: dict[str, Pool] = {}
@@ -57,7 +59,7 @@ class Offers(Component):
         self._in_claim = 0
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
-        self._due: Deadlines[OfferKey] = Deadlines(context.loop, InBatches(actor, self._expired), for_others=True)
+        self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(context.metrics, _HOLDS)
         self._draining = False
 
@@ -164,13 +166,14 @@ class Offers(Component):
         elif self._context.loop.time() >= lease.expires:
             self.step(lease, Event.EXPIRE, "expired")
 
-    def _expired(self, key: OfferKey) -> None:
-        """An offer's time is over: it ends now, or with its last claim."""
-        lease = self._leases.get(key)
-        if lease is not None and self._context.loop.time() >= lease.expires:
-            self.step(lease, Event.EXPIRE, "expired")
-            if lease.state is State.CLAIMED:
-                self._count_held(lease, Hold.OVERDUE)
+    def _expired(self, keys: list[OfferKey]) -> None:
+        """The time of these offers is over: they end now, or with their last claims."""
+        for key in keys:
+            lease = self._leases.get(key)
+            if lease is not None and self._context.loop.time() >= lease.expires:
+                self.step(lease, Event.EXPIRE, "expired")
+                if lease.state is State.CLAIMED:
+                    self._count_held(lease, Hold.OVERDUE)
 
     def step(self, lease: Lease, event: Event, reason: str = "") -> None:
         """Carries an event out. `reason` is for `Released`, if the event ends the lease."""
@@ -188,7 +191,7 @@ class Offers(Component):
             self._due.unset(lease.key)
             self._remember(lease.key, f"worker {lease.key[0]}")
             self._context.metrics.offers.labels(reason).inc()
-            self._context.completion.tell(Notify(lease.key[0], Released(lease.key[1], reason)))
+            call(self._completion.notify, lease.key[0], Released(lease.key[1], reason))
             self._check_quiet(lease.pool)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
@@ -222,35 +225,30 @@ class Offers(Component):
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
-    @handles(PoolUp)
-    def pool_up(self, message: PoolUp) -> None:
+    def pool_up(self, pool: Pool) -> None:
         """Takes offers of this pool from now on."""
-        self._pools[message.pool.worker] = message.pool
+        self._pools[pool.worker] = pool
 
-    @handles(PoolDown)
-    def pool_down(self, message: PoolDown) -> None:
+    def pool_down(self, pool: Pool) -> None:
         """The pool is gone; it was quiet."""
-        self._pools.pop(message.pool.worker, None)
-        self._quiescing.discard(message.pool.id)
+        self._pools.pop(pool.worker, None)
+        self._quiescing.discard(pool.id)
 
-    @handles(Quiesce)
-    def quiesce(self, message: Quiesce) -> None:
+    def quiesce(self, pool: Pool, *, force: bool) -> None:
         """Withdraws the offers of a pool that nobody reads, waits for (or breaks) those that somebody does."""
-        pool = message.pool
         self._quiescing.add(pool.id)
         for lease in [lease for lease in self._leases.values() if lease.pool.id == pool.id]:
-            if message.force or not lease.claims:
+            if force or not lease.claims:
                 self.step(lease, Event.REVOKE, "withdrawn")
         self._check_quiet(pool)
 
     def _check_quiet(self, pool: Pool) -> None:
         if pool.id in self._quiescing and not self._standing[pool.id]:
-            self._context.pools.tell(Quiesced(pool, self._owner))
+            self._quiet(pool)
 
-    @handles(FindLeased)
-    def find_leased(self, _message: FindLeased) -> None:
-        """Says of which pools offers stand."""
-        self._context.pools.tell(LeasedPools(frozenset(self._standing)))
+    def leased_pools(self) -> frozenset[int]:
+        """The ids of the pools of which offers stand."""
+        return frozenset(self._standing)
 
     def drain(self) -> None:
         """Takes no new offers; calls `idle` when the last has ended."""

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from kvd.actors.runtime.blocks import Size
 from kvd.actors.runtime.held import Hold
-from kvd.actors.runtime.messages import Pool
+from kvd.actors.runtime.records import Pool
 from kvd.actors.runtime.spans import ClaimSpan
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.peer import Claim

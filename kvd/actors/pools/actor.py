@@ -9,22 +9,22 @@ its rights, the pools that it has keys of are quiesced by force, registered agai
 fabrics check no keys, and at the old address they find zeros.
 """
 
+from collections.abc import Callable, Collection
+
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
-from kvd.actors.completion.messages import Forget
-from kvd.actors.gateway.messages import AttachRefused, PoolLent, PoolRenewed, PoolReturned, ProcessReleased, Reported
+from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.pools.bounds import Bounds, Lack
 from kvd.actors.pools.memory import PoolMemory
-from kvd.actors.pools.messages import AttachPool, DetachPool, EndPool, Quiesced, RenewPool, WorkerEnded, WorkerGone
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.pools.requests import AttachPool, DetachPool, Lent, User, Watcher, Workers
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp, Quiesce, Report
+from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
 from kvd.transport.interface import Transport
@@ -36,7 +36,10 @@ _LAST_LOOK = 0.1
 
 
 class PoolsActor(Actor):
-    """A failure stops the daemon: a pool in a wrong state is memory that two workers write to."""
+    """A failure stops the daemon: a pool in a wrong state is memory that two workers write to.
+
+    `leased` gives the ids of the pools of which offers stand.
+    """
 
     name = "pools"
 
@@ -47,24 +50,40 @@ class PoolsActor(Actor):
         transport: Transport,
         background: Background,
         store: PoolStore,
+        *,
+        completion: CompletionActor,
+        workers: Workers,
+        leased: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(context.dispatcher)
         self._context = context
+        self._completion = completion
+        self._workers = workers
+        self._watchers: list[Watcher] = []
+        self._users: dict[str, User] = {}
         self._provider = provider
         self._transport = transport
-        self._memory = PoolMemory(context, provider, transport, background, store, up=self._up, gone=self._gone)
-        self.serve(self._memory)
+        self.memory = PoolMemory(
+            self, context, provider, transport, background=background, store=store, up=self._up, gone=self._gone
+        )
         self._records: dict[str, PoolRecord] = {}
         end, refuse = self._end_for, self._refuse
-        self._bounds = Bounds(context, provider, store, self._records, end=end, refuse=refuse)
-        self.serve(self._bounds)
+        self._bounds = Bounds(provider, store, self._records, leased=leased, end=end, refuse=refuse)
         self._last_id = 0
-        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.soon(self._overdue, worker))
+        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.call(self._overdue, worker))
         """How long a pool is kept, or may take to quiesce, by worker."""
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tells `watcher` of pools from now on."""
+        self._watchers.append(watcher)
+
+    def use(self, user: User) -> None:
+        """Tells `user` of pools from now on, and has no pool go to another worker, or end, before `user` says so."""
+        self.watch(user)
+        self._users[user.name] = user
 
     # --- a worker comes ---------------------------------------------------------------------------------------------
 
-    @handles(AttachPool)
     def attach(self, request: AttachPool) -> None:
         """Lends the worker its pool: at once, after making it, or when its predecessor and its transfers have ended."""
         record = self._records.get(request.worker)
@@ -112,11 +131,12 @@ class PoolsActor(Actor):
         pool = Pool(number, request.worker, number, 0, spec.pool_bytes, spec, request.raw_spec, blocks, request.uid)
         record = PoolRecord(pool, request, tenancy=number, waiting=request)
         self._records[request.worker] = record
-        self._memory.make(record)
+        self.memory.make(record)
 
     def _up(self, record: PoolRecord, metadata: bytes) -> None:
         """The pool can be used, and goes to whoever waits for it."""
-        self._announce(PoolUp(record.pool, metadata))
+        for watcher in self._watchers:
+            call(watcher.pool_up, record.pool, metadata)
         renewed = record.state is PoolState.RENEWING
         if renewed:
             _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
@@ -126,7 +146,7 @@ class PoolsActor(Actor):
             self._keep(record)
         elif record.waiting is record.request and renewed:
             record.state, record.waiting = PoolState.LENT, None
-            self._context.gateway.tell(PoolRenewed(record.pool))
+            self._workers.renewed(record.pool)
         elif record.waiting is record.request:
             self._lend(record)
         elif record.is_held_beside(record.waiting):
@@ -140,57 +160,45 @@ class PoolsActor(Actor):
 
     def _give_to(self, record: PoolRecord, request: AttachPool) -> None:
         before, record.request = record.request, request
-        self._context.gateway.tell(ProcessReleased(before.connection))
+        self._workers.released(before.connection)
 
     def _lend(self, record: PoolRecord) -> None:
         record.state, record.waiting, record.held = PoolState.LENT, None, True
         self._patience.unset(record.pool.worker)
-        self._memory.lent(record)
-        self._context.gateway.tell(
-            PoolLent(
-                connection=record.request.connection,
-                pool=record.pool,
-                descriptor=record.mapped.descriptor,
-                backing=record.mapped.backing,
-                device=record.mapped.device,
-                length=record.mapped.length,
-                kept=record.kept,
-                tenancy=record.tenancy,
-            )
-        )
+        self.memory.lent(record)
+        connection = record.request.connection
+        self._workers.lent(Lent(connection, record.pool, record.mapped, record.kept, record.tenancy))
         record.kept = True
 
     # --- it goes ----------------------------------------------------------------------------------------------------
 
-    @handles(DetachPool)
-    def detach(self, message: DetachPool) -> None:
-        """Ends the pool once it is quiesced."""
-        record = self._records.get(message.worker)
-        if record is None or record.request.connection != message.connection:
+    def detach(self, request: DetachPool) -> None:
+        """A worker gives its pool back: it ends once it is quiesced."""
+        record = self._records.get(request.worker)
+        if record is None or record.request.connection != request.connection:
             return  # it was lost meanwhile, and its worker has been told
-        record.waiting, record.ending = message, True
+        record.waiting, record.ending = request, True
         if record.state is PoolState.LENT:
             self._quiesce(record, PoolState.QUIESCING)
 
-    @handles(WorkerGone)
-    def worker_gone(self, message: WorkerGone) -> None:
-        """Keeps the pool for a successor, for a while: its leases and reads go on."""
-        if seeking := self._bounds.forget(message.connection):
-            self._close_descriptor(seeking)
+    def worker_gone(self, worker: str, connection: int) -> None:
+        """A session ended without a detach. The pool is kept for a successor, for a while: leases and reads go on."""
         for waited_for in self._records.values():
-            if waited_for.waiting is not None and waited_for.waiting.connection == message.connection:
+            if waited_for.waiting is not None and waited_for.waiting.connection == connection:
                 self._stop_waiting(waited_for)
-        record = self._records.get(message.worker)
-        if record is None or record.request.connection != message.connection:
-            self._context.gateway.tell(ProcessReleased(message.connection))
+        record = self._records.get(worker)
+        if record is None or record.request.connection != connection:
+            self._workers.released(connection)
         elif record.state is PoolState.LENT:
             self._keep(record)
 
-    @handles(WorkerEnded)
-    def worker_ended(self, message: WorkerEnded) -> None:
-        """Nothing but its leases and reads keeps its pool from a successor now."""
+    def worker_ended(self, connection: int) -> None:
+        """The process that opened a session which is gone has ended, too, and writes to no memory any more.
+
+        Nothing but its leases and reads keeps its pool from a successor now.
+        """
         for record in self._records.values():
-            if record.request.connection == message.connection:
+            if record.request.connection == connection:
                 record.held = False
                 if record.state is PoolState.KEPT and record.waiting is not None:
                     self._quiesce(record, PoolState.QUIESCING)
@@ -217,19 +225,18 @@ class PoolsActor(Actor):
         else:
             self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
 
-    @handles(EndPool)
-    def end(self, message: EndPool) -> None:
-        """Ends a pool whose worker is gone, as an operator asks."""
-        record = self._records.get(message.worker)
+    def end(self, request: DetachPool, uid: int | None) -> None:
+        """Ends a pool whose worker is gone, as an operator of this user asks; None may end everybody's."""
+        record = self._records.get(request.worker)
         try:
             if record is None:
-                raise refusal(ErrorCode.BAD_POOL, f"no pool is called {message.worker!r}; `kvd status` lists them")
-            record.check_ended_by(message.uid)
+                raise refusal(ErrorCode.BAD_POOL, f"no pool is called {request.worker!r}; `kvd status` lists them")
+            record.check_ended_by(uid)
         except KvdError as error:
-            self._context.gateway.tell(AttachRefused(message.connection, error))
+            self._workers.refused(request.connection, error)
             return
-        _log.info("a pool is ended by command", pool=message.worker)
-        record.waiting, record.ending = DetachPool(message.connection, message.worker), True
+        _log.info("a pool is ended by command", pool=request.worker)
+        record.waiting, record.ending = request, True
         self._quiesce(record, PoolState.QUIESCING)
 
     def _end_for(self, record: PoolRecord, request: AttachPool) -> None:
@@ -238,10 +245,12 @@ class PoolsActor(Actor):
 
     # --- it is quiesced ---------------------------------------------------------------------------------------------
 
-    @handles(RenewPool)
-    def renew(self, message: RenewPool) -> None:
-        """Gives a registered pool new keys; one that is being made or is about to end has none that anybody knows."""
-        record = self._records.get(message.worker)
+    def renew(self, worker: str) -> None:
+        """A peer that has the keys of a worker's pool has lost its rights: a registered pool gets new ones.
+
+        One that is being made or is about to end has none that anybody knows.
+        """
+        record = self._records.get(worker)
         if record is None or record.state not in (PoolState.LENT, PoolState.KEPT, PoolState.QUIESCING):
             return
         if record.state is PoolState.LENT:
@@ -250,27 +259,27 @@ class PoolsActor(Actor):
 
     def _quiesce(self, record: PoolRecord, state: PoolState) -> None:
         record.state = state
-        record.users = {"leases", "scheduler"}
+        record.users = set(self._users)
         self._tell_quiesce(record, force=state is PoolState.RENEWING)
 
     def _tell_quiesce(self, record: PoolRecord, *, force: bool) -> None:
         renewing = record.state is PoolState.RENEWING
         why = "the pool is registered anew: a peer lost its rights" if renewing else "the worker is gone"
-        for actor in (self._context.leases, self._context.scheduler):
-            actor.tell(Quiesce(record.pool, force, why))
+        for user in self._users.values():
+            call(user.quiesce, record.pool, why, force=force)
         self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
 
-    @handles(Quiesced)
-    def quiesced(self, message: Quiesced) -> None:
-        """Nothing of `message.by` uses the pool any more; an answer for an earlier epoch says nothing of this one."""
-        record = self._records.get(message.pool.worker)
-        if record is None or record.pool is not message.pool or message.by not in record.users:
+    def quiesced(self, pool: Pool, user: str) -> None:
+        """Nothing of `user` uses the pool any more; an answer for an earlier epoch says nothing of this one."""
+        record = self._records.get(pool.worker)
+        if record is None or record.pool is not pool or user not in record.users:
             return
-        record.users.remove(message.by)
+        record.users.remove(user)
         if record.users:
             return
         self._patience.unset(record.pool.worker)
-        self._announce(PoolDown(record.pool))
+        for watcher in self._watchers:
+            call(watcher.pool_down, record.pool)
         if record.ends:
             record.state = PoolState.ENDING
         else:
@@ -278,7 +287,7 @@ class PoolsActor(Actor):
         if record.state is PoolState.QUIESCING:
             self._up(record, self._transport.metadata)
         else:
-            self._memory.deregister(record)
+            self.memory.deregister(record)
 
     def _overdue(self, worker: str) -> None:
         """Nobody came for a kept pool, or a pool did not quiesce in time."""
@@ -313,17 +322,17 @@ class PoolsActor(Actor):
             guest = "" if record.waiting.worker == record.pool.worker else ", which was to make room,"
             text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
         error = refusal(ErrorCode.POOL_BUSY, text)
-        self._context.gateway.tell(AttachRefused(record.waiting.connection, error))
+        self._workers.refused(record.waiting.connection, error)
         self._stop_waiting(record)
 
     def _gone(self, record: PoolRecord, error: KvdError | None) -> None:
         """The pool has no memory any more. A successor that wants another size or layout gets a new pool."""
         waiting = record.waiting
         del self._records[record.pool.worker]
-        self._context.gateway.tell(ProcessReleased(record.request.connection))
-        self._context.completion.tell(Forget(record.pool.worker))
+        self._workers.released(record.request.connection)
+        call(self._completion.forget, record.pool.worker)
         if isinstance(waiting, DetachPool):
-            self._context.gateway.tell(PoolReturned(waiting.connection))
+            self._workers.returned(waiting.connection)
         elif waiting is not None:
             if error is None:
                 self.attach(waiting)
@@ -331,7 +340,7 @@ class PoolsActor(Actor):
                 self._bounds.make_room(waiting, Lack(error, error.lacks))
             else:
                 self._stop_waiting(record)
-                self._context.gateway.tell(AttachRefused(waiting.connection, error))
+                self._workers.refused(waiting.connection, error)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -339,20 +348,14 @@ class PoolsActor(Actor):
         self._last_id += 1
         return self._last_id
 
-    def _announce(self, message: Struct) -> None:
-        for actor in (self._context.handshake, self._context.leases, self._context.scheduler):
-            actor.tell(message)
-
     def _refuse(self, request: AttachPool, error: KvdError) -> None:
         self._close_descriptor(request)
-        self._context.gateway.tell(AttachRefused(request.connection, error))
+        self._workers.refused(request.connection, error)
 
     def _close_descriptor(self, request: AttachPool) -> None:
         if request.descriptor >= 0:
             self._provider.discard(request.descriptor)
 
-    @handles(Report)
-    def report(self, message: Report) -> None:
-        """Each pool's size, memory and state."""
-        content = [record.report() for record in self._records.values()]
-        self._context.gateway.tell(Reported(message.token, self.name, content))
+    def report(self) -> list[dict[str, object]]:
+        """Each pool's size, memory and state: its part of a status."""
+        return [record.report() for record in self._records.values()]

@@ -4,17 +4,14 @@ A pool that waits for a successor, and of which nothing is leased, ends for anot
 room by it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import structlog
 
 from kvd import limits
-from kvd.actors.leases.messages import FindLeased
-from kvd.actors.pools.messages import AttachPool, LeasedPools
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Component, handles
-from kvd.actors.runtime.context import ActorContext
+from kvd.actors.pools.requests import AttachPool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
 
@@ -28,27 +25,28 @@ class Lack(NamedTuple):
     bytes: int
 
 
-class Bounds(Component):
-    """`records` are the pools by name. `end(record, request)` ends a pool and then serves an attach again."""
+class Bounds:
+    """`records` are the pools by name. `end(record, request)` ends a pool and then serves an attach again.
+
+    `leased` gives the ids of the pools of which offers stand.
+    """
 
     def __init__(
         self,
-        context: ActorContext,
         provider: MemoryProvider,
         store: PoolStore,
         records: Mapping[str, PoolRecord],
         *,
+        leased: Callable[[], Collection[int]],
         end: Callable[[PoolRecord, AttachPool], None],
         refuse: Callable[[AttachPool, KvdError], None],
     ) -> None:
-        self._context = context
         self._provider = provider
         self._store = store
         self._records = records
+        self._leased = leased
         self._end = end
         self._refuse = refuse
-        self._seeking: dict[int, tuple[AttachPool, Lack]] = {}
-        """Attaches that wait to hear what is leased, by connection."""
 
     def lack(self, request: AttachPool) -> Lack | None:
         """What stands against a pool of that size beside the others of this user; None if nothing does."""
@@ -69,28 +67,25 @@ class Bounds(Component):
         return Lack(refusal(ErrorCode.NOT_PERMITTED, text), held + size - request.quota)
 
     def make_room(self, request: AttachPool, lack: Lack) -> None:
-        """Ends a kept pool for an attach, which is then tried again; refuses it if there is none to end."""
-        if self._bytes(self._unlent(request)) >= lack.bytes:
-            self._seeking[request.connection] = (request, lack)
-            self._context.leases.tell(FindLeased())
-            return
-        if isinstance(lack.error, NoMemory):
-            self._store.give_up(request.uid)  # what no worker has claimed since the daemon started
-        self._refuse(request, lack.error)
+        """Ends a kept pool for an attach, which is then tried again; refuses the attach if there is none to end.
 
-    @handles(LeasedPools)
-    def leased(self, message: LeasedPools) -> None:
-        """Ends, for each attach that seeks room, the pool that was kept longest, if one is enough; else the first."""
-        seeking, self._seeking = self._seeking, {}
-        for request, lack in seeking.values():
-            spare = [each for each in self._unlent(request) if each.is_spare and each.pool.id not in message.pools]
-            if self._bytes(spare) < lack.bytes:
-                self._refuse_for_now(request, lack)
-                continue
-            enough = [each for each in spare if self._bytes([each]) >= lack.bytes]
-            record = min(enough or spare, key=lambda each: each.kept_since)
-            _log.info("a pool whose worker is gone makes room", pool=record.pool.worker, worker=request.worker)
-            self._end(record, request)
+        It ends the pool that was kept longest of those that are enough, or the first of several that are.
+        """
+        unlent = self._unlent(request)
+        if self._bytes(unlent) < lack.bytes:
+            if isinstance(lack.error, NoMemory):
+                self._store.give_up(request.uid)  # what no worker has claimed since the daemon started
+            self._refuse(request, lack.error)
+            return
+        leased = self._leased()
+        spare = [record for record in unlent if record.is_spare and record.pool.id not in leased]
+        if self._bytes(spare) < lack.bytes:
+            self._refuse_for_now(request, lack)
+            return
+        enough = [record for record in spare if self._bytes([record]) >= lack.bytes]
+        record = min(enough or spare, key=lambda each: each.kept_since)
+        _log.info("a pool whose worker is gone makes room", pool=record.pool.worker, worker=request.worker)
+        self._end(record, request)
 
     def _refuse_for_now(self, request: AttachPool, lack: Lack) -> None:
         """What is in the way now need not be for long."""
@@ -98,11 +93,6 @@ class Bounds(Component):
         text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, or offers stand: end those "
         error = refusal(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
         self._refuse(request, error)
-
-    def forget(self, connection: int) -> AttachPool | None:
-        """The attach of a worker that is gone, if it seeks room: it does so no longer."""
-        request, _ = self._seeking.pop(connection, (None, None))
-        return request
 
     def _others(self, request: AttachPool) -> list[PoolRecord]:
         of_user = [record for record in self._records.values() if record.request.uid == request.uid]

@@ -7,7 +7,7 @@ import structlog
 from msgspec.structs import replace
 
 from kvd.actors.pools.record import PoolRecord, PoolState
-from kvd.actors.runtime.actor import Component, handles
+from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
@@ -25,15 +25,17 @@ class PoolMemory(Component):
 
     def __init__(
         self,
+        actor: Actor,
         context: ActorContext,
         provider: MemoryProvider,
         transport: Transport,
+        *,
         background: Background,
         store: PoolStore,
-        *,
         up: Callable[[PoolRecord, bytes], None],
         gone: Callable[[PoolRecord, KvdError | None], None],
     ) -> None:
+        self.actor = actor
         self._context = context
         self._provider = provider
         self._transport = transport
@@ -70,12 +72,12 @@ class PoolMemory(Component):
     ) -> None:
         record.kept = True
         work = partial(self._provider.adopt, descriptor, record.pool.size)
-        self._background(work, lambda result: self._context.pools.soon(done, record, result))
+        self._background(work, lambda result: self.actor.call(done, record, result))
 
     def _allocate(self, record: PoolRecord) -> None:
         record.kept = False
         work = partial(self._provider.allocate, record.pool.worker, record.pool.size)
-        self._background(work, lambda result: self._context.pools.soon(self._made, record, result))
+        self._background(work, lambda result: self.actor.call(self._made, record, result))
 
     def _taken(self, record: PoolRecord, result: Memory | KvdError) -> None:
         """What was stored may be no pool (any more): freed before its daemon was killed, or another device's."""
@@ -105,12 +107,10 @@ class PoolMemory(Component):
         region = Region(memory.base, memory.size, memory.descriptor, memory.device, memory.length)
         self._transport.register(record.pool.id, region)
 
-    @handles(Registered)
     def registered(self, event: Registered) -> None:
         """A pool can be read and written."""
         self._up(self._by_id[event.pool], event.metadata)
 
-    @handles(RegisterFailed)
     def register_failed(self, event: RegisterFailed) -> None:
         """Closes the memory but does not free it: a worker may bring it back."""
         record = self._by_id[event.pool]
@@ -123,13 +123,12 @@ class PoolMemory(Component):
         """Takes the pool's keys back; then a pool that is renewed is moved and registered, any other is given back."""
         self._transport.deregister(record.pool.id)
 
-    @handles(Deregistered)
     def deregistered(self, event: Deregistered) -> None:
         """No peer can reach the memory any more."""
         record = self._by_id[event.pool]
         if record.state is PoolState.RENEWING:
             move = record.mapped.move
-            self._background(move, lambda result: self._context.pools.soon(self._moved, record, result))
+            self._background(move, lambda result: self.actor.call(self._moved, record, result))
         else:
             self._release(record, record.mapped.free, None)
 
@@ -141,7 +140,7 @@ class PoolMemory(Component):
 
     def _release(self, record: PoolRecord, release: Callable[[], None], refusal: KvdError | None) -> None:
         record.state = PoolState.ENDING
-        self._background(release, lambda result: self._context.pools.soon(self._released, record, refusal, result))
+        self._background(release, lambda result: self.actor.call(self._released, record, refusal, result))
 
     def _released(self, record: PoolRecord, refusal: KvdError | None, error: KvdError | None) -> None:
         if error is not None:

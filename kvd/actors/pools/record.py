@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvd.actors.pools.messages import AttachPool, DetachPool
-from kvd.actors.runtime.messages import Pool
+from kvd.actors.pools.requests import AttachPool, DetachPool
+from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, refusal
 from kvd.memory.interface import Memory
 
@@ -52,7 +52,7 @@ class PoolRecord:
     kept_since: float = 0.0
     """Since when nobody has had it or waited for it, on the loop's clock."""
     users: set[str] = field(default_factory=set)
-    """The actors that were told `Quiesce` and have not answered `Quiesced`."""
+    """The `User`s that were told to `quiesce` and have not said that they have."""
 
     @property
     def mapped(self) -> Memory:

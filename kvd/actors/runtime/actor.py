@@ -1,89 +1,71 @@
-"""Mailbox actors: an actor owns its state, takes messages, and sends messages to others. It never waits for an answer.
+"""Actors: each owns its state, and what others want of it waits in its mailbox. None ever waits for an answer.
 
-Methods marked `@handles(Kind)`, of the actor or of a component that it owns, take one message each and return quickly.
-Messages of one sender arrive in order. Since no actor waits, no cycle of actors can deadlock. Sockets are read no
-faster than messages are handled (`Dispatcher.admits`), so a mailbox that overflows is a bug, and counts as a failure.
+`call(method, ...)` puts a call of a method into the mailbox of the actor that the method belongs to. Calls are made in
+the order in which they were put there, whoever put them; what a call leads to comes behind what waits already. Since no
+actor waits, no cycle of actors can deadlock. Sockets are read no faster than calls are made (`Dispatcher.admits`), so a
+mailbox that overflows is a bug, and counts as a failure.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, ParamSpec, Protocol
 
 from kvd import limits
 from kvd.actors.runtime.loop import Loop, Timer
 from kvd.errors import ErrorCode, refusal
 
-A = TypeVar("A")
+P = ParamSpec("P")
 
 
 class OnFailure(Enum):
-    """What the supervisor does when a handler raises."""
+    """What the supervisor does when a call raises."""
 
     RESUME = "resume"
-    """Go on with the next message: for actors whose state one message cannot spoil."""
+    """Go on with the next call: for actors whose state one call cannot spoil."""
     STOP = "stop"
     """Stop the daemon: the state may be wrong, and a restart costs only the requests in flight."""
 
 
 class Supervisor(Protocol):
-    """Hears of handlers that raised."""
+    """Hears of calls that raised."""
 
-    def failed(self, actor: "Actor", message: object, error: Exception) -> None:
+    def failed(self, actor: "Actor", method: str, error: Exception) -> None:
         """Reports `error` and acts by `actor.on_failure`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """To any actor: call `answer` with your name, which shows that your mailbox is handled."""
-
-    answer: Callable[[str], None]
-
-
-def handles(kind: type) -> Callable[[A], A]:
-    """Marks a method as the handler of messages of `kind`."""
-
-    def mark(method: A) -> A:
-        method.__handles__ = kind  # type: ignore[attr-defined]
-        return method
-
-    return mark
-
-
-class Call(NamedTuple):
-    """To an actor itself: call this method."""
-
-    method: Callable[..., None]
-    arguments: tuple[Any, ...]
-
-
 class Component:
-    """Owns a part of an actor's state and handles the messages about it, once it is passed to `Actor.serve`."""
+    """A part of an actor, which owns a part of its state: calls of its methods wait in the mailbox of `actor`."""
 
-    handled: ClassVar[dict[type, str]] = {}
-    """The name of the handler of each kind of message."""
+    actor: "Actor"
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        methods = ((name, method) for klass in reversed(cls.__mro__) for name, method in vars(klass).items())
-        cls.handled = {method.__handles__: name for name, method in methods if hasattr(method, "__handles__")}
+
+def call(method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> None:
+    """Has a method of an actor, or of a component of one, called: supervised, and behind what waits already.
+
+    Raises:
+        InternalError: the actor's mailbox is full.
+
+    """
+    owner: Component = method.__self__  # type: ignore[attr-defined] # ParamSpec cannot ask for a bound method
+    owner.actor.call(method, *arguments, **named)
 
 
 class Dispatcher:
-    """Delivers the messages between the actors of one daemon: one callback of the loop for a whole chain of them.
+    """Makes the calls of all actors of one daemon: one callback of the loop for a whole chain of them.
 
-    A callback for each message would cost a turn of the loop, with its system calls, for each step of a request. It is
+    A callback for each call would cost a turn of the loop, with its system calls, for each step of a request. It is
     also the `kvd.net.interface.Intake` of the daemon's sockets.
     """
 
     def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
         self.loop = loop
         self._supervisor = supervisor
-        self._queue: deque[tuple[Actor, object]] = deque()
+        self._queue: deque[tuple[Actor, Callable[..., None], tuple[Any, ...]]] = deque()
         self._called = False
         self._held: dict[Callable[[], None], None] = {}
-        """Readers of sockets that go on when few enough messages wait, the first to wait first."""
+        """Readers of sockets that go on when few enough calls wait, the first to wait first."""
         self._full = False
         self._resuming = False
 
@@ -108,35 +90,40 @@ class Dispatcher:
         finally:
             self._resuming = False
 
-    def put(self, actor: "Actor", message: object) -> None:
-        """Queues `message` for `actor`."""
-        self._queue.append((actor, message))
+    def put(self, actor: "Actor", method: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Queues a call of `actor`."""
+        self._queue.append((actor, method, arguments))
         if not self._called:
             self._called = True
-            self.loop.call_soon(self._deliver)
+            self.loop.call_soon(self._run)
 
-    def _deliver(self) -> None:
-        """Delivers messages in order; after a bounded number sockets and timers get their turn."""
+    def _run(self) -> None:
+        """Makes calls in order; after a bounded number sockets and timers get their turn."""
         try:
-            self._deliver_some()
-        finally:  # even if a failure could not be reported: the messages behind it are not to blame
+            self._run_some()
+        finally:  # even if a failure could not be reported: the calls behind it are not to blame
             if self._full and len(self._queue) <= limits.INTAKE_OPENS:
                 self._full = False
                 self.loop.call_soon(self._resume)
             if self._called:
-                self.loop.call_soon(self._deliver)
+                self.loop.call_soon(self._run)
 
-    def _deliver_some(self) -> None:
+    def _run_some(self) -> None:
         for _ in range(limits.MESSAGES_PER_TURN):
             if not self._queue:
                 self._called = False
                 break
-            actor, message = self._queue.popleft()
+            actor, method, arguments = self._queue.popleft()
             actor.waiting -= 1
             try:
-                actor.handlers[type(message)](message)
+                method(*arguments)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
-                self._supervisor.failed(actor, message, error)
+                self._supervisor.failed(actor, name_of(method), error)
+
+
+def name_of(method: Callable[..., None]) -> str:
+    """The name of a method that was called, for people."""
+    return str(getattr(method.func if isinstance(method, partial) else method, "__name__", type(method).__name__))
 
 
 class Actor(Component):
@@ -146,42 +133,28 @@ class Actor(Component):
     on_failure: ClassVar[OnFailure] = OnFailure.STOP
 
     def __init__(self, dispatcher: Dispatcher) -> None:
+        self.actor = self
         self.loop = dispatcher.loop
         self.waiting = 0
-        """Messages in its mailbox."""
-        self.handlers: dict[type, Callable[[Any], None]] = {}
+        """Calls in its mailbox."""
         self._dispatcher = dispatcher
-        self.serve(self)
 
-    def serve(self, component: Component) -> None:
-        """Has `component` handle its kinds of messages from now on."""
-        self.handlers |= {kind: getattr(component, name) for kind, name in component.handled.items()}
-
-    def tell(self, message: object) -> None:
-        """Puts `message` in the mailbox; it is handled after the current one.
+    def call(self, method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> None:
+        """Makes a call of this actor: supervised, and behind what waits already.
 
         Raises:
             InternalError: the mailbox is full.
 
         """
         if self.waiting >= limits.MAILBOX_MESSAGES:
-            raise refusal(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} messages)")
+            raise refusal(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} calls)")
         self.waiting += 1
-        self._dispatcher.put(self, message)
+        self._dispatcher.put(self, partial(method, **named) if named else method, arguments)
 
-    def soon(self, method: Callable[..., None], *arguments: object) -> None:
-        """Calls `method(*arguments)` as a message to itself: after those that wait, and supervised."""
-        self.tell(Call(method, arguments))
+    def later(self, delay: float, method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> Timer:
+        """Like `call`, in `delay` seconds."""
+        return self.loop.call_later(delay, partial(self.call, method, *arguments, **named))
 
-    def later(self, delay: float, method: Callable[..., None], *arguments: object) -> Timer:
-        """Like `soon`, in `delay` seconds."""
-        return self.loop.call_later(delay, self.soon, method, *arguments)
-
-    @handles(Call)
-    def _call(self, call: Call) -> None:
-        call.method(*call.arguments)
-
-    @handles(Probe)
-    def probe(self, message: Probe) -> None:
-        """Answers that messages are handled."""
-        message.answer(self.name)
+    def probe(self, answer: Callable[[str], None]) -> None:
+        """Calls `answer` with the actor's name, which shows that its calls are made."""
+        answer(self.name)

@@ -1,6 +1,6 @@
-"""Many things that happen at once, in few messages: a mailbox must not grow with their number."""
+"""Many things that happen at once, in few calls: a mailbox must not grow with their number."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvd import limits
@@ -10,10 +10,14 @@ T = TypeVar("T")
 
 
 class Batch(Generic[T]):
-    """Collects items; `due()` is called with the first one, and again for those that `take` has left."""
+    """Collects items, and has `actor` call `handle` with some of them at a time, in order.
 
-    def __init__(self, due: Callable[[], None]) -> None:
-        self._due = due
+    What one call of `handle` causes goes ahead of the next.
+    """
+
+    def __init__(self, actor: Actor, handle: Callable[[list[T]], None]) -> None:
+        self._actor = actor
+        self._handle = handle
         self._items: list[T] = []
         self._called = False
 
@@ -22,28 +26,11 @@ class Batch(Generic[T]):
         self._items.append(item)
         if not self._called:
             self._called = True
-            self._due()
-
-    def take(self) -> Iterator[T]:
-        """As many items as one message handles, in order; what they cause goes ahead of the next `due()`."""
-        items, self._items = self._items[: limits.BATCH_ITEMS], self._items[limits.BATCH_ITEMS :]
-        yield from items
-        self._called = bool(self._items)
-        if self._called:
-            self._due()
-
-
-class InBatches(Batch[T]):
-    """Calls `handle(item)` for each item that it is called with, in messages to `actor`."""
-
-    def __init__(self, actor: Actor, handle: Callable[[T], None]) -> None:
-        super().__init__(lambda: actor.soon(self._handle_some))
-        self._handle = handle
-
-    def __call__(self, item: T) -> None:
-        """Adds an item."""
-        self.put(item)
+            self._actor.call(self._handle_some)
 
     def _handle_some(self) -> None:
-        for item in self.take():
-            self._handle(item)
+        items, self._items = self._items[: limits.BATCH_ITEMS], self._items[limits.BATCH_ITEMS :]
+        self._handle(items)
+        self._called = bool(self._items)
+        if self._called:
+            self._actor.call(self._handle_some)

@@ -1,48 +1,21 @@
-"""What every actor of one daemon shares: the loop, the settings, and whom to tell. No state of any of them."""
+"""What every actor of one daemon shares: the loop, the settings, and what a daemon is told. No state of any of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from kvd.actors.runtime.actor import Actor, Dispatcher, Supervisor
+from kvd.actors.runtime.actor import Dispatcher, Supervisor
 from kvd.actors.runtime.loop import Loop
 from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
-from kvd.errors import KvdError
 from kvd.metrics import Metrics
-from kvd.protocol.types import Message
-from kvd.protocol.worker import Notifications
 
 SetCondition = Callable[[str, str | None], None]
 SetNote = Callable[[str, str | None, float], None]
 
 
-class PeerMessages(Protocol):
-    """Sends to other daemons. Nothing waits: a message that cannot be sent is lost, as on the network."""
-
-    def ask(self, address: str, request: Message) -> None:
-        """Sends a request to the peer at `address`, which a pull has needed before."""
-
-    def answer(self, sender: bytes, reply: Message) -> None:
-        """Answers a request of the peer with the routing id `sender`."""
-
-
-class WorkerReplies(Protocol):
-    """Sends to attached workers by name; what is for a worker without a session is dropped."""
-
-    def answer(self, worker: str, message: Message) -> None:
-        """Answers a request. Hangs up on a worker whose queue is full: it would wait for the answer forever."""
-
-    def refuse(self, worker: str, call: int, error: KvdError) -> None:
-        """Refuses the request `call`, as `answer` does; nothing has changed."""
-
-    def notify(self, worker: str, batch: Notifications) -> bool:
-        """Sends notifications; False if the worker's queue is full: send them again later."""
-
-
 @dataclass(slots=True, kw_only=True)
 class ActorContext:
-    """The actors by their names; `kvd.actors.build` fills them in once."""
+    """See the module's text."""
 
     loop: Loop
     settings: Settings
@@ -60,14 +33,6 @@ class ActorContext:
     starved: Callable[[float], str] = lambda _seconds: ""
     """Says how long the daemon waited for a processor in the last so many seconds, if that was long; else empty."""
     dispatcher: Dispatcher = field(init=False)
-    peers: PeerMessages = field(init=False)
-    gateway: Actor = field(init=False)
-    pools: Actor = field(init=False)
-    handshake: Actor = field(init=False)
-    leases: Actor = field(init=False)
-    scheduler: Actor = field(init=False)
-    completion: Actor = field(init=False)
-    replies: WorkerReplies = field(init=False)
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.loop, self.supervisor)
@@ -76,8 +41,3 @@ class ActorContext:
         """`text`, of what did not come within `seconds`, with what the daemon knows of why."""
         starved = self.starved(seconds)
         return f"{text}; {starved}" if starved else text
-
-    @property
-    def actors(self) -> tuple[Actor, ...]:
-        """All six, in the order in which requests pass them."""
-        return (self.gateway, self.pools, self.handshake, self.leases, self.scheduler, self.completion)

@@ -1,11 +1,11 @@
-"""The supervisor: counts and logs messages that an actor failed to handle, and stops the daemon if it must."""
+"""The supervisor: counts and logs calls of actors that raised, and stops the daemon if it must."""
 
 from collections.abc import Callable
 
 import structlog
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor, Call, OnFailure
+from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
 from kvd.errors import describe
 from kvd.metrics import Metrics
@@ -22,11 +22,10 @@ class LoggingSupervisor:
         self._stop = stop
         self._lines = TokenBucket(_LINES, 0.0)
 
-    def failed(self, actor: Actor, message: object, error: Exception) -> None:
-        """Logs the traceback and the kind of message, not its content, which may be a user's; rate-limited."""
+    def failed(self, actor: Actor, method: str, error: Exception) -> None:
+        """Logs the traceback and the method, not its arguments, which may be a user's; rate-limited."""
         self._metrics.actor_failures.labels(actor.name).inc()
-        kind = message.method.__name__ if isinstance(message, Call) else type(message).__name__
         if self._lines.take(actor.loop.time()):
-            _log.error("actor failed", actor=actor.name, message=kind, policy=actor.on_failure.value, exc_info=error)
+            _log.error("actor failed", actor=actor.name, method=method, policy=actor.on_failure.value, exc_info=error)
         if actor.on_failure is OnFailure.STOP:
-            self._stop(f"the actor {actor.name} could not handle {kind}: {describe(error)}")
+            self._stop(f"the actor {actor.name} failed in {method}: {describe(error)}")

@@ -8,25 +8,28 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvd import limits
-from kvd.actors.completion.messages import Notify
-from kvd.actors.gateway.messages import Reported
-from kvd.actors.handshake.messages import ForgetPeer, NeedPeer
-from kvd.actors.pools.messages import Quiesced
-from kvd.actors.runtime.actor import Actor, handles
+from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.completion.sessions import Sessions
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.channel import PeerChannel
+from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.runtime.held import HeldBlocks, Hold
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import Drain, Pool, PoolDown, PoolUp, Quiesce, Report, Stop
+from kvd.actors.runtime.records import PeerView, Pool
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.leaving import LeavingPulls
-from kvd.actors.scheduler.messages import CancelRequest, EndHolds, PeerDown, PeerIdle, PeerUp, StartPull
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Pull, PullKey
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.protocol import worker as protocol
+from kvd.protocol.ticket import Ticket
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.state import pull as machine
 from kvd.state.pull import Effect, Event, State
@@ -43,37 +46,55 @@ class SchedulerActor(Actor):
 
     name = "scheduler"
 
-    def __init__(self, context: ActorContext, transport: Transport, background: Background) -> None:
+    def __init__(
+        self,
+        context: ActorContext,
+        transport: Transport,
+        background: Background,
+        *,
+        sessions: Sessions,
+        completion: CompletionActor,
+        pools: PoolsActor,
+        leases: LeasesActor,
+        handshake: HandshakeActor,
+        channel: PeerChannel,
+    ) -> None:
         super().__init__(context.dispatcher)
         self._context = context
+        self._sessions = sessions
+        self._completion = completion
+        self._pools = pools
+        self._leases = leases
+        self._handshake = handshake
         self._targets = Targets()
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
-        self._transfers = Transfers(
+        self.transfers = Transfers(
             context,
             transport,
             self,
             self._producers,
             self._effects,
+            handshake=handshake,
+            channel=channel,
             background=background,
             step_pull=self._advance,
         )
-        self.serve(self._transfers)
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0
         self._held = HeldBlocks(context.metrics, (Hold.PULLING, Hold.QUARANTINED))
         self._draining = False
-        self._overdue: Batch[PullKey] = Batch(lambda: self.soon(self._deadlines_over))
-        self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, self._overdue.put)
+        self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, Batch(self, self._deadlines_over).put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
 
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
-    @handles(StartPull)
-    def start(self, message: StartPull) -> None:
-        """Accepts a pull or refuses it, in which case nothing has changed."""
-        request, pool, ticket = message.pull, message.pool, message.ticket
+    def start(self, pool: Pool, request: protocol.Pull, ticket: Ticket) -> None:
+        """Accepts a pull or refuses it, in which case nothing has changed.
+
+        Its ticket has been decoded, and its blocks have been checked.
+        """
         key = (pool.worker, request.request)
         now, unknown = self.loop.time(), self._producers.unknown(ticket)
         pull = Pull(
@@ -93,7 +114,7 @@ class SchedulerActor(Actor):
             self._check(key)
             self._targets.take(pull)
         except KvdError as error:
-            self._context.replies.refuse(pool.worker, request.call, error)
+            self._sessions.refuse(pool.worker, request.call, error)
             return
         if self._context.spans is not None:
             pull.span = self._context.spans.pull(pool.worker, request)
@@ -142,7 +163,7 @@ class SchedulerActor(Actor):
                 return self._look_up(pull, set(pull.unasked))
             raise
         for source in sources:
-            self._transfers.add(pull, source)
+            self.transfers.add(pull, source)
         return Event.ROUTED
 
     def _look_up(self, pull: Pull, addresses: set[str]) -> Event:
@@ -153,7 +174,7 @@ class SchedulerActor(Actor):
     def _connect(self, pull: Pull) -> None:
         pull.unasked -= pull.awaited
         for address in sorted(pull.awaited):
-            self._context.handshake.tell(NeedPeer(address, stale=address in self._producers, worker=pull.key[0]))
+            call(self._handshake.need, address, stale=address in self._producers, worker=pull.key[0])
 
     def _retry(self, pull: Pull) -> None:
         if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
@@ -162,37 +183,42 @@ class SchedulerActor(Actor):
 
     # --- its producers ----------------------------------------------------------------------------------------------
 
-    @handles(PeerUp)
-    def peer_up(self, message: PeerUp) -> None:
-        """Continues pulls that waited for this peer, and uses its grants of pools that were not known yet."""
-        address = message.view.address
-        self._producers.learn(message.view)
+    def peer_up(self, view: PeerView) -> None:
+        """A peer is ready, or has told us about its pools again.
+
+        Continues pulls that waited for it, and uses its grants of pools that were not known yet.
+        """
+        address = view.address
+        self._producers.learn(view)
         for pull in [pull for pull in self._all() if address in pull.awaited]:
             pull.awaited.discard(address)
             if not pull.awaited:
                 self._route(pull)
-        self._transfers.learned(address)
+        self.transfers.learned(address)
 
-    @handles(PeerDown)
-    def peer_down(self, message: PeerDown) -> None:
-        """Fails what this peer was asked for. Pulls that are not routed yet wait for it if it has restarted."""
-        self._producers.forget(message.address)
-        error = refusal(ErrorCode.PEER_LOST, f"the daemon at {message.address} is lost: {message.reason}")
-        for pull in self._unrouted(message.address):
-            if message.restarted:
-                pull.awaited.add(message.address)
+    def peer_down(self, address: str, reason: str, *, restarted: bool = False) -> None:
+        """Fails what this peer was asked for.
+
+        If it has restarted, it is being greeted already: pulls that are not routed yet wait for it.
+        """
+        self._producers.forget(address)
+        error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} is lost: {reason}")
+        for pull in self._unrouted(address):
+            if restarted:
+                pull.awaited.add(address)
                 self._step(pull, Event.RESTARTED)
             else:
                 self._step(pull, Event.FAIL, error)
-        self._transfers.lose(message.address, error)
+        self.transfers.lose(address, error)
 
-    @handles(PeerIdle)
-    def peer_idle(self, message: PeerIdle) -> None:
-        """Forgets the peer, unless a transfer or a pull that is yet to be routed needs it."""
-        address = message.address
-        if not self._transfers.reads_from(address) and not self._unrouted(address):
+    def peer_idle(self, address: str, announced: int) -> None:
+        """No pull has needed this peer for long. It is forgotten, unless a transfer or a pull to be routed needs it.
+
+        `announced` says how often `peer_up` has been called for it.
+        """
+        if not self.transfers.reads_from(address) and not self._unrouted(address):
             self._producers.forget(address)
-            self._context.handshake.tell(ForgetPeer(address, message.announced))
+            call(self._handshake.forget, address, announced)
 
     def _unrouted(self, address: str) -> list[Pull]:
         return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]
@@ -219,20 +245,20 @@ class SchedulerActor(Actor):
             case Effect.RETRY:
                 self.later(self._context.settings.retry, self._retry, pull)
             case Effect.BEGIN:
-                self._transfers.begin(pull)
+                self.transfers.begin(pull)
             case Effect.CONCLUDE:
                 self._conclude(pull, error)
             case Effect.STOP:
-                self._transfers.stop(pull)
+                self.transfers.stop(pull)
             case Effect.LEAVE:
                 self._leaving.add(pull)
             case Effect.LEFT:
                 self._leaving.discard(pull)
-                self._transfers.leave(pull)
+                self.transfers.leave(pull)
             case Effect.TELL_FREED:
                 self._held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)  # which `FREE` ends
                 self._count_quarantined(-1)
-                self._context.completion.tell(Notify(pull.key[0], Freed(pull.key[1])))
+                call(self._completion.notify, pull.key[0], Freed(pull.key[1]))
             case Effect.FREE:
                 del self._pulls[pull.key]
                 self._targets.give_back(pull)
@@ -254,7 +280,7 @@ class SchedulerActor(Actor):
             self._held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
             self._count_quarantined(+1)
         self._deadlines.unset(pull.key)
-        self._context.completion.tell(Notify(worker, outcome))
+        call(self._completion.notify, worker, outcome)
         name = type(outcome).__name__.lower()
         if pull.span is not None:
             pull.span.end(name, error)
@@ -275,8 +301,8 @@ class SchedulerActor(Actor):
 
     # --- a pull ends early ------------------------------------------------------------------------------------------
 
-    def _deadlines_over(self) -> None:
-        for key in self._overdue.take():
+    def _deadlines_over(self, keys: list[PullKey]) -> None:
+        for key in keys:
             pull = self._pulls.get(key)
             if pull is not None and key not in self._deadlines:
                 waited_for = ", ".join(sorted({transfer.state for transfer in pull.transfers})) or pull.state
@@ -284,20 +310,18 @@ class SchedulerActor(Actor):
                 text = self._context.with_reason(f"not done after {seconds:.3f} s (it was {waited_for})", seconds)
                 self._step(pull, Event.FAIL, refusal(ErrorCode.DEADLINE, text))
 
-    @handles(CancelRequest)
-    def cancel(self, message: CancelRequest) -> None:
+    def cancel(self, worker: str, cancel: protocol.Cancel) -> None:
         """The worker does not want a pull any more; anything else it names is an offer."""
-        pull = self._pulls.get((message.worker, message.cancel.request))
+        pull = self._pulls.get((worker, cancel.request))
         if pull is None:
-            self._context.leases.tell(message)
+            call(self._leases.withdraw, worker, cancel)
         else:
             self._step(pull, Event.CANCEL, refusal(ErrorCode.CANCELLED, "cancelled by the worker"))
 
-    @handles(EndHolds)
-    def end_holds(self, message: EndHolds) -> None:
-        """Ends what only holds offers for a worker that is gone; it asks again if it comes back."""
+    def end_holds(self, worker: str) -> None:
+        """Ends what only holds offers for a worker whose session has ended; it asks again if it comes back."""
         error = refusal(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
-        self._fail([pull for pull in self._holds() if pull.key[0] == message.worker], error)
+        self._fail([pull for pull in self._holds() if pull.key[0] == worker], error)
 
     def _holds(self) -> list[Pull]:
         return [pull for pull in self._pulls.values() if pull.hold]
@@ -308,57 +332,50 @@ class SchedulerActor(Actor):
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
-    @handles(PoolUp)
-    def pool_up(self, message: PoolUp) -> None:
+    def pool_up(self, pool: Pool, _metadata: bytes) -> None:
         """Pulls into this pool are accepted from now on."""
-        self._targets.up(message.pool)
+        self._targets.up(pool)
 
-    @handles(PoolDown)
-    def pool_down(self, message: PoolDown) -> None:
+    def pool_down(self, pool: Pool) -> None:
         """The pool is gone; it was quiet."""
-        self._targets.down(message.pool)
-        self._leaving.end(message.pool.id)
-        self._producers.forget_pool(message.pool.epoch)
+        self._targets.down(pool)
+        self._leaving.end(pool.id)
+        self._producers.forget_pool(pool.epoch)
 
-    @handles(Quiesce)
-    def quiesce(self, message: Quiesce) -> None:
+    def quiesce(self, pool: Pool, why: str, *, force: bool) -> None:
         """Ends the pulls into a pool, and tells when the last write has ended."""
-        self._targets.close(message.pool.id)
-        code, event = (ErrorCode.POOL_BUSY, Event.FAIL) if message.force else (ErrorCode.CANCELLED, Event.CANCEL)
-        for pull in [pull for pull in self._pulls.values() if pull.pool.id == message.pool.id]:
-            self._step(pull, event, refusal(code, message.why))
-        self._check_quiet(message.pool)
+        self._targets.close(pool.id)
+        code, event = (ErrorCode.POOL_BUSY, Event.FAIL) if force else (ErrorCode.CANCELLED, Event.CANCEL)
+        for pull in [pull for pull in self._pulls.values() if pull.pool.id == pool.id]:
+            self._step(pull, event, refusal(code, why))
+        self._check_quiet(pool)
 
     def _check_quiet(self, pool: Pool) -> None:
         if self._targets.is_quiet(pool.id):
-            self._context.pools.tell(Quiesced(pool, self.name))
+            call(self._pools.quiesced, pool, self.name)
 
-    @handles(Drain)
-    def drain(self, _message: Drain) -> None:
+    def drain(self) -> None:
         """Accepts nothing new; tells when the last pull and its last transfer have ended."""
         self._draining = True
         self._fail(self._holds(), refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; it holds no offers"))
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if self._draining and not self._pulls and not self._transfers:
+        if self._draining and not self._pulls and not self.transfers:
             self._context.idle(self.name)
 
-    @handles(Stop)
-    def stop(self, _message: Stop) -> None:
+    def stop(self) -> None:
         """Fails the pulls that have not ended."""
         self._fail(list(self._pulls.values()), refusal(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
 
-    @handles(Report)
-    def report(self, message: Report) -> None:
-        """Reports transfers by state, and what is in quarantine."""
-        content = {
+    def report(self) -> dict[str, object]:
+        """Transfers by state, and what is in quarantine: its part of a status."""
+        return {
             "pulls": len(self._pulls),
             "connecting": sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
-            "transfers": self._transfers.states(),
+            "transfers": self.transfers.states(),
             "quarantined": self._quarantined,
             "blocks": self._held.report(),
             "busy_blocks": self._targets.busy_blocks(),
             "routes": self._producers.routes,
         }
-        self._context.gateway.tell(Reported(message.token, self.name, content))

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.batch import InBatches
+from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
 from kvd.actors.scheduler.pulls import Pull
@@ -74,7 +74,7 @@ class LeavingPulls:
         self._context = context
         self._give_up = give_up
         self._kept: Leaving[Pull] = Leaving(give_up)
-        self._due: Deadlines[Pull] = Deadlines(context.loop, InBatches(actor, self._drop))
+        self._due: Deadlines[Pull] = Deadlines(context.loop, Batch(actor, self._drop_all).put)
 
     def __iter__(self) -> Iterator[Pull]:
         return iter(self._kept)
@@ -93,6 +93,10 @@ class LeavingPulls:
     def end(self, pool: int) -> None:
         """Gives up those of a pool that is gone."""
         for pull in self._kept.of(pool):
+            self._drop(pull)
+
+    def _drop_all(self, pulls: list[Pull]) -> None:
+        for pull in pulls:
             self._drop(pull)
 
     def _drop(self, pull: Pull) -> None:

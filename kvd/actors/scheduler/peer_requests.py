@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from kvd import limits
+from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pulls import Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
 from kvd.protocol.types import Message
@@ -28,13 +28,14 @@ class PeerRequests:
         self,
         context: ActorContext,
         scheduler: Actor,
-        producers: Producers,
+        channel: PeerChannel,
+        *,
         transfers: Mapping[int, Transfer],
         step: Callable[[Transfer, Event], None],
     ) -> None:
         self._context = context
         self._scheduler = scheduler
-        self._producers = producers
+        self._channel = channel
         self._transfers = transfers
         self._step = step
         self._renewing = False
@@ -42,14 +43,13 @@ class PeerRequests:
         """Those whose reader has finished, and the producer has not been told."""
         self._unclaimed: list[Transfer] = []
         """Reads that began without a claim since `_claim_lasting` ran."""
-        self._late: Batch[Transfer] = Batch(lambda: scheduler.soon(self._resend))
-        """Transfers whose answers are late."""
-        self._due: Deadlines[Transfer] = Deadlines(context.loop, self._late.put)
+        self._due: Deadlines[Transfer] = Deadlines(context.loop, Batch(scheduler, self._resend).put)
+        """When answers are late."""
 
     def request(self, transfer: Transfer, message: Message) -> None:
         """Sends `message`, again and again until it is `answered`."""
         transfer.unanswered = message
-        self._send(transfer.address, message)
+        self._channel.ask(transfer.address, message)
         self._due.set(transfer, self._context.loop.time() + self._context.settings.retry)
 
     def answered(self, transfer: Transfer) -> None:
@@ -57,9 +57,9 @@ class PeerRequests:
         transfer.unanswered = None
         self._due.unset(transfer)
 
-    def _resend(self) -> None:
+    def _resend(self, late: list[Transfer]) -> None:
         """Sends again what has no answer in time: it, or the answer, may have been lost with a connection."""
-        for transfer in self._late.take():
+        for transfer in late:
             if transfer.unanswered is None or transfer in self._due:
                 continue  # the answer has come since
             if transfer.state in TELLING and self._context.loop.time() > transfer.settled_by:
@@ -108,7 +108,7 @@ class PeerRequests:
                 by_address.setdefault(transfer.address, []).append(transfer.number)
         for address, numbers in by_address.items():
             for start in range(0, len(numbers), limits.MAX_RENEWALS):
-                self._send(address, Renew(tuple(numbers[start : start + limits.MAX_RENEWALS])))
+                self._channel.ask(address, Renew(tuple(numbers[start : start + limits.MAX_RENEWALS])))
         self._renewing = False
         if self._transfers:
             self._renew_later()
@@ -118,7 +118,7 @@ class PeerRequests:
         self.answered(transfer)
         if transfer.claimed:
             # A cancelled pull will not come again; one that failed may, from another rank or after a retry.
-            self._send(transfer.address, Release(transfer.number, transfer.pull.state in WAS_CANCELLED))
+            self._channel.ask(transfer.address, Release(transfer.number, transfer.pull.state in WAS_CANCELLED))
             transfer.claimed = transfer.granted = False
             transfer.released = True
 
@@ -147,7 +147,7 @@ class PeerRequests:
                 by_address.setdefault(transfer.address, []).append(fence)
         for address, fences in by_address.items():
             for start in range(0, len(fences), limits.MAX_SETTLED):
-                self._send(address, Settle(tuple(fences[start : start + limits.MAX_SETTLED])))
+                self._channel.ask(address, Settle(tuple(fences[start : start + limits.MAX_SETTLED])))
 
     def _fence_of(self, transfer: Transfer) -> Fence:
         return Fence(transfer.number, transfer.generation, None if transfer.granted else self._claim_of(transfer))
@@ -171,6 +171,3 @@ class PeerRequests:
             serve=not transfer.view.same_host,
             traceparent=None if transfer.span is None else transfer.span.traceparent,
         )
-
-    def _send(self, address: str, message: Message) -> None:
-        self._context.peers.ask(address, message)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
@@ -97,7 +96,10 @@ class Plans:
                 if transfers := workers.pop(pool.worker, None):
                     workers[pool.worker] = transfers
             self._running[pool.worker] = pool.uid
-            self._background(_work(transfer), partial(self._actor.soon, self._made, transfer, name))
+            self._make(transfer, name)
+
+    def _make(self, transfer: Transfer, name: object) -> None:
+        self._background(_work(transfer), lambda result: self._actor.call(self._made, transfer, name, result))
 
     def _next(self) -> Transfer | None:
         """What a thread gets next; None if nothing may be given to one."""

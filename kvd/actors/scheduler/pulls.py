@@ -4,7 +4,7 @@ from msgspec import Struct, field
 
 from kvd import limits
 from kvd.actors.runtime.blocks import Size
-from kvd.actors.runtime.messages import PeerView, Pool
+from kvd.actors.runtime.records import PeerView, Pool
 from kvd.actors.runtime.spans import PullSpan, TransferSpan
 from kvd.actors.scheduler.routes import Source, is_large, plan_read
 from kvd.plan import Descriptors

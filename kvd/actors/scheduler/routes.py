@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd import limits, plan
-from kvd.actors.runtime.messages import PeerPool, PeerView, Pool
+from kvd.actors.runtime.records import PeerPool, PeerView, Pool
 from kvd.errors import ErrorCode, refusal
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.ticket import Ticket, TicketRank

@@ -9,15 +9,14 @@ from typing import Final
 
 import structlog
 
-from kvd.actors.handshake.messages import NeedPeer
-from kvd.actors.runtime.actor import Actor, Component, handles
+from kvd.actors.handshake.actor import HandshakeActor
+from kvd.actors.handshake.channel import PeerChannel
+from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.messages import LeaseAnswer
 from kvd.actors.runtime.warn_once import WarnOnce
 from kvd.actors.scheduler.effects import EffectQueue
 from kvd.actors.scheduler.leaving import Leaving
-from kvd.actors.scheduler.messages import PeerReply
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
@@ -25,7 +24,7 @@ from kvd.actors.scheduler.pulls import Pull, Transfer
 from kvd.actors.scheduler.routes import Source
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.plan import Descriptors
-from kvd.protocol.peer import Broken, Grant, Held, Refuse, Settled
+from kvd.protocol.peer import Broken, Grant, Held, LeaseAnswer, Refuse, Settled
 from kvd.state import transfer as machine
 from kvd.state.pull import WAS_CANCELLED
 from kvd.state.pull import Event as PullEvent
@@ -48,11 +47,15 @@ class Transfers(Component):
         producers: Producers,
         effects: EffectQueue,
         *,
+        handshake: HandshakeActor,
+        channel: PeerChannel,
         background: Background,
         step_pull: StepPull,
     ) -> None:
+        self.actor = scheduler
         self._context = context
         self._transport = transport
+        self._handshake = handshake
         self._producers = producers
         self._effects = effects
         self._step_pull = step_pull
@@ -61,7 +64,7 @@ class Transfers(Component):
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
         self._leaving: Leaving[Transfer] = Leaving(lambda transfer: self._step(transfer, Event.REFUSED))
         self._plans = Plans(scheduler, background, self._planned)
-        self._requests = PeerRequests(context, scheduler, producers, self._open, self._step)
+        self._requests = PeerRequests(context, scheduler, channel, transfers=self._open, step=self._step)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -133,13 +136,11 @@ class Transfers(Component):
 
     # --- what the producer says -------------------------------------------------------------------------------------
 
-    @handles(PeerReply)
-    def answered(self, message: PeerReply) -> None:
+    def answered(self, address: str, reply: LeaseAnswer) -> None:
         """Takes a producer's answer; those to transfers that have ended are dropped."""
-        reply = message.reply
         for number in reply.claims if isinstance(reply, Settled | Broken) else (reply.claim,):
             transfer = self._open.get(number)
-            if transfer is not None and transfer.address == message.address:
+            if transfer is not None and transfer.address == address:
                 self._answered(transfer, reply)
 
     def _answered(self, transfer: Transfer, reply: LeaseAnswer) -> None:
@@ -199,7 +200,7 @@ class Transfers(Component):
         try:
             if not told and not self._reroute(transfer, grant):
                 transfer.early_grant = grant
-                self._context.handshake.tell(NeedPeer(transfer.address, stale=True))
+                call(self._handshake.need, transfer.address, stale=True)
                 return
             planned = self._plans.plan(transfer)
         except KvdError as error:
@@ -245,7 +246,6 @@ class Transfers(Component):
 
     # --- what the transport says ------------------------------------------------------------------------------------
 
-    @handles(Landed)
     def landed(self, event: Landed) -> None:
         """Every byte of a read is in place."""
         transfer = self._open[event.read]
@@ -260,7 +260,6 @@ class Transfers(Component):
         metrics.read_bytes.inc(size)
         metrics.read_descriptors.inc(descriptors)
 
-    @handles(ReadFailed)
     def read_failed(self, event: ReadFailed) -> None:
         """A read has ended without all its bytes, or has not begun."""
         transfer = self._open[event.read]

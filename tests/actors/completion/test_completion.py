@@ -1,8 +1,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.completion.messages import Notify
-from kvd.actors.runtime.messages import Drain
+from kvd.actors.runtime.actor import call
 from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications, Released
 from tests.actors.stage import Stage
 
@@ -76,7 +75,7 @@ def test_acknowledging_more_than_was_sent_does_no_harm(stage, sequence):
 def test_what_was_never_sent_cannot_be_acknowledged(stage):
     end_offers(stage, "a")
     stage.room = False
-    stage.context.completion.tell(Notify("w", Released("b", "read")))
+    call(stage.actors.completion.notify, "w", Released("b", "read"))
     stage.request(Acknowledge(2))
     stage.room = True
     stage.run(0.1)
@@ -94,7 +93,7 @@ def test_a_batch_is_bounded(stage, monkeypatch):
 
 def test_a_drain_waits_until_every_worker_that_is_there_has_its_notifications(stage):
     end_offers(stage, "a", "b")
-    stage.context.completion.tell(Drain())
+    call(stage.actors.completion.drain)
     stage.run()
     assert stage.idle == []
     stage.request(Acknowledge(1))
@@ -105,7 +104,7 @@ def test_a_drain_waits_until_every_worker_that_is_there_has_its_notifications(st
 
 def test_a_drain_waits_for_no_worker_that_is_gone(stage):
     end_offers(stage, "a")
-    stage.context.completion.tell(Drain())
+    call(stage.actors.completion.drain)
     stage.run()
     assert stage.idle == []
     stage.hang_up()
@@ -119,9 +118,9 @@ def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
     stage.hang_up()
     stage.process_ends()
     stage.run(1.0)
-    assert len(stage.context.completion._logs["w"].items) == 2
+    assert len(stage.actors.completion._logs["w"].items) == 2
     stage.run(10.0)
-    assert stage.context.completion._logs == {}
+    assert stage.actors.completion._logs == {}
     stage.to_workers.clear()
     assert stage.attach(connection=2).pool != first.pool
     assert batches(stage) == []
@@ -130,26 +129,26 @@ def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
 def test_what_is_acknowledged_while_the_queue_is_full_need_not_be_acknowledged_again(stage):
     end_offers(stage, "a")
     stage.room = False
-    stage.context.completion.tell(Notify("w", Released("b", "read")))
+    call(stage.actors.completion.notify, "w", Released("b", "read"))
     stage.request(Acknowledge(1))
-    assert [item.offer for item in stage.context.completion._logs["w"].items] == ["b"]
+    assert [item.offer for item in stage.actors.completion._logs["w"].items] == ["b"]
 
 
 def test_a_batch_that_was_refused_comes_again_before_what_was_told_meanwhile(stage):
-    completion = stage.context.completion
-    completion.tell(Notify("w", Released("a", "read")))
+    completion = stage.actors.completion
+    call(completion.notify, "w", Released("a", "read"))
     stage.run()
     stage.room = False
-    completion.tell(Notify("w", Released("b", "read")))
+    call(completion.notify, "w", Released("b", "read"))
     stage.run()
     stage.room = True
-    completion.tell(Notify("w", Released("c", "read")))  # while "b", which was refused, waits to be sent again
+    call(completion.notify, "w", Released("c", "read"))  # while "b", which was refused, waits to be sent again
     stage.run(0.1)
     assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 1), (1, 3)]
 
 
 def test_notifications_that_come_together_are_sent_together(stage):
     for offer in "abc":
-        stage.context.completion.tell(Notify("w", Released(offer, "read")))
+        call(stage.actors.completion.notify, "w", Released(offer, "read"))
     stage.run()
     assert [(batch.first, len(batch.items)) for batch in batches(stage)] == [(1, 3)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.actors.scheduler.messages import PeerReply
+from kvd.actors.handshake.peer_server import Greeting
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.protocol import codec
 from kvd.protocol.peer import Fence, Grant, Held, Hello, Ping, Pong, Refuse, Release, Renew, Welcome
@@ -18,17 +18,17 @@ def stage():
 
 
 def told(stage, actor):
-    """The messages that an actor is told from now on."""
-    messages = []
+    """The calls of an actor that are made from now on: the name of each method, and its arguments."""
+    calls = []
     put = stage.context.dispatcher.put
 
-    def watched(to, message):
+    def watched(to, method, arguments):
         if to is actor:
-            messages.append(message)
-        put(to, message)
+            calls.append((method.__name__, *arguments))
+        put(to, method, arguments)
 
     stage.context.dispatcher.put = watched
-    return messages
+    return calls
 
 
 def receive(stage, *messages, sender=b"peer"):
@@ -38,10 +38,11 @@ def receive(stage, *messages, sender=b"peer"):
 
 def test_requests_about_leases_reach_the_leases_in_the_order_in_which_they_came(stage):
     requests = [make_claim(), Renew((1,)), Fence(1, 1), Release(1, finished=True)]
-    to_leases, to_handshake = told(stage, stage.context.leases), told(stage, stage.context.handshake)
+    to_leases, to_handshake = told(stage, stage.actors.leases), told(stage, stage.actors.handshake)
     receive(stage, Hello("peer", 1), *requests, Ping(1))
-    assert [message.request for message in to_leases] == requests
-    assert [message.request for message in to_handshake] == [Hello("peer", 1), Ping(1)]
+    assert to_leases == [("requested", b"peer", "peer", request) for request in requests]
+    hello = Greeting(b"peer", "", "peer", Hello("peer", 1))
+    assert to_handshake == [("greeted", hello), ("pinged", b"peer", Ping(1))]
 
 
 def test_a_claim_right_after_a_hello_is_granted(stage):
@@ -64,10 +65,10 @@ def test_garbage_between_two_requests_is_refused_and_holds_up_neither(stage):
 def test_answers_about_claims_go_to_the_scheduler_and_those_of_no_link_nowhere(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
-    to_scheduler = told(stage, stage.context.scheduler)
+    to_scheduler = told(stage, stage.actors.scheduler)
     for link in (1, 2):
         stage.dependencies.peer_port.on_event(PeerAnswered(link, codec.encode(Grant(1, 7, 1, 5))))
-    assert to_scheduler == [PeerReply("tcp://peer:1", Grant(1, 7, 1, 5))]
+    assert to_scheduler == [("answered", "tcp://peer:1", Grant(1, 7, 1, 5))]
     stage.run()
     stage.landed(1)
     stage.peer_says(Held(1))
@@ -84,5 +85,5 @@ def test_a_peer_that_answers_about_claims_is_not_lost_though_it_answers_no_ping(
 
 
 def test_a_request_to_an_address_without_a_link_is_lost(stage):
-    stage.context.peers.ask("tcp://nobody:1", Renew((1,)))
+    stage.actors.channel.ask("tcp://nobody:1", Renew((1,)))
     assert stage.to_peers == []

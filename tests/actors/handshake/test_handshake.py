@@ -4,9 +4,7 @@ import msgspec
 import pytest
 
 from kvd import limits
-from kvd.actors.gateway.messages import Reported
-from kvd.actors.handshake.messages import ExpectPeers, HandshakeReply, NeedPeer
-from kvd.actors.runtime.messages import Report
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
@@ -156,11 +154,11 @@ def test_a_peer_that_dies_while_this_daemon_stands_still_is_lost_three_heartbeat
 def test_a_load_is_not_given_up_for_a_hello_whose_answer_came_while_this_daemon_stood_still(stage):
     stage.dependencies.transport.add_peer = lambda *_: None
     stage.pull(timeout=600.0)
-    handshake = stage.context.handshake
+    handshake = stage.actors.handshake
     stage.loop.stand_still(40.0)
-    handshake.soon(handshake._unanswered, 1)  # the hello's deadline has passed, and its call waits
-    handshake.tell(HandshakeReply(1, welcome_of()))
-    handshake.soon(handshake._unanswered, 1)
+    handshake.call(handshake._unanswered, 1)  # the hello's deadline has passed, and its call waits
+    call(handshake.replied, 1, welcome_of())
+    handshake.call(handshake._unanswered, 1)
     stage.run()
     assert handshake._peers.by_link[1].state is State.LOADING
     assert stage.notified == []
@@ -289,8 +287,8 @@ def test_an_idle_peer_is_forgotten(stage):
         stage.peer_says(welcome_of())
         stage.run(1.0)
     assert ("disconnect", 1) in stage.commands
-    assert not stage.context.handshake._peers.by_address
-    assert not stage.context.scheduler._producers._views
+    assert not stage.actors.handshake._peers.by_address
+    assert not stage.actors.scheduler._producers._views
 
 
 def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
@@ -300,7 +298,7 @@ def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
     for _ in range(15):
         stage.peer_says(welcome_of(), link=1)
         stage.peer_says(b"\xc1", link=2)
-        stage.context.handshake._peers.by_link[2].missed = 0  # b's connection is up, it does not say welcome
+        stage.actors.handshake._peers.by_link[2].missed = 0  # b's connection is up, it does not say welcome
         stage.run(1.0)
     assert stage.notified == []
     assert ("disconnect", 1) not in stage.commands
@@ -335,22 +333,18 @@ def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble()
     stage = Stage()
     last = limits.MAX_REPORTED_PEERS + 1
     for number in range(1, last + 1):
-        stage.context.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+        call(stage.actors.handshake.need, f"tcp://peer-{number}:1")
         stage.run()
         if number < last:
             stage.peer_says(welcome_of(), number)
-    told = []
-    stage.context.gateway.handlers[Reported] = told.append
-    stage.context.handshake.tell(Report(1))
-    stage.run()
-    (report,) = told
-    assert len(report.content) == limits.MAX_REPORTED_PEERS
-    assert report.content[0]["address"] == f"tcp://peer-{last}:1"
+    report = stage.actors.handshake.report()
+    assert len(report) == limits.MAX_REPORTED_PEERS
+    assert report[0]["address"] == f"tcp://peer-{last}:1"
 
 
 def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_heartbeat():
     stage = Stage()
-    stage.context.handshake.tell(ExpectPeers(frozenset(f"tcp://peer-{number}:1" for number in range(100))))
+    call(stage.actors.handshake.expect, frozenset(f"tcp://peer-{number}:1" for number in range(100)))
     most = 0
     for _ in range(100):
         before = len(stage.asks(Hello))
@@ -368,7 +362,7 @@ class _Handshakes:
         self.adding: list[str] = []
         self.stage.dependencies.transport.add_peer = lambda agent, *_: self.adding.append(agent)
         for number in range(1, peers + 1):
-            self.stage.context.handshake.tell(NeedPeer(f"tcp://peer-{number}:1"))
+            call(self.stage.actors.handshake.need, f"tcp://peer-{number}:1")
         self.stage.run()
 
     @property
@@ -416,9 +410,9 @@ def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(
     monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
     crowd = _Handshakes(1)
     crowd.welcomed(1)
-    crowd.stage.context.handshake.tell(ExpectPeers(frozenset(f"tcp://expected-{number}:1" for number in range(3))))
+    call(crowd.stage.actors.handshake.expect, frozenset(f"tcp://expected-{number}:1" for number in range(3)))
     crowd.stage.run(1.0)
-    crowd.stage.context.handshake.tell(NeedPeer("tcp://expected-2:1"))
+    call(crowd.stage.actors.handshake.need, "tcp://expected-2:1")
     crowd.added()
     assert crowd.greeted == [1, 4]
 
@@ -452,12 +446,12 @@ def test_a_peer_that_is_ready_again_is_kept_though_it_was_idle_before(stage):
     stage.pull(timeout=0.5)
     stage.peer_says(welcome_of())
     stage.pongs(5)
-    handshake = stage.context.handshake
+    handshake = stage.actors.handshake
     handshake._peers.by_link[1].needed = -10.0
-    handshake.soon(handshake._beat, 1)  # it has been idle for long
-    handshake.soon(handshake._announce, handshake._peers.by_link[1])  # and is made ready by what lay in the socket
+    handshake.call(handshake._beat, 1)  # it has been idle for long
+    handshake.call(handshake._announce, handshake._peers.by_link[1])  # and is made ready by what lay in the socket
     stage.run()
-    assert "tcp://peer:1" in stage.context.scheduler._producers
+    assert "tcp://peer:1" in stage.actors.scheduler._producers
     assert "tcp://peer:1" in handshake._peers.by_address
     stage.pull(name="again", timeout=5.0, call=3)
     assert stage.to_peers[-1] == (1, stage.asks(Claim)[-1])
@@ -469,6 +463,6 @@ def test_what_the_scheduler_knows_of_a_peer_ends_with_it(stage):
     stage.pull(timeout=0.5)
     stage.peer_says(welcome_of())
     for _ in range(12):
-        stage.pongs(5) if "tcp://peer:1" in stage.context.handshake._peers.by_address else stage.run(1.0)
-    assert "tcp://peer:1" not in stage.context.handshake._peers.by_address
-    assert "tcp://peer:1" not in stage.context.scheduler._producers
+        stage.pongs(5) if "tcp://peer:1" in stage.actors.handshake._peers.by_address else stage.run(1.0)
+    assert "tcp://peer:1" not in stage.actors.handshake._peers.by_address
+    assert "tcp://peer:1" not in stage.actors.scheduler._producers

@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.actors.handshake.messages import RightsChanged
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode, Unavailable
 from kvd.protocol import codec, ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Hello, Refuse, Settle, Settled
@@ -35,7 +35,7 @@ class Firm:
     def change(self, **rights):
         self.rights = {{"alice": ALICE, "bob": BOB}[name]: pools for name, pools in rights.items()}
         self.stage.commands.clear()
-        self.stage.context.handshake.tell(RightsChanged())
+        call(self.stage.actors.peer_server.rights_changed)
         self.stage.run()
 
 
@@ -122,7 +122,7 @@ def test_a_fence_on_such_a_pool_does_not_hold_without_a_claim(firm):
     [broken] = firm.stage.asked_by_peer(fence, b"bob", BOB)
     assert isinstance(broken, Broken)
     assert firm.stage.asked_by_peer(Settle((fence,)), b"bob", BOB) == [Settled((1,))]
-    assert firm.stage.context.leases._offers.report()["claimed"] == 0
+    assert firm.stage.actors.leases._offers.report()["claimed"] == 0
     assert not any(isinstance(item, Released) for item in firm.stage.notified)
 
 
@@ -195,14 +195,14 @@ def interrupted(firm):
 def test_the_pool_of_a_worker_that_left_meanwhile_is_kept(interrupted):
     interrupted.stage.hang_up(2)
     interrupted.finish()
-    assert interrupted.stage.context.pools._records["two"].state == "kept"
+    assert interrupted.stage.actors.pools._records["two"].state == "kept"
 
 
 def test_the_pool_of_a_worker_that_detached_meanwhile_ends(interrupted):
     assert not isinstance(interrupted.stage.session(Detach(), 2), Detached)
     interrupted.finish()
     assert isinstance(interrupted.stage.on_sessions[-1], Detached)
-    assert "two" not in interrupted.stage.context.pools._records
+    assert "two" not in interrupted.stage.actors.pools._records
 
 
 def test_what_a_worker_asks_for_meanwhile_is_refused(interrupted):
@@ -216,7 +216,7 @@ def test_a_pool_that_cannot_be_mapped_elsewhere_is_registered_anew_where_it_is(f
 
     firm.stage.memory.move = move
     before = pools_in(firm.hello(BOB))["two"]
-    firm.stage.context.pools._memory._background = attempt
+    firm.stage.actors.pools.memory._background = attempt
     firm.change(alice=("*",))
     after = pools_in(firm.hello(ALICE))["two"]
     assert (after.base, after.epoch != before.epoch) == (before.base, True)
@@ -229,7 +229,7 @@ def test_a_worker_whose_pool_cannot_be_registered_anew_is_hung_up_on_and_attache
     transport.register = lambda pool, region: transport.on_event(RegisterFailed(pool, "no room"))
     interrupted.finish()
     assert stage.hung_up == [2]
-    assert "two" not in stage.context.pools._records
+    assert "two" not in stage.actors.pools._records
     transport.register = register
     assert isinstance(stage.attach("two", 4, bytes([2]) * 16), Attached)
 
@@ -246,6 +246,6 @@ def test_a_pool_without_a_worker_is_registered_anew_too_and_kept(firm):
     firm.stage.hang_up(2)
     firm.change(alice=("*",))
     assert firm.stage.commands == [("deregister", 2)]
-    assert firm.stage.context.pools._records["two"].state == "kept"
+    assert firm.stage.actors.pools._records["two"].state == "kept"
     attached = firm.stage.attach("two", 4, bytes([2]) * 16)
     assert attached.kept

@@ -4,8 +4,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvd import limits
+from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.held import Hold
-from kvd.actors.runtime.messages import Drain, Stop
 from kvd.actors.runtime.token_bucket import RateLimit
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
@@ -83,8 +83,8 @@ def test_a_fence_with_a_claim_that_is_held_already_counts_it_once(stage):
     [rank] = ticket.decode(offered.ticket).ranks
     stage.asked_by_peer(claim())
     assert stage.asked_by_peer(Fence(1, rank.generation, claim())) == [Held(1)]
-    assert stage.context.leases._claims._held == 0
-    assert stage.context.leases._claims._served == 0
+    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims._served == 0
 
 
 def test_an_offer_that_stands_cannot_be_made_again(stage):
@@ -231,7 +231,7 @@ def test_a_claim_under_the_number_of_one_that_waits_changes_nothing(stage):
     assert stage.answers == []
     stage.offer()
     assert isinstance(stage.answers[-1][1], Grant)
-    assert not stage.context.leases._claims._waiting._by_offer
+    assert not stage.actors.leases.claims._waiting._by_offer
 
 
 def test_a_claim_does_not_wait_for_ever(stage):
@@ -259,8 +259,8 @@ def test_the_reader_of_a_claim_that_was_cancelled_before_its_offer_has_finished_
     stage.offer()
     assert released(stage) == [("o", "read")]
     assert stage.answers == []
-    assert not stage.context.leases._claims._records
-    assert stage.context.leases._claims._held == 0
+    assert not stage.actors.leases.claims._records
+    assert stage.actors.leases.claims._held == 0
 
 
 def will_not_come(number=1, **which):
@@ -281,8 +281,8 @@ def test_a_reader_that_settles_because_it_will_not_come_has_finished_when_its_of
         stage.offer()
     assert released(stage) == [("o", "read")]
     assert stage.asked_by_peer(will_not_come()) == [Settled((1,))]
-    assert not stage.context.leases._claims._records
-    assert stage.context.leases._claims._held == 0
+    assert not stage.actors.leases.claims._records
+    assert stage.actors.leases.claims._held == 0
 
 
 def test_a_reader_that_will_not_come_is_counted_once_however_often_it_says_so(stage):
@@ -301,7 +301,7 @@ def test_who_says_that_it_will_not_come_must_show_the_ticket(stage):
         assert stage.asked_by_peer(will_not_come(**wrong)) == [Settled((1,))]
     assert stage.asked_by_peer(Settle((Fence(1, 0),))) == [Settled((1,))]
     assert released(stage) == []
-    assert not stage.context.leases._claims._records
+    assert not stage.actors.leases.claims._records
 
 
 def test_each_reader_that_left_before_the_offer_counts_as_one_of_its_consumer(stage):
@@ -329,7 +329,7 @@ def test_who_leaves_before_the_offer_without_its_secret_ends_nothing_and_gets_no
     stage.offer()
     stage.run(5.0)
     assert (released(stage), stage.answers) == ([], [])
-    assert not stage.context.leases._claims._records
+    assert not stage.actors.leases.claims._records
 
 
 @pytest.mark.parametrize("more", [Release(1, finished=True), Release(1, finished=False), claim()])
@@ -338,10 +338,10 @@ def test_a_claim_that_was_cancelled_early_waits_no_longer_for_what_comes_again(s
     for _ in range(3):
         stage.run(0.5)
         assert stage.asked_by_peer(more) == []
-    assert len(stage.context.leases._claims._waiting) == 1
+    assert len(stage.actors.leases.claims._waiting) == 1
     stage.run(0.6)
-    assert not stage.context.leases._claims._records
-    assert len(stage.context.leases._claims._waiting) == 0
+    assert not stage.actors.leases.claims._records
+    assert len(stage.actors.leases.claims._waiting) == 0
     stage.offer()
     stage.run(1.0)
     assert (released(stage), stage.answers) == ([], [])
@@ -359,10 +359,10 @@ def test_claims_that_were_cancelled_early_have_their_share_of_those_that_wait(st
 
 def test_claims_that_were_cancelled_early_end_when_the_drain_begins(stage):
     cancelled_early(stage)
-    stage.context.leases.tell(Drain())
+    call(stage.actors.leases.drain)
     stage.run(5.0)
     assert stage.answers == []
-    assert not stage.context.leases._claims._records
+    assert not stage.actors.leases.claims._records
 
 
 @pytest.mark.parametrize(
@@ -391,9 +391,9 @@ def test_what_has_ended_is_forgotten_after_a_while(stage):
     [grant] = stage.asked_by_peer(claim())
     stage.asked_by_peer(Fence(1, grant.generation))
     stage.run(11.0)
-    leases = stage.context.leases
+    leases = stage.actors.leases
     assert not leases._offers._leases
-    assert not leases._claims._records
+    assert not leases.claims._records
     assert not len(leases._tombstones)
 
 
@@ -401,7 +401,7 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
     stage.offer("claimed")
     stage.offer("unclaimed", blocks=(2, 3))
     stage.asked_by_peer(claim(offer="claimed"))
-    stage.context.leases.tell(Drain())
+    call(stage.actors.leases.drain)
     stage.run(0.4)
     assert released(stage) == []
     stage.run(0.2)
@@ -416,7 +416,7 @@ def test_a_drained_daemon_offers_nothing_and_ends_what_nobody_claimed(stage):
 def test_a_ticket_that_travels_when_the_drain_begins_is_served_and_so_is_a_read_that_was_not_claimed(stage):
     stage.offer("travels")
     [offered] = stage.offer("short", blocks=(2, 3))
-    stage.context.leases.tell(Drain())
+    call(stage.actors.leases.drain)
     [grant] = stage.asked_by_peer(claim(1, offer="travels"))
     assert stage.asked_by_peer(Fence(1, grant.generation)) == [Held(1)]
     assert stage.idle == []
@@ -429,7 +429,7 @@ def test_a_claim_that_comes_during_a_drain_is_served_where_its_offer_is_read_and
     stage.offer("shared")
     stage.offer("unclaimed", blocks=(2, 3))
     stage.asked_by_peer(claim(1, offer="shared", reader=0, readers=2))
-    stage.context.leases.tell(Drain())
+    call(stage.actors.leases.drain)
     stage.run(1.0)
     [grant] = stage.asked_by_peer(claim(2, offer="shared", reader=1, readers=2))
     assert isinstance(grant, Grant)
@@ -444,7 +444,7 @@ def test_a_claim_that_comes_during_a_drain_is_served_where_its_offer_is_read_and
 
 def test_claims_that_wait_for_their_offer_are_refused_when_the_drain_begins(stage):
     assert stage.asked_by_peer(claim(1, offer="to come")) == []
-    stage.context.leases.tell(Drain())
+    call(stage.actors.leases.drain)
     stage.run()
     [(_, refused)] = stage.answers
     assert (refused.claim, refused.code) == (1, ErrorCode.SHUTTING_DOWN)
@@ -595,7 +595,7 @@ def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):
     assert isinstance(broken, Broken)
     [broken] = stage.asked_by_peer(Fence(2, rank.generation + 1, claim(2, generation=rank.generation)))
     assert isinstance(broken, Broken)
-    assert stage.context.leases._claims._held == 0
+    assert stage.actors.leases.claims._held == 0
 
 
 # --- consumers
@@ -645,7 +645,7 @@ def test_an_offer_with_an_open_end_is_read_until_its_time_is_over(stage):
     for number in range(1, 9):
         [grant] = stage.asked_by_peer(claim(number, consumer=f"c{number}"))
         assert fence_held(stage, number, b"peer", grant.generation) == [Held]
-    [lease] = stage.context.leases._offers._leases.values()
+    [lease] = stage.actors.leases._offers._leases.values()
     assert not lease.finished
     assert released(stage) == []
     stage.run(5.1)
@@ -665,7 +665,7 @@ def test_consumers_that_never_finish_leave_no_more_behind_than_their_bound(stage
 def test_readers_of_made_up_consumers_take_few_bytes_of_an_offer(stage):
     stage.offer()
     readers = limits.MAX_RANKS - 1
-    [lease] = stage.context.leases._offers._leases.values()
+    [lease] = stage.actors.leases._offers._leases.values()
     for consumer in range(4):
         fences = [
             Fence(number, 0, claim(number, consumer=f"c{consumer}", reader=number % readers, readers=limits.MAX_RANKS))
@@ -689,7 +689,7 @@ def test_a_peer_has_its_share_of_the_claims_that_wait_whatever_run_or_connection
     stage.asked_by_peer(Release(1, finished=False), b"greedy#1")
     assert stage.asked_by_peer(claim(6, offer="o6"), b"greedy#9") == []
     stage.run(3.0)
-    waiting = stage.context.leases._claims._waiting
+    waiting = stage.actors.leases.claims._waiting
     assert len(waiting) == 0
     assert not waiting._of_peer
 
@@ -697,7 +697,7 @@ def test_a_peer_has_its_share_of_the_claims_that_wait_whatever_run_or_connection
 def test_a_fence_that_comes_twice_is_answered_the_same_however_many_claims_of_another_peer_have_ended(
     stage, monkeypatch
 ):
-    monkeypatch.setattr(stage.context.leases._tombstones, "_most", 8)
+    monkeypatch.setattr(stage.actors.leases._tombstones, "_most", 8)
     stage.offer("o", consumers=2)
     stage.offer("p", blocks=(2, 3), consumers=0)
     [grant] = stage.asked_by_peer(claim(1), b"modest#1")
@@ -706,7 +706,7 @@ def test_a_fence_that_comes_twice_is_answered_the_same_however_many_claims_of_an
         [other] = stage.asked_by_peer(claim(number, offer="p", blocks=(2, 3)), b"greedy#1")
         assert stage.asked_by_peer(Fence(number, other.generation), b"greedy#1") == [Held(number)]
     assert stage.asked_by_peer(Fence(1, grant.generation), b"modest#1") == [Held(1)]
-    assert len(stage.context.leases._claims._records) <= 8
+    assert len(stage.actors.leases.claims._records) <= 8
 
 
 def test_a_peer_with_a_key_is_known_by_it_whatever_name_it_asks_under(stage, monkeypatch):
@@ -722,8 +722,8 @@ def test_a_renewal_of_claims_that_nobody_holds_has_one_answer_and_leaves_nothing
     for _ in range(2):
         [broken] = stage.asked_by_peer(Renew(numbers))
         assert (type(broken), broken.claims) == (Broken, numbers)
-    assert not stage.context.leases._claims._records
-    assert not len(stage.context.leases._tombstones)
+    assert not stage.actors.leases.claims._records
+    assert not len(stage.actors.leases._tombstones)
 
 
 def test_a_peer_hears_once_of_all_its_claims_that_broke_together(stage):
@@ -733,7 +733,7 @@ def test_a_peer_hears_once_of_all_its_claims_that_broke_together(stage):
             stage.asked_by_peer(claim(number + 10 * (name == "b"), offer=name), b"p#1")
             stage.asked_by_peer(claim(number + 10 * (name == "b"), offer=name), b"q#1")
     before = len(stage.answers)
-    stage.context.leases.tell(Stop())
+    call(stage.actors.leases.stop)
     stage.run()
     told = [(sender, answer.claims) for sender, answer in stage.answers[before:]]
     assert told == [(b"p#1", (0, 1, 2, 10, 11, 12)), (b"q#1", (0, 1, 2, 10, 11, 12))]
@@ -745,7 +745,7 @@ def test_claims_that_lapse_at_one_moment_fill_no_mailbox(stage, monkeypatch):
         stage.asked_by_peer(claim(number, consumer=f"c{number}", ttl=1.0))
     monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 10)
     stage.run(6.0)
-    assert stage.context.leases._claims._held == 0
+    assert stage.actors.leases.claims._held == 0
 
 
 def test_offers_that_end_at_one_moment_fill_no_mailbox(stage, monkeypatch):
@@ -832,4 +832,4 @@ def test_spans_of_readers_that_settle_after_their_offer_has_ended_are_ended(stag
         late = claim(number, generation=rank.generation, traceparent=parent)
         assert stage.asked_by_peer(Settle((Fence(number, rank.generation, late),))) == [Settled((number,))]
     assert traced.outcomes == ["broken"] * 5
-    assert not stage.context.leases._claims._records
+    assert not stage.actors.leases.claims._records

@@ -4,8 +4,10 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.policy import Rule
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode, KvdError, NoMemory
+from kvd.net.interface import SessionFrame
+from kvd.protocol import codec
 from kvd.protocol.peer import Release
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, End, Refused, StatusRequest
 from tests.actors.pools.test_pools import OTHER
@@ -50,7 +52,7 @@ def test_the_pool_of_an_engine_that_is_gone_makes_room_within_the_quota_for_one_
     assert isinstance(attached, Attached)
     assert not attached.kept
     assert old.closed
-    assert list(stage.context.pools._records) == ["prefill-0"]
+    assert list(stage.actors.pools._records) == ["prefill-0"]
 
 
 def test_it_is_ended_only_when_its_process_has_ended_and_until_then_the_attach_is_one_to_try_again():
@@ -84,7 +86,7 @@ def test_a_pool_of_which_offers_stand_is_not_ended_until_they_have():
     refused = attach(stage, "new", 2)
     assert refused.code == ErrorCode.OVERLOADED
     assert "offers stand" in refused.text
-    assert stage.context.pools._records["w"].state == "kept"
+    assert stage.actors.pools._records["w"].state == "kept"
     stage.asked_by_peer(Release(1, finished=True))
     assert isinstance(attach(stage, "new", 3), Attached)
 
@@ -168,7 +170,7 @@ def lacking(stage, until_closed):
             done(error)
 
     stage.dependencies.provider.allocate = short
-    stage.context.pools._memory._background = background
+    stage.actors.pools.memory._background = background
 
 
 def test_where_memory_is_short_kept_pools_make_room_too_as_many_as_it_takes():
@@ -182,14 +184,14 @@ def test_where_memory_is_short_kept_pools_make_room_too_as_many_as_it_takes():
 def test_where_that_is_not_enough_nothing_ends_and_what_the_last_daemon_left_is_given_up():
     stage = stage_with()
     given_up = []
-    stage.context.pools._bounds._store.give_up = given_up.append
+    stage.actors.pools._bounds._store.give_up = given_up.append
     old = kept(stage, "old", 1)
     lacking(stage, [old, Memory(SIZE)])
     refused = attach(stage, "new", 2)
     assert (refused.code, refused.text) == (ErrorCode.OVERLOADED, "the host is full")
     assert not old.closed
     assert given_up == [1000]
-    assert list(stage.context.pools._records) == ["old"]
+    assert list(stage.actors.pools._records) == ["old"]
 
 
 def test_a_user_with_as_many_pools_as_it_may_have_gets_room_by_one_that_is_kept(monkeypatch):
@@ -230,24 +232,19 @@ def test_an_attach_that_waits_for_room_in_vain_is_refused_and_told_of_what(quara
     assert not quarantined.made["w"].closed
 
 
-def test_an_attach_that_dies_before_it_is_known_what_is_leased_is_forgotten():
+def test_an_attach_that_dies_at_once_gives_the_pool_that_was_to_make_room_back():
     stage = stage_with(quota=SIZE)
     old = kept(stage, "old", 1)
-    find, told = stage.context.leases.tell, []
-    stage.context.leases.tell = told.append
-    attach(stage, "new", 2, descriptors=(9,))
+    stage.connect(2)
+    stage.actors.gateway.received(SessionFrame(2, codec.encode(Attach("new", b"i" * 16, CACHE.raw)), (9,)))
     stage.hang_up(2)
-    stage.context.leases.tell = find
-    for message in told:
-        find(message)
-    stage.run()
     assert stage.discarded == [9]
     assert not old.closed
-    assert list(stage.context.pools._records) == ["old"]
+    assert list(stage.actors.pools._records) == ["old"]
 
 
 def test_a_pool_that_makes_room_and_is_registered_anew_meanwhile_still_ends(quarantined):
-    quarantined.context.pools.tell(RenewPool("w"))
+    call(quarantined.actors.pools.renew, "w")
     quarantined.run()
     quarantined.landed(1)
     assert isinstance(quarantined.on_sessions[-1], Attached)
@@ -269,7 +266,7 @@ def test_an_operator_ends_a_kept_pool_and_hears_when_it_has_ended():
     old = kept(stage, "w", 1)
     assert end(stage, "w") == [Detached()]
     assert old.closed
-    assert stage.context.pools._records == {}
+    assert stage.actors.pools._records == {}
 
 
 def waiting_for_the_end_of_what_is_read():

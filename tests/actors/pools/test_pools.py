@@ -1,7 +1,7 @@
 import pytest
 
-from kvd.actors.pools import actor as pools
-from kvd.actors.pools.messages import DetachPool, RenewPool
+from kvd.actors.pools.requests import DetachPool
+from kvd.actors.runtime.actor import call
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionOpened
 from kvd.protocol.peer import Broken, Release
@@ -74,7 +74,7 @@ def test_a_worker_that_comes_back_with_another_spec_gets_another_pool(stage):
 def test_another_user_does_not_get_the_pool(stage):
     stage.attach()
     stage.hang_up()
-    stage.context.gateway.tell(SessionOpened(2, 1, 2000, 2000))
+    stage.actors.gateway.received(SessionOpened(2, 1, 2000, 2000))
     assert stage.session(Attach("w", b"j" * 16, CACHE.raw), 2).code == ErrorCode.NOT_PERMITTED
 
 
@@ -117,7 +117,7 @@ def test_a_detached_pool_is_gone(stage):
 
 def test_memory_is_given_back_beside_the_loop_once_the_transport_has_let_go_and_detached_is_said_after_it(stage):
     works = []
-    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
+    stage.actors.pools.memory._background = lambda work, done: works.append((work, done))
     stage.connect()
     stage.session(Attach("w", b"i" * 16, CACHE.raw))
     allocate, made = works.pop()
@@ -181,8 +181,7 @@ def test_a_worker_is_told_that_there_is_no_memory_for_its_pool(stage, monkeypatc
         except Unavailable as error:
             done(error)
 
-    assert isinstance(stage.context.pools, pools.PoolsActor)
-    stage.context.pools._memory._background = background
+    stage.actors.pools.memory._background = background
     assert stage.attach().code == ErrorCode.OVERLOADED
     del stage.dependencies.provider.allocate
     assert isinstance(stage.attach(connection=2), Attached)
@@ -198,9 +197,9 @@ def test_an_offer_to_a_pool_that_is_being_given_back_is_refused(stage):
 def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     stage.attach()
     register, stage.dependencies.transport.register = stage.dependencies.transport.register, lambda *_: None
-    stage.context.pools.tell(RenewPool("w"))
+    call(stage.actors.pools.renew, "w")
     stage.run()
-    stage.context.pools.tell(RegisterFailed(1, "no keys"))
+    call(stage.actors.pools.memory.register_failed, RegisterFailed(1, "no keys"))
     refused = stage.session(Detach())
     assert refused.code == ErrorCode.TRANSPORT
     stage.dependencies.transport.register = register
@@ -209,9 +208,9 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
 
 def test_a_detach_of_a_connection_that_does_not_have_the_pool_changes_nothing(stage):
     stage.attach()
-    stage.context.pools.tell(DetachPool(99, "w"))
+    call(stage.actors.pools.detach, DetachPool(99, "w"))
     stage.run()
-    assert stage.context.pools._records["w"].state == "lent"
+    assert stage.actors.pools._records["w"].state == "lent"
     assert isinstance(stage.session(Detach()), Detached)
 
 
@@ -220,24 +219,24 @@ def test_a_successor_that_waits_for_a_pool_that_is_lost_is_refused_and_its_descr
     start_reading(stage, timeout=3600.0)
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16, descriptors=(9,))
-    stage.context.pools.tell(RenewPool("w"))
+    call(stage.actors.pools.renew, "w")
     transport = stage.dependencies.transport
     transport.register = lambda pool, *_: transport.on_event(RegisterFailed(pool, "no keys"))
     stage.landed(1)
     assert stage.on_sessions[-1].code == ErrorCode.TRANSPORT
     assert stage.discarded == [9]
-    assert stage.context.pools._records == {}
+    assert stage.actors.pools._records == {}
 
 
 def test_a_pool_whose_worker_left_while_it_was_made_is_kept_for_it(stage):
     works = []
-    stage.context.pools._memory._background = lambda work, done: works.append((work, done))
+    stage.actors.pools.memory._background = lambda work, done: works.append((work, done))
     stage.attach()
     stage.hang_up()
     allocate, made = works.pop()
     made(allocate())
     stage.run()
-    assert stage.context.pools._records["w"].state == "kept"
+    assert stage.actors.pools._records["w"].state == "kept"
     assert isinstance(stage.attach(connection=2), Attached)
 
 
@@ -258,15 +257,15 @@ def test_notifications_are_numbered_from_1_again_if_another_worker_had_the_pool_
     stage.attach()
     stage.offer("before")
     stage.hang_up()
-    lend = stage.context.pools._lend
+    lend = stage.actors.pools._lend
 
     def lend_late(record):
-        stage.context.gateway.tell(SessionClosed(2))
+        stage.actors.gateway.received(SessionClosed(2))
         lend(record)
 
-    stage.context.pools._lend = lend if gets_it else lend_late
+    stage.actors.pools._lend = lend if gets_it else lend_late
     stage.attach(connection=2, instance=b"j" * 16)
-    stage.context.pools._lend = lend
+    stage.actors.pools._lend = lend
     stage.hang_up(2)
     stage.attach(connection=3)
     session = bytes([stage.sessions]) * 16
@@ -316,17 +315,17 @@ def adopting(stage, store, error):
         raise error
 
     stage.dependencies.provider.adopt = adopt
-    stage.context.pools._memory._store = store
+    stage.actors.pools.memory._store = store
 
 
 def test_a_pool_that_a_process_of_before_the_daemon_has_mapped_is_refused_and_the_next_attempt_gets_it():
     stage = Stage()
-    store = stage.context.pools._memory._store = Store(-1)
+    store = stage.actors.pools.memory._store = Store(-1)
     busy = Unavailable(ErrorCode.POOL_BUSY, "it has not ended")
     store.take = lambda *_: (_ for _ in ()).throw(busy)
     refused = stage.attach(pid=7)
     assert (refused.code, refused.text) == (ErrorCode.POOL_BUSY, busy.text)
-    assert stage.context.pools._records == {}
+    assert stage.actors.pools._records == {}
     del store.take
     assert isinstance(stage.attach(connection=2, pid=8), Attached)
     assert store.holder == ("w", 8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Broken, Release
 from kvd.protocol.worker import Attach, Attached, Detach, Refused
@@ -115,7 +115,7 @@ def test_a_successor_that_wants_other_memory_than_a_process_that_nobody_can_watc
 def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
     stage.hang_up()
     stage.attach(**SUCCESSOR)
-    stage.context.pools.tell(RenewPool("w"))
+    call(stage.actors.pools.renew, "w")
     stage.run()
     assert waits(stage)
     stage.process_ends()
@@ -125,7 +125,7 @@ def test_a_pool_that_is_registered_anew_still_waits_for_the_process(stage):
 def test_a_pool_whose_detach_was_refused_ends_when_nothing_writes_to_it_any_more(stage):
     first = stage.memory
     start_reading(stage, timeout=3600.0)
-    stage.context.pools.tell(RenewPool("w"))
+    call(stage.actors.pools.renew, "w")
     stage.session(Detach())
     stage.run(2.0)
     assert "ends later: it is in quarantine" in stage.on_sessions[-1].text
@@ -205,7 +205,7 @@ def test_a_successor_that_dies_while_the_pool_quiesces_leaves_it_to_the_next_wit
 def test_a_pool_whose_successor_died_before_it_was_quiesced_is_kept_then(claimed):
     claimed.hang_up(2)
     claimed.asked_by_peer(Release(1, finished=False))
-    assert claimed.context.pools._records["w"].state == "kept"
+    assert claimed.actors.pools._records["w"].state == "kept"
     assert claimed.attach(**THIRD).kept
 
 

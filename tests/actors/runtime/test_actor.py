@@ -1,7 +1,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor, Dispatcher, OnFailure, Probe, handles
+from kvd.actors.runtime.actor import Actor, Component, Dispatcher, OnFailure, call
 from kvd.errors import InternalError
 from tests.simulator.virtual.loop import VirtualLoop
 
@@ -10,8 +10,8 @@ class Supervisor:
     def __init__(self):
         self.failures = []
 
-    def failed(self, actor, message, error):
-        self.failures.append((actor.name, message, error))
+    def failed(self, actor, method, error):
+        self.failures.append((actor.name, method, error))
 
 
 class Counter(Actor):
@@ -21,22 +21,14 @@ class Counter(Actor):
         super().__init__(dispatcher)
         self.seen = []
 
-    @handles(int)
-    def number(self, message):
-        self.seen.append(message)
-        if message == 3:
+    def count(self, number):
+        self.seen.append(number)
+        if number == 3:
             raise ValueError("three")
 
-    @handles(str)
-    def again(self, message):
-        self.seen.append(message)
-        self.tell(1)
-
-
-class Special(Counter):
-    @handles(int)
-    def number(self, message):
-        self.seen.append(-message)
+    def again(self, number):
+        self.seen.append(number)
+        call(self.count, 1)
 
 
 @pytest.fixture
@@ -56,8 +48,8 @@ def dispatcher(loop, supervisor):
 
 def test_messages_are_handled_in_order_and_after_the_teller_is_done(loop, supervisor, dispatcher):
     actor = Counter(dispatcher)
-    actor.tell(1)
-    actor.tell(2)
+    call(actor.count, 1)
+    call(actor.count, 2)
     assert actor.seen == []
     assert actor.waiting == 2
     loop.run_until(0)
@@ -68,18 +60,18 @@ def test_messages_are_handled_in_order_and_after_the_teller_is_done(loop, superv
 def test_messages_of_two_actors_are_handled_in_the_order_they_were_told(loop, dispatcher):
     one, other, order = Counter(dispatcher), Counter(dispatcher), []
     one.seen = other.seen = order
-    one.tell("x")
-    other.tell(7)
-    one.tell(8)
+    call(one.again, 0)
+    call(other.count, 7)
+    call(one.count, 8)
     loop.run_until(0)
-    assert order == ["x", 7, 8, 1]
+    assert order == [0, 7, 8, 1]
 
 
 def test_a_chain_of_messages_takes_one_turn_of_the_loop_and_a_long_one_lets_others_in(loop, dispatcher, monkeypatch):
     monkeypatch.setattr(limits, "MESSAGES_PER_TURN", 3)
     actor, seen = Counter(dispatcher), []
     for number in range(10, 14):
-        actor.tell(number)
+        call(actor.count, number)
     loop.call_soon(lambda: seen.append(list(actor.seen)))
     loop.run_until(0)
     assert seen == [[10, 11, 12]]
@@ -99,7 +91,7 @@ def test_frames_are_admitted_no_faster_than_messages_are_handled_and_readers_tak
                 if not dispatcher.admits(read):
                     return
                 taken[name] += 1
-                actor.tell("frame")  # which makes another message
+                call(actor.again, 0)  # which makes another call
             most = max(most, actor.waiting)
             if taken[name] < 400:
                 loop.call_soon(read)
@@ -116,43 +108,54 @@ def test_frames_are_admitted_no_faster_than_messages_are_handled_and_readers_tak
 
 def test_a_probe_is_answered_when_all_before_it_is_handled(loop, dispatcher):
     actor, answers = Counter(dispatcher), []
-    actor.tell(1)
-    actor.tell(Probe(lambda name: answers.append((name, list(actor.seen)))))
+    call(actor.count, 1)
+    call(actor.probe, lambda name: answers.append((name, list(actor.seen))))
     loop.run_until(0)
     assert answers == [("counter", [1])]
 
 
 def test_a_handler_that_raises_is_reported_and_the_next_message_handled(loop, supervisor, dispatcher):
     actor = Counter(dispatcher)
-    actor.tell(3)
-    actor.tell(4)
+    call(actor.count, 3)
+    call(actor.count, 4)
     loop.run_until(0)
     assert actor.seen == [3, 4]
-    [(name, message, error)] = supervisor.failures
-    assert (name, message, str(error)) == ("counter", 3, "three")
+    [(name, method, error)] = supervisor.failures
+    assert (name, method, str(error)) == ("counter", "count", "three")
 
 
-def test_a_message_that_nobody_handles_is_reported(loop, supervisor, dispatcher):
+def test_a_call_with_wrong_arguments_is_reported(loop, supervisor, dispatcher):
     actor = Counter(dispatcher)
-    actor.tell(1.5)
+    call(actor.count)
     loop.run_until(0)
-    assert [message for _, message, _ in supervisor.failures] == [1.5]
+    assert [(method, type(error)) for _, method, error in supervisor.failures] == [("count", TypeError)]
+
+
+def test_a_method_of_a_part_waits_in_the_mailbox_of_its_actor(loop, supervisor, dispatcher):
+    class Part(Component):
+        def __init__(self, actor):
+            self.actor, self.seen = actor, []
+
+        def note(self, number, *, twice=False):
+            self.seen += [number] * (1 + twice)
+            raise LookupError("of a part")
+
+    actor = Counter(dispatcher)
+    part = Part(actor)
+    call(part.note, 7, twice=True)
+    assert (actor.waiting, part.seen) == (1, [])
+    loop.run_until(0)
+    assert part.seen == [7, 7]
+    assert [(name, method) for name, method, _ in supervisor.failures] == [("counter", "note")]
 
 
 def test_a_full_mailbox_is_an_error_of_ours(dispatcher, monkeypatch):
     monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 2)
     actor = Counter(dispatcher)
-    actor.tell(1)
-    actor.tell(2)
+    call(actor.count, 1)
+    call(actor.count, 2)
     with pytest.raises(InternalError, match="counter"):
-        actor.tell(3)
-
-
-def test_a_subclass_may_handle_a_kind_otherwise(loop, supervisor, dispatcher):
-    actor = Special(dispatcher)
-    actor.tell(2)
-    loop.run_until(0)
-    assert actor.seen == [-2]
+        call(actor.count, 3)
 
 
 def test_a_delayed_message_can_be_called_off(loop, supervisor, dispatcher):
@@ -174,7 +177,7 @@ def test_messages_behind_a_failure_that_cannot_be_reported_are_handled_all_the_s
     supervisor.failed = failed
     actor = Counter(dispatcher)
     for number in (3, 4):
-        actor.tell(number)
+        call(actor.count, number)
     with pytest.raises(BrokenPipeError):
         loop.run_until(0.0)
     loop.run_until(0.0)

@@ -1,8 +1,8 @@
-"""How many mailboxes one pull passes over a network, in the daemons of both sides together."""
+"""How many calls wait in mailboxes for one pull over a network, in the daemons of both sides together."""
 
 import pytest
 
-from kvd.actors.runtime.actor import Call
+from kvd.actors.runtime.actor import name_of
 from kvd.protocol.worker import Done, Released
 from tests.actors.runtime.test_spans import Pair
 
@@ -10,7 +10,7 @@ MOST = 14
 
 
 class Counted(Pair):
-    """`delivered` has the daemon, the actor and the kind of each message."""
+    """`delivered` has the daemon, the actor and the method of each call."""
 
     def __init__(self):
         super().__init__()
@@ -22,10 +22,9 @@ class Counted(Pair):
     def _count(self, daemon, dispatcher):
         put = dispatcher.put
 
-        def counted(actor, message):
-            kind = message.method.__name__ if isinstance(message, Call) else type(message).__name__
-            self.delivered.append((daemon, actor.name, kind))
-            put(actor, message)
+        def counted(actor, method, arguments):
+            self.delivered.append((daemon, actor.name, name_of(method)))
+            put(actor, method, arguments)
 
         dispatcher.put = counted
 

@@ -144,7 +144,7 @@ def test_a_cancelled_pull_ends_its_spans_when_its_read_has_ended():
     assert pair.spans("consumer")["kvd.pull"].attributes["kvd.outcome"] == "cancelled"
     assert pair.spans("consumer")["kvd.transfer"].attributes["kvd.outcome"] == "ended"
     assert pair.spans("producer")["kvd.claim"].attributes["kvd.outcome"] == "released"
-    assert pair.producer.context.leases._claims._records == {}
+    assert pair.producer.actors.leases.claims._records == {}
 
 
 def test_a_trace_that_is_not_sampled_is_exported_by_neither():

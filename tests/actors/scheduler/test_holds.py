@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.actors.runtime.messages import Drain
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Broken, Claim, Grant, Pong, Refuse, Release, Renew
 from kvd.protocol.types import Span
@@ -65,7 +65,7 @@ def test_a_hold_of_an_offer_that_is_gone_fails(stage):
 
 
 def test_a_daemon_that_drains_waits_for_no_hold(held):
-    held.context.scheduler.tell(Drain())
+    call(held.actors.scheduler.drain)
     held.run()
     assert outcome(held).code == ErrorCode.SHUTTING_DOWN
     assert "scheduler" in held.idle

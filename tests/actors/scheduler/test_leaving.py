@@ -3,9 +3,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.handshake.messages import ForgetPeer
-from kvd.actors.runtime.messages import Drain
-from kvd.actors.scheduler.messages import PeerDown, PeerIdle
+from kvd.actors.runtime.actor import call
 from kvd.protocol.peer import Claim, Grant, Release, Settle, Settled
 from kvd.protocol.ticket import proof
 from kvd.protocol.types import Span
@@ -22,7 +20,7 @@ def cancel_unknown(stage, name="p", **pull):
 
 
 def leaving(stage):
-    return list(stage.context.scheduler._leaving)
+    return list(stage.actors.scheduler._leaving)
 
 
 def told(stage):
@@ -42,7 +40,7 @@ def test_a_pull_that_was_cancelled_before_its_producer_was_known_lets_it_know_th
     stage.run(0.5)
     assert told(stage) == [claim, claim]
     stage.peer_says(Settled((1,)))
-    assert len(stage.context.scheduler._transfers) == 0
+    assert len(stage.actors.scheduler.transfers) == 0
     stage.run(1.5)
     assert told(stage) == [claim, claim]
     assert stage.asks(Claim) == stage.asks(Release) == []
@@ -63,7 +61,7 @@ def test_a_pull_that_is_cancelled_before_its_claim_is_answered_lets_its_producer
     stage.run(1.5)
     assert told(stage) == [claim, claim]
     assert ("read", 1) not in stage.commands
-    assert len(stage.context.scheduler._transfers) == 0
+    assert len(stage.actors.scheduler.transfers) == 0
 
 
 def test_its_name_and_its_blocks_are_free_at_once(stage):
@@ -106,7 +104,7 @@ def test_it_waits_for_a_pool_that_may_yet_come_back(stage):
 def test_it_ends_quietly_where_its_producer_is_lost_or_does_not_fit(stage):
     cancel_unknown(stage)
     cancel_unknown(stage, "q", ticket=make_ticket(address="tcp://other:1", daemon="somebody"))
-    stage.context.scheduler.tell(PeerDown("tcp://peer:1", "gone"))
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "gone")
     stage.run()
     stage.peer_says(welcome_of(), link=2)  # says that it is `peer`
     assert leaving(stage) == []
@@ -116,7 +114,7 @@ def test_it_ends_quietly_where_its_producer_is_lost_or_does_not_fit(stage):
 
 def test_it_waits_for_a_producer_that_restarts(stage):
     cancel_unknown(stage)
-    stage.context.scheduler.tell(PeerDown("tcp://peer:1", "new run", restarted=True))
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "new run", restarted=True)
     stage.run()
     stage.peer_says(welcome_of())
     assert [claim.consumer for claim in told(stage)] == ["p"]
@@ -124,18 +122,15 @@ def test_it_waits_for_a_producer_that_restarts(stage):
 
 def test_a_producer_is_not_forgotten_while_it_is_to_be_told(stage):
     cancel_unknown(stage)
-    forgotten = []
-    tell = stage.context.handshake.tell
-    stage.context.handshake.tell = lambda message: forgotten.append(message) or tell(message)
-    stage.context.scheduler.tell(PeerIdle("tcp://peer:1", 1))
+    call(stage.actors.scheduler.peer_idle, "tcp://peer:1", 1)
     stage.run()
-    assert not any(isinstance(message, ForgetPeer) for message in forgotten)
+    assert "tcp://peer:1" in stage.actors.handshake._peers.by_address
     stage.peer_says(welcome_of())
     assert len(told(stage)) == 1
     stage.peer_says(Settled((1,)))
-    stage.context.scheduler.tell(PeerIdle("tcp://peer:1", 1))
+    call(stage.actors.scheduler.peer_idle, "tcp://peer:1", 1)
     stage.run()
-    assert any(isinstance(message, ForgetPeer) for message in forgotten)
+    assert "tcp://peer:1" not in stage.actors.handshake._peers.by_address
 
 
 def test_it_is_given_up_after_a_while():
@@ -146,7 +141,7 @@ def test_it_is_given_up_after_a_while():
     assert len(leaving(stage)) == 1
     stage.run(0.2)
     assert leaving(stage) == []
-    assert not len(stage.context.scheduler._leaving._due)
+    assert not len(stage.actors.scheduler._leaving._due)
     stage.peer_says(welcome_of())
     assert told(stage) == []
 
@@ -168,11 +163,11 @@ def test_a_producer_that_does_not_answer_is_told_of_no_more_than_the_bound(stage
     for number in range(5):
         stage.pull(f"p{number}")
         if not number:
-            size = stage.context.scheduler._pulls["w", "p0"].ticket_bytes
+            size = stage.actors.scheduler._pulls["w", "p0"].ticket_bytes
             stage.peer_says(welcome_of())
         monkeypatch.setattr(limits, bound, 2 if bound == "MAX_LEAVING" else 2 * size)
         stage.request(Cancel(5, f"p{number}"))
-    transfers = stage.context.scheduler._transfers
+    transfers = stage.actors.scheduler.transfers
     assert [transfer.pull.key[1] for transfer in transfers._open.values()] == ["p3", "p4"]
     assert [claim.consumer for claim in told(stage)] == ["p3", "p4"]
     for number in (4, 5):
@@ -189,6 +184,6 @@ def test_it_ends_with_the_pool_of_its_worker(stage):
 
 def test_a_drain_does_not_wait_for_it(stage):
     cancel_unknown(stage)
-    stage.context.scheduler.tell(Drain())
+    call(stage.actors.scheduler.drain)
     stage.run()
     assert stage.idle == ["scheduler"]

@@ -6,7 +6,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.policy import Rule
-from kvd.actors.runtime.messages import Quiesce
+from kvd.actors.runtime.actor import call
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import WorkerFrame
 from kvd.plan import Planner, route
@@ -31,9 +31,15 @@ def stage(monkeypatch):
 
 
 def planning(stage, monkeypatch):
-    transfers = stage.context.scheduler._transfers
-    stage.works = deque()
-    transfers._plans._background = lambda work, done: stage.works.append((work, done))
+    stage.works, stage.planned = deque(), deque()
+    make = plans(stage)._make
+
+    def make_noted(transfer, name):
+        stage.planned.append(transfer.pull.key)
+        make(transfer, name)
+
+    monkeypatch.setattr(plans(stage), "_make", make_noted)
+    plans(stage)._background = lambda work, done: stage.works.append((work, done))
     planner = Planner(CACHE.spec, CACHE.spec, route([CACHE.spec], CACHE.spec).shares[0])
     monkeypatch.setattr(limits, "MAX_PLANNED_AT_ONCE", planner.most(2))
     return stage
@@ -46,6 +52,7 @@ def pull_big(stage, name="p", session=b"\1" * 16, blocks=BIG):
 def make_plan(stage):
     """A thread makes the plan that was begun first."""
     work, done = stage.works.popleft()
+    stage.planned.popleft()
     try:
         result = work()
     except BadRequest as error:
@@ -55,7 +62,7 @@ def make_plan(stage):
 
 
 def plans(stage):
-    return stage.context.scheduler._transfers._plans
+    return stage.actors.scheduler.transfers._plans
 
 
 def is_idle(stage):
@@ -118,9 +125,8 @@ def test_a_worker_has_one_thread_at_a_time_and_workers_take_turns(stage, monkeyp
         assert stage.request(Pull(2, name, BIG_TICKET, spans, 5.0), bytes([session]) * 16) == []
     begun = []
     while stage.works:
-        pulls = [done.args[1].pull.key for _, done in stage.works]
-        assert len(pulls) == len({worker for worker, _ in pulls}) <= 2
-        begun += [name for _, name in pulls if name not in begun]
+        assert len(stage.planned) == len({worker for worker, _ in stage.planned}) <= 2
+        begun += [name for _, name in stage.planned if name not in begun]
         make_plan(stage)
     assert begun == ["w1", "v1", "w2", "v2", "u1"]
     assert is_idle(stage)
@@ -137,11 +143,11 @@ def test_users_take_turns_however_many_workers_they_have(monkeypatch):
     stage.peer_says(welcome_of())
     for number, (name, uid) in enumerate(of_worker.items(), 1):
         request = Pull(2, name, BIG_TICKET, (Span(0, 0, ids(*BIG)),), 5.0)
-        stage.context.gateway.tell(WorkerFrame(bytes([number]) * 16, codec.encode(request), uid))
+        stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(request), uid))
         stage.run()
     made = []
     while stage.works:
-        made.append(stage.works[0][1].args[1].pull.pool.worker)
+        made.append(stage.planned[0][0])
         make_plan(stage)
     assert sorted(made) == sorted(of_worker)
     assert made.index("c1") <= 4
@@ -167,7 +173,7 @@ def test_what_is_planned_of_a_users_reads_is_bounded_and_others_of_its_are_plann
     stage.peer_says(Grant(3, 7, 1, 5))
     assert stage.works == deque()
     request = Pull(2, "of another user", BIG_TICKET, (Span(0, 0, ids(2, 3, 4)),), 5.0)
-    stage.context.gateway.tell(WorkerFrame(b"\3" * 16, codec.encode(request), 1001))
+    stage.actors.gateway.received(WorkerFrame(b"\3" * 16, codec.encode(request), 1001))
     stage.run()
     make_plan(stage)
     stage.peer_says(Grant(4, 7, 1, 5))
@@ -228,11 +234,11 @@ def test_a_pool_that_ends_does_not_wait_for_the_plan_of_a_pull_into_it(stage):
     pull_big(stage)
     stage.peer_says(welcome_of())
     stage.peer_says(Grant(1, 7, 1, 5))
-    pool = stage.context.scheduler._pulls["w", "p"].pool
-    stage.context.scheduler.tell(Quiesce(pool, force=True, why="it ends"))
+    pool = stage.actors.scheduler._pulls["w", "p"].pool
+    call(stage.actors.scheduler.quiesce, pool, "it ends", force=True)
     stage.run()
     assert outcome(stage).code == ErrorCode.POOL_BUSY
-    assert stage.context.scheduler._targets.is_quiet(pool.id)
+    assert stage.actors.scheduler._targets.is_quiet(pool.id)
     make_plan(stage)
     assert stage.reads == []
 

@@ -1,7 +1,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.actors.runtime.messages import Drain
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import (
     Broken,
@@ -142,7 +142,7 @@ def test_the_producer_hears_of_a_cancelled_read_that_needed_no_claim_until_it_ha
     stage.run(1.2)
     assert stage.asks(Settle) == [settle, settle]
     assert stage.asks(Claim)[1:] == stage.asks(Release) == []
-    assert len(stage.context.scheduler._transfers) == 0
+    assert len(stage.actors.scheduler.transfers) == 0
 
 
 def test_a_producer_that_never_answers_is_no_longer_told_of_a_cancelled_read():
@@ -153,7 +153,7 @@ def test_a_producer_that_never_answers_is_no_longer_told_of_a_cancelled_read():
     stage.read_failed(2)
     for _ in range(3):
         stage.pongs(5)
-    assert len(stage.context.scheduler._transfers) == 0
+    assert len(stage.actors.scheduler.transfers) == 0
 
 
 def test_a_read_that_fails_says_nothing_of_its_reader_which_may_come_again(stage):
@@ -209,14 +209,14 @@ def test_a_producer_that_never_answers_is_not_told_for_ever(stage):
     stage.peer_says(Pong(99, 5))
     stage.run(2.0)
     assert len(stage.asks(Fence)) == told
-    stage.context.scheduler.tell(Drain())
+    call(stage.actors.scheduler.drain)
     stage.run()
     assert "scheduler" in stage.idle
 
 
 def test_a_drained_daemon_waits_until_producers_know_of_its_reads(stage):
     read_at_once(stage)
-    stage.context.scheduler.tell(Drain())
+    call(stage.actors.scheduler.drain)
     stage.transport_says(Landed(2, 0.01, stamp=STAMP))
     assert stage.idle == []
     stage.run(0.1)

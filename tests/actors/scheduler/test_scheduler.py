@@ -3,8 +3,7 @@ import gc
 import pytest
 
 from kvd import limits
-from kvd.actors.pools.messages import RenewPool
-from kvd.actors.runtime.messages import Drain, Quiesce, Stop
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import (
     Broken,
@@ -38,7 +37,7 @@ def test_a_pull_claims_reads_fences_and_is_done(stage):
 
 def test_a_pool_that_waits_for_its_last_write_to_be_registered_anew_takes_no_pull(stage):
     start_reading(stage)
-    stage.context.pools.tell(RenewPool("w"))
+    call(stage.actors.pools.renew, "w")
     stage.run()
     [refused] = stage.pull("q", blocks=(4, 5), call=3)
     assert (refused.call, refused.code) == (3, ErrorCode.POOL_BUSY)
@@ -217,14 +216,14 @@ def test_blocks_that_a_pull_writes_to_are_not_offered_until_nothing_writes_to_th
 
 def test_a_pool_that_quiesces_takes_no_pull_while_one_that_has_ended_may_still_write_to_it(stage):
     start_reading(stage)
-    pool = stage.context.scheduler._pulls["w", "p"].pool
-    stage.context.scheduler.tell(Quiesce(pool))
+    pool = stage.actors.scheduler._pulls["w", "p"].pool
+    call(stage.actors.scheduler.quiesce, pool, "the worker is gone", force=False)
     stage.run()
     assert outcome(stage) == Cancelled("p", quarantined=True)
     [refused] = stage.pull("q", blocks=(4, 5))
     assert (refused.code, refused.text) == (ErrorCode.POOL_BUSY, "the pool 'w' is being given back")
     stage.read_failed(1)
-    assert stage.context.scheduler._targets.is_quiet(pool.id)
+    assert stage.actors.scheduler._targets.is_quiet(pool.id)
     [refused] = stage.pull("q", blocks=(4, 5))
     assert refused.code == ErrorCode.POOL_BUSY
 
@@ -287,10 +286,10 @@ def test_a_claim_names_its_consumer_which_is_the_request_unless_the_worker_says_
 
 def test_a_stopped_daemon_fails_its_pulls(stage):
     start_reading(stage)
-    stage.context.scheduler.tell(Drain())
+    call(stage.actors.scheduler.drain)
     stage.run()
     assert stage.pull("q", blocks=(4,))[0].code == ErrorCode.SHUTTING_DOWN
-    stage.context.scheduler.tell(Stop())
+    call(stage.actors.scheduler.stop)
     stage.run()
     assert outcome(stage).code == ErrorCode.SHUTTING_DOWN
     assert stage.idle == []

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvd import limits
-from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.leases.actor import LeasesActor
-from kvd.actors.runtime.context import ActorContext
-from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.actors.build import Actors
 
 SMALL: Final = {
     "MAX_CLAIMS_PER_OFFER": 3,
@@ -57,18 +54,15 @@ def small_bounds(*, wanted: bool) -> Iterator[None]:
             setattr(limits, name, value)
 
 
-def over(context: ActorContext) -> list[str]:
+def over(actors: Actors) -> list[str]:
     """The bounds that a daemon currently exceeds."""
-    return [f"{name} is {SMALL[name]}, there are {count}" for name, count in _counts(context) if count > SMALL[name]]
+    return [f"{name} is {SMALL[name]}, there are {count}" for name, count in _counts(actors) if count > SMALL[name]]
 
 
-def _counts(context: ActorContext) -> Iterator[tuple[str, int]]:
-    leases, scheduler, handshake = context.leases, context.scheduler, context.handshake
-    assert isinstance(leases, LeasesActor)
-    assert isinstance(scheduler, SchedulerActor)
-    assert isinstance(handshake, HandshakeActor)
+def _counts(actors: Actors) -> Iterator[tuple[str, int]]:
+    leases, scheduler, handshake = actors.leases, actors.scheduler, actors.handshake
     yield "MAX_TOMBSTONES", len(leases._tombstones)
-    yield "MAX_CLAIMS_WAITING", len(leases._claims._waiting)
+    yield "MAX_CLAIMS_WAITING", len(leases.claims._waiting)
     yield "MAX_HANDSHAKES", len(handshake._slots._in)
     yield "MAX_REQUESTS_PER_WORKER", max(leases._offers._standing.values(), default=0)
     yield "MAX_REQUESTS_PER_WORKER", max((each.pulls for each in scheduler._targets._open.values()), default=0)

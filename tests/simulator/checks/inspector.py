@@ -3,11 +3,8 @@
 from array import array
 
 from kvd import limits
-from kvd.actors.leases.actor import LeasesActor
-from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.record import PoolState
-from kvd.actors.runtime.messages import Pool
-from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.actors.runtime.records import Pool
 from kvd.protocol.types import Spans
 from kvd.state import lease as lease_machine
 from kvd.state.claim import State
@@ -28,9 +25,7 @@ _LOOKS = 3
 
 def check_offered(world: World, daemon: Daemon) -> None:
     """No pull that is open may write to blocks that stand in an offer."""
-    leases, scheduler = daemon.context.leases, daemon.context.scheduler
-    assert isinstance(leases, LeasesActor)
-    assert isinstance(scheduler, SchedulerActor)
+    leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
     standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
     for pull in scheduler._pulls.values():
         written = blocks_of(pull.pool, pull.blocks)
@@ -52,18 +47,15 @@ def is_told(daemons: list[Daemon], reader: str, request: ReadRequest) -> bool:
     here, there = by_agent.get(reader), by_agent.get(request.agent)
     if here is None or there is None:
         return False
-    scheduler, leases = here.context.scheduler, there.context.leases
-    assert isinstance(scheduler, SchedulerActor)
-    assert isinstance(leases, LeasesActor)
-    transfer = scheduler._transfers._open[request.read]
+    scheduler, leases = here.actors.scheduler, there.actors.leases
+    transfer = scheduler.transfers._open[request.read]
     pool, known = leases._offers._pools.get(transfer.rank.pool), transfer.source.pool
     return pool is not None and (pool.epoch, pool.base) == (known.epoch, request.remote_base)
 
 
 def check_stored(world: World, daemon: Daemon) -> None:
     """Every pool that a worker has is stored for the daemon's next run."""
-    pools = daemon.context.pools
-    assert isinstance(pools, PoolsActor)
+    pools = daemon.actors.pools
     if daemon.systemd is None:
         return
     for record in pools._records.values():
@@ -93,7 +85,7 @@ class Inspector:
 
     def _find_full_tables(self) -> None:
         for daemon in self._daemons:
-            for text in over(daemon.context) if daemon.alive else ():
+            for text in over(daemon.actors) if daemon.alive else ():
                 self._world.violate(Promise.SOUND, f"{daemon.name}: {text}")
 
     def _find_claims_for_nobody(self) -> None:
@@ -102,9 +94,8 @@ class Inspector:
         for daemon in self._daemons:
             if not daemon.alive:
                 continue
-            leases = daemon.context.leases
-            assert isinstance(leases, LeasesActor)
-            for key in [record.key for record in leases._claims._records.values() if record.state is State.HELD]:
+            leases = daemon.actors.leases
+            for key in [record.key for record in leases.claims._records.values() if record.state is State.HELD]:
                 consumer = self._by_identity.get(key.sender.rpartition(b"#")[0])
                 if consumer is not None and not self._wants(consumer, key.claim, daemon):
                     known = (f"{daemon.name} {key.sender!r}", key.claim)
@@ -114,10 +105,9 @@ class Inspector:
         self._seen = seen
 
     def _wants(self, consumer: Daemon, claim: int, producer: Daemon) -> bool:
-        scheduler = consumer.context.scheduler
-        assert isinstance(scheduler, SchedulerActor)
+        scheduler = consumer.actors.scheduler
         since = self._world.loop.now - (_LOOKS + 2) * _EVERY
         quiet = not any(self._world.faults_since(since, name) for name in (consumer.name, producer.name))
         stopped = consumer.process.paused or producer.process.paused
         stopped |= producer.resumed >= since - _CATCHING_UP or self._world.stood_still(since - _CATCHING_UP)
-        return not quiet or stopped or claim in scheduler._transfers._open
+        return not quiet or stopped or claim in scheduler.transfers._open

@@ -1,10 +1,5 @@
 """The end of a run: a healed world serves fresh requests; once idle, it has nothing left over."""
 
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.gateway.actor import GatewayActor
-from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.leases.actor import LeasesActor
-from kvd.actors.scheduler.actor import SchedulerActor
 from tests.simulator.checks.promises import Promise
 from tests.simulator.checks.tables import tables
 from tests.simulator.traffic.engines import Engine, Router
@@ -94,21 +89,19 @@ def _check_fresh(world: World, router: Router) -> None:
 
 
 def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> None:
-    context = daemon.context
-    for actor in context.actors:
+    actors = daemon.actors
+    for actor in actors.all:
         if actor.waiting:
             world.violate(Promise.SOUND, f"{daemon.name}: {actor.waiting} messages wait for {actor.name}")
-    for owner in (*context.actors, *parts_of(daemon.transport), daemon.peer_port):
+    for owner in (*actors.all, actors.peer_server, actors.sessions, *parts_of(daemon.transport), daemon.peer_port):
         for path, table in tables(getattr(owner, "name", type(owner).__name__), owner):
             if table and not (path in _PER_WORKER and len(table) == len(workers)) and path not in _KEPT:
                 world.violate(Promise.SOUND, f"{daemon.name}: something is left over in {path}: {table!r}")
-    handshake, gateway = context.handshake, context.gateway
-    assert isinstance(handshake, HandshakeActor)
-    if told := {pool for _, pool in handshake._peer_server._told} - {worker.name for worker in workers}:
+    gateway = actors.gateway
+    if told := {pool for _, pool in actors.peer_server._told} - {worker.name for worker in workers}:
         world.violate(Promise.SOUND, f"{daemon.name} remembers who was told of {told}, which are gone")
-    assert isinstance(gateway, GatewayActor)
-    if (sessions := gateway._admission._sessions.total()) != len(gateway._connections):
-        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(gateway._connections)}")
+    if (sessions := gateway._admission._sessions.total()) != len(gateway.connections):
+        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(gateway.connections)}")
     if not daemon.stamps_are_free():
         world.violate(Promise.SOUND, f"{daemon.name}: stamps of leases that have ended are not free")
     _check_blocks(world, daemon)
@@ -133,33 +126,30 @@ def _check_descriptors(world: World, daemon: Daemon, workers: list[Worker]) -> N
 
 
 def _check_blocks(world: World, daemon: Daemon) -> None:
-    scheduler = daemon.context.scheduler
-    assert isinstance(scheduler, SchedulerActor)
+    scheduler = daemon.actors.scheduler
     for worker, busy in scheduler._targets.busy_blocks().items():
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
     for pool in scheduler._targets._pools.values():
         if pool.blocks.offered or pool.blocks._named or any(pool.blocks._again.values()):
             world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.worker} are offered, and no offer stands")
-    completion = daemon.context.completion
-    assert isinstance(completion, CompletionActor)
+    completion = daemon.actors.completion
     for name, log in completion._logs.items():
         if log.items:
             world.violate(Promise.NOTIFIED, f"{daemon.name}: {name} has not acknowledged {log.items}")
-    leases = daemon.context.leases
-    assert isinstance(leases, LeasesActor)
+    leases = daemon.actors.leases
     if standing := leases._offers.report()["active"]:
         world.violate(Promise.SOUND, f"{daemon.name}: {standing} leases stand")
 
 
 _PER_WORKER = {
-    "gateway._connections._by_number",
-    "gateway.sessions._by_worker",
-    "gateway.sessions._by_id",
+    "gateway.connections._by_number",
+    "Sessions._by_worker",
+    "Sessions._by_id",
     "pools._records",
     "pools._bounds._records",
-    "pools._memory._by_id",
-    "handshake._peer_server._pools",
+    "pools.memory._by_id",
+    "PeerServer._pools",
     "leases._offers._pools",
     "scheduler._targets._pools",
     "completion._logs",
@@ -170,14 +160,14 @@ _KEPT = {
     "gateway._admission._inquiries._rates": "one of each user that asked lately",
     "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
-    "leases._claims._once._seen": "the same",
-    "scheduler._transfers._once._seen": "the same",
+    "leases.claims._once._seen": "the same",
+    "scheduler.transfers._once._seen": "the same",
     "handshake._introductions._specs": "those read last; their number is bounded",
-    "handshake._peer_server._told": "the pools that somebody was told of: those that are attached, at most",
-    "handshake._peer_server._welcomes": "one frame for all that may read the same pools",
-    "leases._claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
-    "leases._claims._unknown._rates": "one of each peer whose claims were not known lately",
-    "handshake._peer_server._hellos._rates": "one of each peer that said hello lately",
+    "PeerServer._told": "the pools that somebody was told of: those that are attached, at most",
+    "PeerServer._welcomes": "one frame for all that may read the same pools",
+    "leases.claims._wrong_proofs._rates": "one of each peer with wrong proofs lately",
+    "leases.claims._unknown._rates": "one of each peer whose claims were not known lately",
+    "PeerServer._hellos._rates": "one of each peer that said hello lately",
     "SimTransport._pools": "regions, of which the descriptors tell",
     "SimPeerPort._askers": "of the network, not of the daemon",
     "SimPeerPort.answers_to_stranger": "of the network, not of the daemon",

@@ -1,7 +1,5 @@
 """A daemon that ends in order has answered everything before its sockets close."""
 
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.state.pull import State
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.fleet import Daemon
@@ -12,9 +10,7 @@ _CONCLUDED = frozenset({State.DONE, State.FAILED, State.FAILING, State.CANCELLED
 
 def check(world: World, daemon: Daemon) -> None:
     """Each pull and each offer has an outcome, and it was sent to whoever is connected."""
-    scheduler, completion = daemon.context.scheduler, daemon.context.completion
-    assert isinstance(scheduler, SchedulerActor)
-    assert isinstance(completion, CompletionActor)
+    scheduler, completion = daemon.actors.scheduler, daemon.actors.completion
     if left := [pull.key for pull in scheduler._pulls.values() if pull.state not in _CONCLUDED]:
         world.violate(Promise.ENDS_ONCE, f"{daemon.name} ends without an outcome of {left}")
     if standing := daemon.standing_offers():

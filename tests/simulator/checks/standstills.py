@@ -1,6 +1,5 @@
 """Nobody is declared dead because of one's own standstill."""
 
-from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.state.peer import Event
 from tests.simulator.checks.promises import Promise
@@ -13,8 +12,7 @@ _SINCE = (MISSED_BEATS + 2) * HEARTBEAT + 2.0
 
 def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
     """Looks at every peer that this run of `daemon` gives up on as silent."""
-    handshake = daemon.context.handshake
-    assert isinstance(handshake, HandshakeActor)
+    handshake = daemon.actors.handshake
     lose = handshake._lose
 
     def watched(peer: Peer, event: Event, reason: str) -> None:

@@ -10,6 +10,15 @@ import numpy as np
 _OTHERS = (
     "ActorContext",
     "Dispatcher",
+    "GatewayActor",
+    "PoolsActor",
+    "HandshakeActor",
+    "LeasesActor",
+    "SchedulerActor",
+    "CompletionActor",
+    "PeerChannel",
+    "PeerServer",
+    "Sessions",
     "SimFabric",
     "SimTransport",
     "SimPeerPort",
@@ -18,8 +27,8 @@ _OTHERS = (
     "Settings",
 )
 """Classes whose objects do not belong to the object that refers to them."""
-_SKIPPED = ("_heap", "handlers")
-"""Deadlines that were unset stay in their heap until they come up, which is bounded; an actor's handlers are fixed."""
+_SKIPPED = ("_heap", "_watchers", "_users")
+"""Deadlines that were unset stay in their heap until they come up, which is bounded; who is told of pools is fixed."""
 _TABLES = (dict, set, list, deque)
 _MODULES = ("kvd.actors", "kvd.transport")
 

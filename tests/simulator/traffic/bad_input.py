@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvd.actors.leases.actor import LeasesActor
-from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import BadRequest
 from kvd.protocol import codec, ticket
 from kvd.protocol import worker as wire
@@ -152,9 +150,7 @@ class BadInput:
         daemon, rng = self._living(), self.world.rng
         if daemon is None:
             return
-        leases, scheduler = daemon.context.leases, daemon.context.scheduler
-        assert isinstance(leases, LeasesActor)
-        assert isinstance(scheduler, SchedulerActor)
+        leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
         standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
         pulls = [(pull.pool.worker, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
         used = [(lease.pool.worker, wire.Offer, lease.blocks) for lease in standing] + pulls

@@ -6,7 +6,7 @@ kinds meet in all combinations.
 
 from functools import partial
 
-from kvd.actors.pools.messages import RenewPool
+from kvd.actors.runtime.actor import call
 from tests.simulator.traffic.bad_input import BadInput
 from tests.simulator.traffic.engines import Router, Sequence
 from tests.simulator.traffic.hostile import Hostile
@@ -280,7 +280,7 @@ class Schedule:
         here = [worker for worker in self.workers if worker.daemon is daemon and worker.attached]
         for number, worker in enumerate(self.world.rng.sample(here, len(here))):
             self.world.disturb(worker.daemon.name, worker.name)
-            renew = partial(daemon.context.pools.tell, RenewPool(worker.name))
+            renew = partial(call, daemon.actors.pools.renew, worker.name)
             self.world.loop.call_later(number * _RENEWAL / 8, renew)
 
     def _kill(self, worker: Worker) -> None:

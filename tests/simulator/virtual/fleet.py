@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway.policy import Policy, Rule
-from kvd.actors.leases.actor import LAST_CALL_SECONDS, LeasesActor
+from kvd.actors.leases.actor import LAST_CALL_SECONDS
 from kvd.actors.leases.records import OfferKey
-from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
@@ -138,7 +137,7 @@ class Daemon:
             stamps=self._stamps,
             store=self._open_store(),
         )
-        build_actors(self.context, dependencies)
+        self.actors = build_actors(self.context, dependencies)
         self.on_start(self)
 
     def _open_store(self) -> DescriptorStore | NoStore:
@@ -164,8 +163,7 @@ class Daemon:
 
     def _is_full(self) -> bool:
         if Piece.CROWDED_HOSTS in self.world.pieces:
-            pools = self.context.pools
-            assert isinstance(pools, PoolsActor)
+            pools = self.actors.pools
             if any(record.state is PoolState.KEPT and record.waiting is None for record in pools._records.values()):
                 return True
         return self.world.chance(self.world.knobs.allocation_fails)
@@ -231,7 +229,7 @@ class Daemon:
         stop = Part("the transport", partial(asyncio.to_thread, transport.stop))
         parts = Parts(peers=self.peer_port, workers=self.worker_port, transport=[stop])
         loop = AsyncLoop(self.process, lambda: rng.random() * _STOPPING)
-        loop.run(self._shutdown.run(self.context, parts, grace), self._stopped)
+        loop.run(self._shutdown.run(self.actors, parts, grace), self._stopped)
         self.process.call_later(LAST_CALL_SECONDS + _ALLOCATION, self._check_last_call, self.pauses)
 
     def _check_last_call(self, pauses: int) -> None:
@@ -241,8 +239,7 @@ class Daemon:
 
     def standing_offers(self, *, claimed: bool = True) -> list[OfferKey]:
         """Offers that have not ended, those that are `claimed` included."""
-        leases = self.context.leases
-        assert isinstance(leases, LeasesActor)
+        leases = self.actors.leases
         standing = [each for each in leases._offers._leases.values() if each.state not in lease_machine.TABLE.final]
         return [lease.key for lease in standing if claimed or not lease.claims]
 
@@ -254,8 +251,7 @@ class Daemon:
 
     def stamps_are_free(self) -> bool:
         """Whether every stamp word is free."""
-        leases = self.context.leases
-        assert isinstance(leases, LeasesActor)
+        leases = self.actors.leases
         return len(leases._offers._stamps._free) == len(self._stamps.words)
 
     def pause(self) -> None:

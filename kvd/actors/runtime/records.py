@@ -1,0 +1,49 @@
+"""Records that pass between actors: our pools, and peers that are ready. `worker` is the name of an attached worker.
+
+The garbage collector does not track them.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from kvd.actors.runtime.blocks import BlocksInUse
+from kvd.layout import CacheSpec
+
+
+class Pool(Struct, frozen=True, gc=False):
+    """A pool of this daemon, registered with the transport. `base` is an address, `size` bytes."""
+
+    id: int
+    worker: str
+    epoch: int
+    base: int
+    size: int
+    spec: CacheSpec
+    raw_spec: bytes
+    blocks: BlocksInUse
+    uid: int
+    """The user that it belongs to."""
+
+
+class PeerPool(Struct, frozen=True, gc=False):
+    """A pool of a peer."""
+
+    epoch: int
+    base: int
+    size: int
+    spec: CacheSpec
+
+
+class PeerView(Struct, frozen=True, gc=False):
+    """A peer that is ready: its transport agent and its pools by name."""
+
+    address: str
+    daemon: str
+    incarnation: int
+    agent: str
+    pools: Mapping[str, PeerPool]
+    same_host: bool = False
+    """Whether its transport has no part in reads from it."""
+    stamps: int = 0
+    """Address of its first stamp; 0 if it has none, or if its process cannot be read."""
