@@ -12,11 +12,9 @@ from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.gateway.peer_frames import PeerFrames
 from kvd.actors.gateway.policy import Policy
 from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.handshake.introductions import SpeaksFor, anybody
-from kvd.actors.handshake.listener import PeerListener
 from kvd.actors.handshake.peer_server import PeerServer, Rights, everything
-from kvd.actors.handshake.peers import Peers
+from kvd.actors.handshake.peers import PeerChannel, PeerListener, Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import Workers

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvd.actors.runtime.warn_once import WarnOnce
+from kvd.actors.runtime.pace import WarnOnce
 from kvd.metrics import Metrics
 from kvd.net.trust import Rejection
 

@@ -27,7 +27,6 @@ import kvd
 from kvd.errors import KvdError
 from kvd.protocol.peer import Claim
 from kvd.protocol.worker import Pull
-from kvd.state import transfer as machine
 
 _CLOSE_SECONDS: Final = 2.0
 """How long sending the last spans may delay an exit."""
@@ -87,14 +86,18 @@ class _TransferSpan:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def enter(self, state: machine.State) -> None:
+    def enter(self, phase: str) -> None:
+        self._end_phase()
+        self._phase = self._tracer.start_span(f"kvd.{phase}", set_span_in_context(self._span, Context()))
+
+    def end(self, outcome: str) -> None:
+        self._end_phase()
+        _end(self._span, outcome, None)
+
+    def _end_phase(self) -> None:
         if self._phase is not None:
             self._phase.end()
             self._phase = None
-        if state in machine.TABLE.final:
-            _end(self._span, state, None)
-        else:
-            self._phase = self._tracer.start_span(f"kvd.{state}", set_span_in_context(self._span, Context()))
 
 
 class _ClaimSpan:

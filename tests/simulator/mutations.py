@@ -8,8 +8,11 @@ from msgspec.structs import replace
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, _Log
 from kvd.actors.completion.sessions import Sessions
+from kvd.actors.handshake import peer_table as peer_machine
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
+from kvd.actors.leases import claim as claim_machine
+from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claims import Claims
@@ -18,23 +21,21 @@ from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor, PoolState
 from kvd.actors.pools.record import PoolRecord
-from kvd.actors.runtime import blocks, deadlines
+from kvd.actors.runtime import blocks
+from kvd.actors.runtime import deferred as deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
-from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.deferred import Deadlines
+from kvd.actors.runtime.machine import Step
 from kvd.actors.scheduler import actor as scheduler
+from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import pulls
+from kvd.actors.scheduler import transfer as transfer_machine
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
-from kvd.state import claim as claim_machine
-from kvd.state import lease as lease_machine
-from kvd.state import peer as peer_machine
-from kvd.state import pull as pull_machine
-from kvd.state import transfer as transfer_machine
-from kvd.state.machine import Step
 from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks import bounds as small
 from tests.simulator.checks.promises import Promise

@@ -7,8 +7,7 @@ import structlog
 from kvd import limits
 from kvd.actors.gateway.policy import Policy
 from kvd.actors.runtime.loop import Loop
-from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket, TokenBuckets
-from kvd.actors.runtime.warn_once import WarnOnce
+from kvd.actors.runtime.pace import RateLimit, TokenBucket, TokenBuckets, WarnOnce
 from kvd.errors import BadRequest, ErrorCode, refusal
 
 _ATTACHES = RateLimit(limits.MAX_ATTACHES_PER_SECOND, limits.MAX_WORKERS)

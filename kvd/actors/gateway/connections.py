@@ -12,7 +12,7 @@ from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal

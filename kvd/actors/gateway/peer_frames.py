@@ -9,9 +9,8 @@ import msgspec
 
 from kvd import limits
 from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.handshake.channel import PeerChannel
 from kvd.actors.handshake.peer_server import Greeting, PeerServer, Rights, covers
-from kvd.actors.handshake.peers import Peers
+from kvd.actors.handshake.peers import PeerChannel, Peers
 from kvd.actors.leases.claims import Claims
 from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.context import ActorContext

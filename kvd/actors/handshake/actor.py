@@ -1,20 +1,21 @@
 """The handshake: finds out who other daemons are and whether they live.
 
-For the peers that we connect to (we pull from them) it runs `kvd.state.peer`: hello, metadata into the transport, then
-a ping every heartbeat. Peers that connect to us (they pull from us) are answered by its `PeerServer`.
+For the peers that we connect to (we pull from them) it runs the table of `peer_table`: hello, metadata into the
+transport, then a ping every heartbeat. Peers that connect to us (they pull from us) are answered by its `PeerServer`.
 """
 
 import structlog
 
 from kvd import limits
+from kvd.actors.handshake import peer_table as machine
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
-from kvd.actors.handshake.listener import PeerListener
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
-from kvd.actors.handshake.peers import Peers
+from kvd.actors.handshake.peer_table import Effect, Event, State
+from kvd.actors.handshake.peers import PeerListener, Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.records import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
@@ -23,8 +24,6 @@ from kvd.protocol import codec
 from kvd.protocol.address import key_of
 from kvd.protocol.peer import Hello, Pong, Refuse, Welcome
 from kvd.protocol.types import VERSION
-from kvd.state import peer as machine
-from kvd.state.peer import Effect, Event, State
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
 
 _log = structlog.get_logger("kvd.handshake")

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from kvd.actors.handshake import peer_table as machine
+from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.records import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
-from kvd.state import peer as machine
-from kvd.state.peer import State
 from kvd.transport.interface import PeerAdded
 from kvd.transport.path import Kind, kind_of, why_slow
 
@@ -31,7 +31,7 @@ _LOADED = _READY | {State.LOADING}
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One daemon, at one address, over one link; follows `kvd.state.peer`."""
+    """One daemon, at one address, over one link; follows the table of `peer_table`."""
 
     address: str
     link: int

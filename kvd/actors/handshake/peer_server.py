@@ -16,8 +16,8 @@ from kvd import limits
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.pace import RateLimit, TokenBuckets
 from kvd.actors.runtime.records import Pool
-from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
 from kvd.errors import ErrorCode
 from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec
@@ -58,7 +58,7 @@ class Greeting(Struct, frozen=True, gc=False):
 
 
 class PeerServer(Component):
-    """Handles the handshake's half of what peers ask; `kvd.actors.handshake.channel` passes the rest to the leases."""
+    """Handles the handshake's half of what peers ask; `kvd.actors.handshake.peers` passes the rest to the leases."""
 
     def __init__(
         self,

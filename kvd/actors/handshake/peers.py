@@ -1,12 +1,21 @@
-"""The peers that we connect to: by address, by link, by agent, and by the worker whose pulls need them."""
+"""The peers that we connect to, by address, link, agent and worker; what is sent to peers; who is told of them."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain, islice
+from typing import Protocol
+
+from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.handshake.peer import Peer
+from kvd.actors.handshake.peer_table import State
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.records import PeerView
 from kvd.errors import ErrorCode, refusal
-from kvd.state.peer import State
+from kvd.net.interface import PeerPort
+from kvd.protocol import codec
+from kvd.protocol.types import Message
 
 
 class Peers:
@@ -59,3 +68,43 @@ class Peers:
         well = (peer for peer in self.by_address.values() if peer.link not in self._troubled)
         told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
         return [peer.report(now) for peer in told]
+
+
+class PeerChannel:
+    """Sends to peers that we connect to by their address, and to those that connect to us by their routing id."""
+
+    def __init__(self, context: ActorContext, port: PeerPort, peers: Peers) -> None:
+        self._context = context
+        self._port = port
+        self._peers = peers
+
+    def ask(self, address: str, request: Message) -> None:
+        """Sends a request to the peer at `address`; it is lost if there is no link to that peer."""
+        peer = self._peers.by_address.get(address)
+        if peer is not None:
+            peer.needed = self._context.loop.time()
+            self._port.ask(peer.link, codec.encode(request))
+
+    def answer(self, sender: bytes, reply: Message) -> None:
+        """Answers a peer that connected to us; lost if it is gone."""
+        self._port.answer(sender, codec.encode(reply))
+
+
+class PeerDown(Protocol):
+    """Requests to the peer at `address` are lost. If `restarted`, another run of it is being greeted."""
+
+    def __call__(self, address: str, reason: str, *, restarted: bool) -> None:
+        """See above."""
+
+
+class PeerListener(Struct, frozen=True):
+    """Is told what becomes of the peers that pulls need."""
+
+    up: Callable[[PeerView], None]
+    """A peer is ready, or has told us about its pools again."""
+    down: PeerDown
+    idle: Callable[[str, int], None]
+    """No pull has needed the peer at this address for long; answered by `HandshakeActor.forget` unless one will.
+
+    The number says how often `up` was called for it; the answer repeats it.
+    """

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Sessions
+from kvd.actors.leases.claim import ClaimKey, OfferKey
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.lease import Event, Lease
 from kvd.actors.leases.offers import Offers
-from kvd.actors.leases.records import ClaimKey, Lease, OfferKey
 from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, call
@@ -18,7 +19,6 @@ from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import LeaseAnswer
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Cancel, Offer, Offered
-from kvd.state.lease import Event
 
 LAST_CALL_SECONDS = 0.5
 """How long a drain leaves offers that nobody has claimed: their tickets travel, and short reads are not claimed."""

@@ -1,7 +1,7 @@
 """The claims of other daemons on the leases of this one, and the producer's half of the fence.
 
-Each claim follows `kvd.state.claim` and is kept by (sender, number), so that a request that comes twice gets the same
-answer both times.
+Each claim follows the table of `claim` and is kept by (sender, number), so that a request that comes twice gets the
+same answer both times.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from collections.abc import Callable
 import structlog
 
 from kvd import limits
+from kvd.actors.leases import claim as machine
+from kvd.actors.leases import lease as lease_machine
+from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord, Effect, Event, State, WaitingClaims
+from kvd.actors.leases.lease import Lease
 from kvd.actors.leases.offers import Offers
-from kvd.actors.leases.records import NOT_HELD, ClaimKey, ClaimRecord, Lease
-from kvd.actors.leases.waiting import WaitingClaims
 from kvd.actors.runtime.actor import Actor, Component
-from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
-from kvd.actors.runtime.warn_once import WarnOnce
+from kvd.actors.runtime.deferred import Batch, Deadlines
+from kvd.actors.runtime.pace import RateLimit, TokenBuckets, WarnOnce
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.peer import (
     Broken,
@@ -33,9 +33,6 @@ from kvd.protocol.peer import (
     Settle,
     Settled,
 )
-from kvd.state import claim as machine
-from kvd.state import lease as lease_machine
-from kvd.state.claim import Effect, Event, State
 
 _WRONG_PROOFS = RateLimit(limits.MAX_WRONG_PROOFS / 60, limits.MAX_WRONG_PROOFS)
 _UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CLAIMS)

@@ -7,27 +7,27 @@ from typing import Final
 
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.leases.records import Lease, OfferKey
+from kvd.actors.leases import lease as machine
+from kvd.actors.leases.claim import OfferKey
+from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor, call
-from kvd.actors.runtime.batch import Batch
+from kvd.actors.runtime.blocks import Hold
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.runtime.held import HeldBlocks, Hold
+from kvd.actors.runtime.deferred import Batch, Deadlines
+from kvd.actors.runtime.held import HeldBlocks
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
 from kvd.protocol.peer import Claim
 from kvd.protocol.worker import Offer, Released
-from kvd.state import lease as machine
-from kvd.state.lease import Effect, Event, State
 
 _HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
 _HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
 
 
 class Offers:
-    """Leases by offer; each follows `kvd.state.lease`.
+    """Leases by offer; each follows the table of `lease`.
 
     `quiet(pool)` is called when no offer of a pool stands (any more) that is to be quiesced. `remember(key, owner)` has
     `forget` called for an offer that has ended, after a while. `break_claims(lease, why)` breaks all claims of a lease.

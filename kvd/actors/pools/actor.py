@@ -22,7 +22,7 @@ from kvd.actors.pools.requests import AttachPool, DetachPool, Lent, User, Watche
 from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal

@@ -1,8 +1,12 @@
-"""The block ids of a pool: which ones a worker may name, and which ones are in use. No pull writes to another's."""
+"""The block ids of a pool: which ones a worker may name, which ones are in use, and what those stand for.
+
+No pull writes to blocks of another pull or of an offer.
+"""
 
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvd import limits
@@ -165,3 +169,18 @@ def _check_free(span: Span, ids: set[int], used: set[int], how: str) -> None:
 def _first_twice(ids: Sequence[int]) -> int:
     seen: set[int] = set()
     return next(block for block in ids if block in seen or seen.add(block))  # type: ignore[func-returns-value]
+
+
+class Hold(StrEnum):
+    """What blocks stand for."""
+
+    OFFERED = "offered"
+    """an offer that nobody has claimed, or that nobody claims just now"""
+    CLAIMED = "claimed"
+    """an offer that at least one reader claims"""
+    OVERDUE = "overdue"
+    """an offer whose time is over, and that lasts until its last claim ends"""
+    PULLING = "pulling"
+    """a pull that has not ended writes to them"""
+    QUARANTINED = "quarantined"
+    """a pull has ended, and its reads have not: they may still be written to"""

@@ -1,27 +1,10 @@
 """Blocks of workers that nothing else may use, by what they stand for: counted as that changes, read by a scrape."""
 
-from enum import StrEnum
 from functools import partial
 from typing import Final
 
-from kvd.actors.runtime.blocks import Size
+from kvd.actors.runtime.blocks import Hold, Size
 from kvd.metrics import Metrics
-
-
-class Hold(StrEnum):
-    """What blocks stand for."""
-
-    OFFERED = "offered"
-    """an offer that nobody has claimed, or that nobody claims just now"""
-    CLAIMED = "claimed"
-    """an offer that at least one reader claims"""
-    OVERDUE = "overdue"
-    """an offer whose time is over, and that lasts until its last claim ends"""
-    PULLING = "pulling"
-    """a pull that has not ended writes to them"""
-    QUARANTINED = "quarantined"
-    """a pull has ended, and its reads have not: they may still be written to"""
-
 
 _NOTHING: Final = Size(0, 0)
 

@@ -9,7 +9,6 @@ from typing import Protocol
 from kvd.errors import KvdError
 from kvd.protocol.peer import Claim
 from kvd.protocol.worker import Pull
-from kvd.state.transfer import State
 
 
 class TransferSpan(Protocol):
@@ -19,8 +18,11 @@ class TransferSpan(Protocol):
     def traceparent(self) -> str:
         """For the claim to carry, so that this span is the parent of the producer's."""
 
-    def enter(self, state: State) -> None:
-        """Ends one phase and begins the next; a final state ends the span."""
+    def enter(self, phase: str) -> None:
+        """Ends one phase and begins the next."""
+
+    def end(self, outcome: str) -> None:
+        """Ends the last phase, and the span."""
 
 
 class PullSpan(Protocol):

@@ -6,7 +6,7 @@ import structlog
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, OnFailure
-from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
+from kvd.actors.runtime.pace import RateLimit, TokenBucket
 from kvd.errors import describe
 from kvd.metrics import Metrics
 

@@ -1,7 +1,7 @@
 """The scheduler: runs the pulls of this daemon's workers, the consumer's half of everything.
 
-A pull follows `kvd.state.pull`. It has one transfer for each producer rank that it reads from or reports to, and each
-of those follows `kvd.state.transfer`.
+A pull follows the table of `pull`. It has one transfer for each producer rank that it reads from or reports to, and
+each of those follows the table of `transfer`.
 """
 
 from collections.abc import Iterator
@@ -11,28 +11,27 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Sessions
 from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.handshake.channel import PeerChannel
+from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, call
-from kvd.actors.runtime.batch import Batch
+from kvd.actors.runtime.blocks import Hold
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.runtime.held import HeldBlocks, Hold
+from kvd.actors.runtime.deferred import Batch, Deadlines
+from kvd.actors.runtime.held import HeldBlocks
 from kvd.actors.runtime.loop import Background
+from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.records import PeerView, Pool
-from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.scheduler import pull as machine
 from kvd.actors.scheduler.leaving import LeavingPulls
 from kvd.actors.scheduler.producers import Producers
-from kvd.actors.scheduler.pulls import Pull, PullKey
+from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol import worker as protocol
 from kvd.protocol.ticket import Ticket
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
-from kvd.state import pull as machine
-from kvd.state.pull import Effect, Event, State
 from kvd.transport.interface import Transport
 
 _LOOKUPS = 3

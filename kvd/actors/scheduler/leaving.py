@@ -6,10 +6,9 @@ from typing import Generic, TypeVar
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.scheduler.pulls import Pull
+from kvd.actors.runtime.deferred import Batch, Deadlines
+from kvd.actors.scheduler.pull import Pull
 
 T = TypeVar("T")
 

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Mapping
 
 from kvd import limits
-from kvd.actors.handshake.channel import PeerChannel
+from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.batch import Batch
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deadlines import Deadlines
-from kvd.actors.scheduler.pulls import Transfer
+from kvd.actors.runtime.deferred import Batch, Deadlines
+from kvd.actors.scheduler.pull import WAS_CANCELLED
+from kvd.actors.scheduler.transfer import TELLING, Event, State, Transfer
 from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
 from kvd.protocol.types import Message
-from kvd.state.pull import WAS_CANCELLED
-from kvd.state.transfer import TELLING, Event, State
 
 CLAIM_AFTER = 0.02
 """Seconds after which a read that began without a claim sends one: on the same host most have ended by then."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.loop import Background
-from kvd.actors.scheduler.pulls import Transfer
 from kvd.actors.scheduler.routes import plan_read
+from kvd.actors.scheduler.transfer import Transfer
 from kvd.errors import KvdError
 from kvd.plan import Descriptors
 

@@ -2,7 +2,7 @@
 
 from kvd import limits
 from kvd.actors.runtime.records import PeerView
-from kvd.actors.scheduler.pulls import Pull
+from kvd.actors.scheduler.pull import Pull
 from kvd.actors.scheduler.routes import RouteKey, Source, make_route, route_key
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol.ticket import Ticket

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from kvd import limits
 from kvd.actors.runtime.records import Pool
-from kvd.actors.scheduler.pulls import Pull
+from kvd.actors.scheduler.pull import Pull
 from kvd.errors import ErrorCode, refusal
 
 

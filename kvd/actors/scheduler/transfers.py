@@ -1,6 +1,6 @@
 """The transfers of this daemon's pulls, one for each producer rank that a pull has to do with.
 
-Each follows `kvd.state.transfer`: answers of producers and reports of the transport become its events here, and its
+Each follows the table of `transfer`: answers of producers and reports of the transport become its events here, and its
 effects are carried out.
 """
 
@@ -10,25 +10,24 @@ from typing import Final
 import structlog
 
 from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.handshake.channel import PeerChannel
+from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.warn_once import WarnOnce
-from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.runtime.machine import EffectQueue
+from kvd.actors.runtime.pace import WarnOnce
+from kvd.actors.scheduler import transfer as machine
 from kvd.actors.scheduler.leaving import Leaving
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
-from kvd.actors.scheduler.pulls import Pull, Transfer
+from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
+from kvd.actors.scheduler.pull import Event as PullEvent
 from kvd.actors.scheduler.routes import Source
+from kvd.actors.scheduler.transfer import Effect, Event, State, Transfer
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Grant, Held, LeaseAnswer, Refuse, Settled
-from kvd.state import transfer as machine
-from kvd.state.pull import WAS_CANCELLED
-from kvd.state.pull import Event as PullEvent
-from kvd.state.transfer import Effect, Event, State
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
@@ -287,7 +286,8 @@ class Transfers(Component):
             if step.state in machine.READ:
                 self._plans.ended(transfer)
             if transfer.span is not None:
-                transfer.span.enter(step.state)
+                enter = transfer.span.end if step.state in machine.TABLE.final else transfer.span.enter
+                enter(step.state)
         for effect in step.effects:
             self._effects.put(self._carry_out, effect, transfer, error)
         if before is State.LEAVING:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvd.actors.gateway.policy import Policy, Rule, load
-from kvd.actors.runtime.token_bucket import RateLimit, TokenBucket
+from kvd.actors.runtime.pace import RateLimit, TokenBucket
 from kvd.errors import BadRequest, ErrorCode
 
 FILE = """

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from kvd import limits
+from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Span
-from kvd.state.peer import State
 from kvd.transport.interface import PeerAdded, PeerFailed
 from tests.actors.stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
 

@@ -2,7 +2,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Dispatcher
-from kvd.actors.runtime.batch import Batch
+from kvd.actors.runtime.deferred import Batch
 from tests.simulator.virtual.loop import VirtualLoop
 
 

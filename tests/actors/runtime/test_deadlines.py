@@ -1,7 +1,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.runtime.deadlines import Deadlines
+from kvd.actors.runtime.deferred import Deadlines
 from tests.simulator.virtual.loop import Handle, VirtualLoop
 
 

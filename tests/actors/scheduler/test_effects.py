@@ -1,6 +1,6 @@
 import pytest
 
-from kvd.actors.scheduler.effects import EffectQueue
+from kvd.actors.runtime.machine import EffectQueue
 
 
 def test_effects_are_carried_out_in_order_and_never_one_within_another():

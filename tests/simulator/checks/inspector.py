@@ -3,11 +3,11 @@
 from array import array
 
 from kvd import limits
+from kvd.actors.leases import lease as lease_machine
+from kvd.actors.leases.claim import State
 from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.records import Pool
 from kvd.protocol.types import Spans
-from kvd.state import lease as lease_machine
-from kvd.state.claim import State
 from kvd.transport.interface import ReadRequest
 from tests.simulator.checks.bounds import over
 from tests.simulator.checks.promises import Promise

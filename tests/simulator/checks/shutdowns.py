@@ -1,6 +1,6 @@
 """A daemon that ends in order has answered everything before its sockets close."""
 
-from kvd.state.pull import State
+from kvd.actors.scheduler.pull import State
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.fleet import Daemon
 from tests.simulator.virtual.world import World

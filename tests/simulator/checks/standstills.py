@@ -1,7 +1,7 @@
 """Nobody is declared dead because of one's own standstill."""
 
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
-from kvd.state.peer import Event
+from kvd.actors.handshake.peer_table import Event
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.fleet import HEARTBEAT, Daemon
 from tests.simulator.virtual.world import World

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvd.actors.leases import lease as lease_machine
 from kvd.errors import BadRequest
 from kvd.protocol import codec, ticket
 from kvd.protocol import worker as wire
 from kvd.protocol.peer import Claim, Fence, Ping, Release, Renew
 from kvd.protocol.types import Message, Span
-from kvd.state import lease as lease_machine
 from tests.simulator.checks.inspector import check_offered
 from tests.simulator.checks.ledger import Pulling
 from tests.simulator.checks.promises import Promise

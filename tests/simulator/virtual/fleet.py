@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from kvd.actors.build import Dependencies, build_actors
 from kvd.actors.gateway.policy import Policy, Rule
+from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases.actor import LAST_CALL_SECONDS
-from kvd.actors.leases.records import OfferKey
+from kvd.actors.leases.claim import OfferKey
 from kvd.actors.pools.record import PoolState
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
@@ -21,7 +22,6 @@ from kvd.daemon.systemd import DescriptorStore
 from kvd.errors import KvdError
 from kvd.memory.interface import NoStore
 from kvd.metrics import Metrics
-from kvd.state import lease as lease_machine
 from tests.simulator.checks.promises import Promise
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.virtual.asynchronous import AsyncLoop

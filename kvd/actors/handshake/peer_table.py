@@ -10,7 +10,7 @@ The rules, which the table below makes precise:
 
 from enum import StrEnum
 
-from kvd.state.machine import Step, Table
+from kvd.actors.runtime.machine import Step, Table
 
 
 class State(StrEnum):

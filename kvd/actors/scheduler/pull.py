@@ -13,7 +13,15 @@ Runs at the consumer's daemon. The rules, which the table below makes precise:
 
 from enum import StrEnum
 
-from kvd.state.machine import Step, Table
+from msgspec import Struct, field
+
+from kvd.actors.runtime.blocks import Size
+from kvd.actors.runtime.machine import Step, Table
+from kvd.actors.runtime.records import PeerView, Pool
+from kvd.actors.runtime.spans import PullSpan
+from kvd.actors.scheduler.transfer import Transfer
+from kvd.protocol.ticket import Ticket
+from kvd.protocol.types import Spans
 
 
 class State(StrEnum):
@@ -130,3 +138,41 @@ TABLE: Table[State, Event, Effect] = Table(
         _S.FAILED: frozenset({_E.FAIL}),
     },
 )
+
+
+PullKey = tuple[str, str]
+"""(worker, request)."""
+
+
+class Pull(Struct, eq=False):
+    """What a worker asked for; follows `TABLE`."""
+
+    key: PullKey
+    pool: Pool
+    ticket: Ticket
+    blocks: Spans
+    """Those of `pool` that are to be filled."""
+    ticket_bytes: int
+    """In memory, about: what it has as text, and its spans as they are decoded."""
+    consumer: str
+    """What producers know it as, together with the pulls of the engine's other ranks."""
+    started: float
+    awaited: set[str]
+    """Addresses of the daemons that it waits for while it is connecting."""
+    unasked: set[str]
+    """Addresses of the daemons that were ready when it came, and have not been asked for their pools since."""
+    hold: bool
+    """It only holds its leases."""
+    size: Size
+    """Of the blocks that are to be filled."""
+    state: State = TABLE.initial
+    lookups: int = 0
+    """How often daemons were asked again because of pools that they had not named."""
+    transfers: list[Transfer] = field(default_factory=list)
+    views: dict[str, PeerView] = field(default_factory=dict)
+    """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
+    span: PullSpan | None = None
+
+    def reads_from(self, address: str) -> bool:
+        """Whether the ticket names a producer rank there."""
+        return any(rank.address == address for rank in self.ticket.ranks)

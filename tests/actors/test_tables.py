@@ -1,8 +1,10 @@
 import pytest
 
+from kvd.actors.handshake import peer_table as peer
+from kvd.actors.leases import claim, lease
+from kvd.actors.runtime.machine import Step
+from kvd.actors.scheduler import pull, transfer
 from kvd.errors import InternalError
-from kvd.state import claim, lease, peer, pull, transfer
-from kvd.state.machine import Step
 
 MODULES = (pull, transfer, claim, lease, peer)
 MACHINES = pytest.mark.parametrize("module", MODULES, ids=[module.TABLE.name for module in MODULES])

@@ -12,9 +12,15 @@ The rules, which the table below makes precise:
 - A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvd.state.machine import Step, Table
+from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
+from kvd.actors.runtime.blocks import Hold, Size
+from kvd.actors.runtime.machine import Step, Table
+from kvd.actors.runtime.records import Pool
+from kvd.protocol.peer import Claim
+from kvd.protocol.types import Spans
 
 
 class State(StrEnum):
@@ -83,3 +89,47 @@ TABLE: Table[State, Event, Effect] = Table(
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },
 )
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What was promised with one offer; follows `TABLE`. `expires` is in seconds on the loop's clock."""
+
+    key: OfferKey
+    pool: Pool
+    generation: int
+    proof: bytes = field(repr=False)
+    """What a claim has to show."""
+    blocks: Spans
+    """Those that it holds, until it ends."""
+    size: Size
+    consumers: int
+    """How many may finish before it ends, 0 for any number."""
+    expires: float
+    stamp: int
+    """The word that holds its stamp while it is alive, 0 for none."""
+    state: State = TABLE.initial
+    counted: Hold | None = None
+    """As what its blocks are counted."""
+    reason: str = ""
+    """Why it ended, in the words of `Released.reason`."""
+    claims: dict[ClaimKey, ClaimRecord] = field(default_factory=dict)
+    """Those that are held."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Readers that have finished, by consumer, as bits; not kept if consumers are not counted."""
+    done: set[str] = field(default_factory=set)
+    """Consumers all of whose readers have finished."""
+
+    def finish(self, claim: Claim) -> None:
+        """One reader has all it wanted."""
+        if self.consumers:
+            readers = self.finished.get(claim.consumer, 0) | 1 << claim.reader
+            self.finished[claim.consumer] = readers
+            if readers.bit_count() >= claim.readers:
+                self.done.add(claim.consumer)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether as many consumers have finished as it was offered to, and no other holds a claim."""
+        enough = 0 < self.consumers <= len(self.done)
+        return enough and all(claim.request.consumer in self.done for claim in self.claims.values())

@@ -4,9 +4,10 @@ A table answers every event that can come in a state: with a step, or by ignorin
 a machine carries the effects out, in their order.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvd.errors import ErrorCode, refusal
 
@@ -53,3 +54,29 @@ class Table(Generic[S, E, F]):
         if event in self.ignored.get(state, frozenset()):
             return Step(state)
         raise refusal(ErrorCode.INTERNAL, f"a {self.name} that is {state} cannot take {event}")
+
+
+class EffectQueue:
+    """An effect may make further steps: their states change at once, their effects wait behind those in the queue."""
+
+    def __init__(self, when_empty: Callable[[], None]) -> None:
+        self._when_empty = when_empty
+        self._queue: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._running = False
+
+    def put(self, carry_out: Callable[..., object], *arguments: object) -> None:
+        """Adds one effect, for the next `run`."""
+        self._queue.append((carry_out, arguments))
+
+    def run(self) -> None:
+        """Carries out what waits. Called within an effect it does nothing: the queue is being run already."""
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                carry_out, arguments = self._queue.popleft()
+                carry_out(*arguments)
+        finally:
+            self._running = False
+        self._when_empty()

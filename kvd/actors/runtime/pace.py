@@ -1,8 +1,8 @@
-"""Rate limits: a burst at once, then so many a second."""
+"""How often somebody may ask, and how often an offender is logged."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -68,3 +68,26 @@ class TokenBuckets(Generic[K]):
     def _of(self, key: K, now: float) -> TokenBucket:
         self._rates = {each: rate for each, rate in self._rates.items() if not rate.is_full(now)}
         return self._rates.setdefault(key, TokenBucket(self._limit, now))
+
+
+MAX_CULPRITS: Final = 1024
+"""Offenders that are remembered; those beyond are not logged."""
+
+
+class WarnOnce:
+    """`log` is a structlog logger; `metric` names the counter of what is not logged."""
+
+    def __init__(self, log: Any, metric: str) -> None:
+        self._log = log
+        self._metric = metric
+        self._seen: set[tuple[object, ...]] = set()
+
+    def warn(self, event: str, *offender: object, **fields: object) -> None:
+        """Logs a warning, if it is the first for this event and offender."""
+        key = (event, *offender)
+        if key in self._seen or len(self._seen) >= MAX_CULPRITS:
+            return
+        self._seen.add(key)
+        self._log.warning(event, **fields)
+        if len(self._seen) == MAX_CULPRITS:
+            self._log.warning("further ones are counted only", metric=self._metric)
