@@ -53,13 +53,9 @@ class CompletionActor(Actor):
         log.items.append(item)
         self.loop.call_soon(self._context.metrics.notifications.inc)  # not before it is sent
         self._set_full(log)
-        if log.flushing:
-            return
-        if self.waiting:
+        if not log.flushing:
             log.flushing = True
             self.call(self._flush, log)
-        else:
-            self._flush(log)
 
     def _set_full(self, log: _Log) -> None:
         full = len(log.items) >= limits.MAX_UNACKNOWLEDGED

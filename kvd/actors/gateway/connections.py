@@ -10,7 +10,7 @@ from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission, Allowance
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
-from kvd.actors.runtime.actor import Actor, Component, call
+from kvd.actors.runtime.actor import Actor, Component, call, run
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
@@ -183,7 +183,7 @@ class Connections(Component):
         if connection.session is None:
             raise refusal(ErrorCode.NOT_ATTACHED, "this session has no pool; attach first")
         self._end_session(connection, connection.session)
-        call(self._completion.forget, connection.worker)
+        run(self._completion.forget, connection.worker)
         connection.detaching = True
         call(self._pools.detach, DetachPool(connection.number, connection.worker))
 
@@ -238,13 +238,13 @@ class Connections(Component):
             pool=lent.tenancy,
         )
         self._port.send_session(connection.number, codec.encode(attached), (memory.descriptor,))
-        call(self._completion.session_up, worker, lent.tenancy)
+        run(self._completion.session_up, worker, lent.tenancy)
 
     def _end_session(self, connection: Connection, session: Session) -> None:
         connection.session = None
         self._sessions.remove(session)
-        call(self._completion.session_down, session.pool.worker)
-        call(self._scheduler.end_holds, session.pool.worker)
+        run(self._completion.session_down, session.pool.worker)
+        run(self._scheduler.end_holds, session.pool.worker)
 
     def pool_returned(self, number: int) -> None:
         """A detach is complete."""

@@ -7,7 +7,7 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission, Allowance
 from kvd.actors.leases.actor import LeasesActor
-from kvd.actors.runtime.actor import Actor, Component, call
+from kvd.actors.runtime.actor import Actor, Component, run
 from kvd.actors.runtime.blocks import check_spans
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.scheduler.actor import SchedulerActor
@@ -73,14 +73,14 @@ class Requests(Component):
                     raise refusal(ErrorCode.BAD_MESSAGE, text)
                 if request.hold and request.spans:
                     raise refusal(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
-                call(self._scheduler.start, session.pool, request, ticket.decode(request.ticket))
+                run(self._scheduler.start, session.pool, request, ticket.decode(request.ticket))
             case Offer():
                 self._check_new(request, session)
-                call(self._leases.offer, session.pool, request)
+                run(self._leases.offer, session.pool, request)
             case Acknowledge():
-                call(self._completion.acknowledged, worker, request.sequence)
+                run(self._completion.acknowledged, worker, request.sequence)
             case Cancel():
-                call(self._scheduler.cancel, worker, request)
+                run(self._scheduler.cancel, worker, request)
             case StatusRequest():
                 self._allowance_of(session.connection).take_status()
                 self._sessions.answer(worker, self._status(request.call))

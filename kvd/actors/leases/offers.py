@@ -10,7 +10,7 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.lease import Effect, Event, Lease, State
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.blocks import Hold
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
@@ -191,7 +191,7 @@ class Offers:
             self._due.unset(lease.key)
             self._remember(lease.key, f"worker {lease.key[0]}")
             self._context.metrics.offers.labels(reason).inc()
-            call(self._completion.notify, lease.key[0], Released(lease.key[1], reason))
+            self._completion.notify(lease.key[0], Released(lease.key[1], reason))
             self._check_quiet(lease.pool)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:

@@ -330,7 +330,7 @@ class PoolsActor(Actor):
         waiting = record.waiting
         del self._records[record.pool.worker]
         self._workers.released(record.request.connection)
-        call(self._completion.forget, record.pool.worker)
+        self._completion.forget(record.pool.worker)
         if isinstance(waiting, DetachPool):
             self._workers.returned(waiting.connection)
         elif waiting is not None:

@@ -1,9 +1,10 @@
-"""Actors: each owns its state, and what others want of it waits in its mailbox. None ever waits for an answer.
+"""Actors: each owns its state, and none ever waits for an answer, so no cycle of actors can deadlock.
 
-`call(method, ...)` puts a call of a method into the mailbox of the actor that the method belongs to. Calls are made in
-the order in which they were put there, whoever put them; what a call leads to comes behind what waits already. Since no
-actor waits, no cycle of actors can deadlock. Sockets are read no faster than calls are made (`Dispatcher.admits`), so a
-mailbox that overflows is a bug, and counts as a failure.
+An actor may call those below it (`kvd.actors.build`) like any object. What comes from below or from outside waits:
+`call(method, ...)` puts a call of a method into the mailbox of the actor that the method belongs to, so that no actor
+is called in the middle of its own turn. Such calls are made in the order in which they were put there, by whomever.
+Sockets are read no faster than that (`Dispatcher.admits`), so a mailbox that overflows is a bug, and counts as a
+failure.
 """
 
 from collections import deque
@@ -50,6 +51,18 @@ def call(method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> No
     """
     owner: Component = method.__self__  # type: ignore[attr-defined] # ParamSpec cannot ask for a bound method
     owner.actor.call(method, *arguments, **named)
+
+
+def run(method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> None:
+    """Calls a method of an actor below, or of a component of one, at once; if it raises, that actor has failed.
+
+    For actors that go on after a failure: their own would hide that of an actor which must not.
+    """
+    owner: Component = method.__self__  # type: ignore[attr-defined] # as above
+    try:
+        method(*arguments, **named)
+    except Exception as error:  # noqa: BLE001 - as in the dispatcher
+        owner.actor.has_failed(method, error)
 
 
 class Dispatcher:
@@ -118,7 +131,11 @@ class Dispatcher:
             try:
                 method(*arguments)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
-                self._supervisor.failed(actor, name_of(method), error)
+                self.failed(actor, method, error)
+
+    def failed(self, actor: "Actor", method: Callable[..., None], error: Exception) -> None:
+        """Tells the supervisor of a call that raised."""
+        self._supervisor.failed(actor, name_of(method), error)
 
 
 def name_of(method: Callable[..., None]) -> str:
@@ -150,6 +167,10 @@ class Actor(Component):
             raise refusal(ErrorCode.INTERNAL, f"the mailbox of {self.name} is full ({self.waiting} calls)")
         self.waiting += 1
         self._dispatcher.put(self, partial(method, **named) if named else method, arguments)
+
+    def has_failed(self, method: Callable[..., None], error: Exception) -> None:
+        """A call of this actor raised."""
+        self._dispatcher.failed(self, method, error)
 
     def later(self, delay: float, method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> Timer:
         """Like `call`, in `delay` seconds."""

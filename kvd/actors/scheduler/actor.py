@@ -257,7 +257,7 @@ class SchedulerActor(Actor):
             case Effect.TELL_FREED:
                 self._held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)  # which `FREE` ends
                 self._count_quarantined(-1)
-                call(self._completion.notify, pull.key[0], Freed(pull.key[1]))
+                self._completion.notify(pull.key[0], Freed(pull.key[1]))
             case Effect.FREE:
                 del self._pulls[pull.key]
                 self._targets.give_back(pull)
@@ -279,7 +279,7 @@ class SchedulerActor(Actor):
             self._held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
             self._count_quarantined(+1)
         self._deadlines.unset(pull.key)
-        call(self._completion.notify, worker, outcome)
+        self._completion.notify(worker, outcome)
         name = type(outcome).__name__.lower()
         if pull.span is not None:
             pull.span.end(name, error)
@@ -313,7 +313,7 @@ class SchedulerActor(Actor):
         """The worker does not want a pull any more; anything else it names is an offer."""
         pull = self._pulls.get((worker, cancel.request))
         if pull is None:
-            call(self._leases.withdraw, worker, cancel)
+            self._leases.withdraw(worker, cancel)
         else:
             self._step(pull, Event.CANCEL, refusal(ErrorCode.CANCELLED, "cancelled by the worker"))
 
