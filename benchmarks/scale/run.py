@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvd import limits
 from kvd.actors.build import Dependencies, build_actors
-from kvd.actors.gateway.policy import Policy
+from kvd.actors.gateway.admission import Policy
 from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.settings import Settings

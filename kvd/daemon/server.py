@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 import kvd
 from kvd import limits
 from kvd.actors.build import Dependencies, build_actors
-from kvd.actors.gateway import policy
+from kvd.actors.gateway import admission as policy
 from kvd.actors.handshake.introductions import anybody
 from kvd.actors.handshake.peer_server import everything
 from kvd.actors.runtime.actor import call
@@ -30,8 +30,7 @@ from kvd.daemon.rejections import Rejections
 from kvd.daemon.shutdown import STOP_SECONDS, Part, Parts, Shutdown
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.daemon.watchdog import Watchdog
-from kvd.discovery.directory import Directory
-from kvd.discovery.file import PeersFile
+from kvd.discovery.directory import Directory, PeersFile
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.host import boot_id, raise_open_files
 from kvd.memory.interface import MemoryProvider

@@ -3,22 +3,59 @@
 The protocol is datagrams of `KEY=value` lines to the socket in $NOTIFY_SOCKET (sd_notify(3)), with descriptors beside
 them. Without such a socket nothing is sent or kept, and the daemon serves just as well. It is written here because
 `sdnotify` sends no descriptors, blocks and forgets what was refused, and `systemd-python` needs systemd's headers.
+
+Beside a pool lies a pidfd of the process that it was lent to: the next daemon sees no session of one that had lost its.
 """
 
 import array
+import contextlib
 import hashlib
 import os
 import socket
 import stat
 from collections import deque
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
 
 from kvd.actors.runtime.loop import Loop
-from kvd.daemon.pool_holders import Pidfds, Processes
 from kvd.errors import ErrorCode, refusal
+from kvd.net.unix import readable
+
+
+class Processes(Protocol):
+    """Descriptors that stand for processes, as pidfds do."""
+
+    def open(self, pid: int) -> int:
+        """A descriptor of a process; -1 if none can be had."""
+
+    def number(self, descriptor: int) -> int:
+        """The number of a process that lives, -1 if it lives and has none here; 0 once it has ended."""
+
+
+class Pidfds:
+    """The kernel's."""
+
+    def open(self, pid: int) -> int:
+        """See `Processes`. A `pid` of 0 is of another PID namespace."""
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                return os.pidfd_open(pid)
+        return -1
+
+    def number(self, descriptor: int) -> int:
+        """See `Processes`."""
+        if readable(descriptor):
+            return 0
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii").splitlines():
+                key, _, value = line.partition(":")
+                if key == "Pid" and int(value) > 0:
+                    return int(value)
+        return -1
+
 
 _FIRST_DESCRIPTOR: Final = 3
 """Where passed descriptors begin (sd_listen_fds(3))."""

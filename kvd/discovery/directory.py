@@ -1,11 +1,100 @@
-"""The list of daemons to connect to: the peer file and DNS together, watched for changes."""
+"""The list of daemons to connect to: the peer file and DNS together, watched for changes.
+
+The peer file has a line `<name> <address>` for each; empty lines and what follows a `#` after a space are skipped. With
+CURVE an address may omit its key: it is the allow-list's for that name. The file is checked every second. It decides
+whom the daemon connects to, never whom it trusts.
+"""
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvd.discovery.file import PeersFile
-from kvd.errors import KvdError
+from kvd import limits
+from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.net.trust import Trust
+from kvd.protocol.address import is_everywhere, is_local
+
+
+def check_mutual(own: str, addresses: Iterable[str]) -> None:
+    """Checks that the daemons at `addresses` could reach the one at `own`, too.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, one of them is on another host, where `own` means that host itself.
+
+    """
+    abroad = sorted(address for address in addresses if not is_local(address))
+    if abroad and is_local(own):
+        text = (
+            f"peers would look for this daemon at {own.partition('#')[0]}, which on {abroad[0]}'s host means "
+            "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"
+        )
+        raise refusal(ErrorCode.BAD_CONFIG, text)
+
+
+_COMMENT: Final = re.compile(r"(^|\s)#.*")
+
+
+class PeersFile:
+    """Reads `path`; `own` is the address at which peers reach this daemon, called `name`."""
+
+    def __init__(self, path: Path, name: str, own: str, trust: Trust | None) -> None:
+        self._path = path
+        self._name = name
+        self._own = own
+        self._trust = trust
+        self._seen = self._look()
+
+    def read(self) -> frozenset[str]:
+        """The addresses in the file, without this daemon's.
+
+        Raises:
+            BadRequest: `BAD_CONFIG`, naming the wrong line, or the daemon that could not reach this one.
+
+        """
+        try:
+            lines = self._path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {self._path}: {error}") from error
+        if len(lines) > 2 * limits.MAX_PEERS:
+            raise refusal(ErrorCode.BAD_CONFIG, f"{self._path} has {len(lines)} lines; {limits.MAX_PEERS} may be met")
+        found = (self._address(number, _COMMENT.sub("", line)) for number, line in enumerate(lines, 1))
+        addresses = frozenset(address for address in found if address)
+        check_mutual(self._own, addresses)
+        return addresses
+
+    def changed(self) -> bool:
+        """Whether the file changed since the last call; a missing file counts as unchanged."""
+        before, now = self._seen, self._look()
+        self._seen = now or before
+        return self._seen != before
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _address(self, number: int, line: str) -> str | None:
+        words = line.split()
+        if not words:
+            return None
+        if len(words) != 2 or not words[1].startswith(("tcp://", "ipc:///")) or is_everywhere(words[1]):
+            text = f"{self._path}, line {number}: {line[:100]!r} is not `<name> tcp://host:port`, nor `ipc:///path`"
+            raise refusal(ErrorCode.BAD_CONFIG, text)
+        name, address = words
+        if name == self._name:
+            return None
+        if self._trust is None or "#" in address:
+            return address
+        key = self._trust.key_of(name)
+        if key is None:
+            text = f"{self._path}, line {number}: {name!r} is not on the allow-list, and its address names no key"
+            raise refusal(ErrorCode.BAD_CONFIG, text)
+        return f"{address}#{key.hex()}"
+
 
 if TYPE_CHECKING:
     from kvd.discovery.names import PeerNames

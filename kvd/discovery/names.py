@@ -15,7 +15,7 @@ import dns.resolver
 from dns.rdatatype import RdataType
 
 from kvd import limits
-from kvd.discovery.reach import check_mutual
+from kvd.discovery.directory import check_mutual
 from kvd.errors import ErrorCode, refusal
 from kvd.net.trust import Trust
 

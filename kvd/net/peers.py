@@ -28,8 +28,7 @@ from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.local.gate import Gate
-from kvd.net.local.passage import Passage
-from kvd.net.local.relay import PrivateListener, finish
+from kvd.net.local.relay import Passage, PrivateListener, finish
 from kvd.net.lock import PathLock
 from kvd.net.options import LINGER_MS, Kind, apply
 from kvd.net.places import check_address, check_own, check_user

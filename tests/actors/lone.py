@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvd.actors.gateway.policy import Rule
+from kvd.actors.gateway.admission import Rule
 from kvd.bench.spec import flat_spec
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.protocol import codec

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from kvd.actors.build import Dependencies, build_actors
-from kvd.actors.gateway.policy import Policy
+from kvd.actors.gateway.admission import Policy
 from kvd.actors.handshake.introductions import anybody
 from kvd.actors.handshake.peer_server import everything
 from kvd.actors.runtime.context import ActorContext

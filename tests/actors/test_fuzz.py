@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, KvdError
-from kvd.net.frames import FrameSplitter
+from kvd.net.stream import FrameSplitter
 from kvd.protocol import codec, peer, ticket, worker
 from kvd.protocol.codec import encode
 from kvd.protocol.types import Span

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvd import limits
-from kvd.actors.gateway.policy import Policy, Rule
+from kvd.actors.gateway.admission import Policy, Rule
 from kvd.daemon.config import Config
 from tests.deploy.gotemplate import Renderer
 

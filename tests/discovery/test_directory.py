@@ -6,8 +6,7 @@ import pytest
 import structlog
 
 from kvd.discovery import directory
-from kvd.discovery.directory import Directory
-from kvd.discovery.file import PeersFile
+from kvd.discovery.directory import Directory, PeersFile
 from kvd.discovery.names import Found
 from kvd.errors import ErrorCode, Unavailable
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvd.discovery.file import PeersFile
+from kvd.discovery.directory import PeersFile
 from kvd.errors import BadRequest
 from kvd.net import keys
 from kvd.net.keys import Allowed

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from kvd.actors.gateway.policy import load as read_policy
+from kvd.actors.gateway.admission import load as read_policy
 from tests.docs.commands import wrong
 from tests.docs.pages import ALL_BLOCKS, PAGES, ROOT, SHELL, Block, code_spans, stories
 from tests.docs.shell import run

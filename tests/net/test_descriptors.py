@@ -12,9 +12,8 @@ import pytest
 
 from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
-from kvd.net.frames import HEADER, pack
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
-from kvd.net.stream import FrameStream
+from kvd.net.stream import HEADER, FrameStream, pack
 from kvd.net.unix import take_descriptors
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies

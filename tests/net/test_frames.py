@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import HEADER, MAX_DESCRIPTORS, FrameSplitter, pack
+from kvd.net.stream import HEADER, MAX_DESCRIPTORS, FrameSplitter, pack
 
 contents = st.lists(st.binary(max_size=50), max_size=8)
 

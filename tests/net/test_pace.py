@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvd import limits
-from kvd.net.local.pace import Pace
+from kvd.net.local.gate import Pace
 
 
 async def test_as_many_as_a_fleet_has_are_accepted_at_once_and_more_as_time_passes(

@@ -11,11 +11,10 @@ import zmq
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
-from kvd.net.frames import HEADER, MAX_DESCRIPTORS, pack
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS
 from kvd.net.lock import PathLock
-from kvd.net.stream import FrameStream
+from kvd.net.stream import HEADER, MAX_DESCRIPTORS, FrameStream, pack
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
 from tests.net.conftest import Inbox

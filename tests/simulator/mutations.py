@@ -28,7 +28,7 @@ from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
-from kvd.actors.scheduler import pulls
+from kvd.actors.scheduler import transfer as transfers
 from kvd.actors.scheduler import transfer as transfer_machine
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
@@ -217,7 +217,7 @@ def a_stamp_is_read_before_the_bytes(monkeypatch):
 
 @mutation(Promise.BAD_INPUT, first=640)
 def a_stamp_says_nothing_of_the_blocks(monkeypatch):
-    for module in (pulls, offers.ticket):
+    for module in (transfers, offers.ticket):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof, epoch: generation)
 
 
@@ -233,7 +233,7 @@ def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
         rank, pool = self.rank, self.source.pool
         return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
 
-    monkeypatch.setattr(pulls.Transfer, "is_stamped", property(names_lease))
+    monkeypatch.setattr(transfers.Transfer, "is_stamped", property(names_lease))
 
 
 @mutation(Promise.FENCED, first=960, needs=Piece.REUSED_NAMES)

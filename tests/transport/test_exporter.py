@@ -19,8 +19,7 @@ from kvd import foreign, limits
 from kvd.errors import KvdError, Unavailable
 from kvd.memory.mapping import HUGE_PAGE, Mapping
 from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
-from kvd.net.frames import Frame
-from kvd.net.stream import FrameStream
+from kvd.net.stream import Frame, FrameStream
 from kvd.net.unix import Party
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn

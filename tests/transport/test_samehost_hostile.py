@@ -17,8 +17,7 @@ import pytest
 from kvd import limits
 from kvd.errors import BadRequest, Unavailable
 from kvd.memory.memfd import SEALS, MemfdProvider
-from kvd.net.frames import pack
-from kvd.net.stream import FrameStream
+from kvd.net.stream import FrameStream, pack
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
 from kvd.protocol.types import Message

@@ -6,9 +6,8 @@ import msgspec
 
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Sessions
-from kvd.actors.gateway.admission import Admission
+from kvd.actors.gateway.admission import Admission, Policy
 from kvd.actors.gateway.connections import Connections
-from kvd.actors.gateway.policy import Policy
 from kvd.actors.gateway.requests import Requests
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor

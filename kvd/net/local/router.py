@@ -13,8 +13,7 @@ from kvd.errors import KvdError
 from kvd.net.interface import Intake
 from kvd.net.local import zmtp
 from kvd.net.local.listener import MAX_CONNECTIONS, hang_up
-from kvd.net.local.reader import FrameReader
-from kvd.net.local.unfinished import UnfinishedBytes
+from kvd.net.local.reader import FrameReader, UnfinishedBytes
 from kvd.net.options import HANDSHAKE_MS, LINGER_MS
 from kvd.net.stream import RECEIVE_BYTES, receive_without_descriptors
 from kvd.net.unix import credentials, take_descriptors

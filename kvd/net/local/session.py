@@ -8,11 +8,9 @@ from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import KvdError, Unavailable
-from kvd.net.frames import Frame
 from kvd.net.interface import Intake, SessionClosed, SessionFrame
-from kvd.net.local.reader import FrameReader
-from kvd.net.local.unfinished import UnfinishedBytes
-from kvd.net.stream import FrameStream
+from kvd.net.local.reader import FrameReader, UnfinishedBytes
+from kvd.net.stream import Frame, FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
 

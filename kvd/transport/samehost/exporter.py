@@ -17,13 +17,12 @@ from msgspec import Struct
 
 from kvd import foreign, limits
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
-from kvd.net.frames import Frame, pack
 from kvd.net.interface import OPEN
+from kvd.net.local.gate import Pace
 from kvd.net.local.listener import Listener, hang_up
-from kvd.net.local.pace import Pace
 from kvd.net.local.reader import FrameReader
 from kvd.net.lock import PathLock
-from kvd.net.stream import FrameStream
+from kvd.net.stream import Frame, FrameStream, pack
 from kvd.net.unix import Party, created_with, party_at, take_descriptors
 from kvd.protocol.codec import encode, import_requests
 from kvd.protocol.export import Exported, ExportedPool, Import, ImportRefused, Withdrawn

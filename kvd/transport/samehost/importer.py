@@ -11,8 +11,7 @@ from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
-from kvd.net.frames import Frame
-from kvd.net.stream import FrameStream, no_descriptor
+from kvd.net.stream import Frame, FrameStream, no_descriptor
 from kvd.net.unix import credentials, readable
 from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvd.actors.gateway.policy import Policy, Rule, load
+from kvd.actors.gateway.admission import Policy, Rule, load
 from kvd.actors.runtime.pace import RateLimit, TokenBucket
 from kvd.errors import BadRequest, ErrorCode
 

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from kvd import limits
-from kvd.actors.gateway.policy import Rule
+from kvd.actors.gateway.admission import Rule
 from kvd.bench.spec import flat_spec
 from kvd.protocol.codec import encode
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held

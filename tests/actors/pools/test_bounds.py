@@ -3,7 +3,7 @@
 import pytest
 
 from kvd import limits
-from kvd.actors.gateway.policy import Rule
+from kvd.actors.gateway.admission import Rule
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode, KvdError, NoMemory
 from kvd.net.interface import SessionFrame

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from kvd import limits
-from kvd.actors.gateway.policy import Rule
+from kvd.actors.gateway.admission import Rule
 from kvd.actors.runtime.actor import call
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import WorkerFrame

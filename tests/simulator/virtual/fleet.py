@@ -9,7 +9,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from kvd.actors.build import Dependencies, build_actors
-from kvd.actors.gateway.policy import Policy, Rule
+from kvd.actors.gateway.admission import Policy, Rule
 from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases.actor import LAST_CALL_SECONDS
 from kvd.actors.leases.claim import OfferKey

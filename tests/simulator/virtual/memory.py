@@ -73,7 +73,7 @@ class Kernel:
 
 
 class SimPidfds:
-    """Descriptors that stand for processes; implements `kvd.daemon.pool_holders.Processes` for the process `owner`."""
+    """Descriptors that stand for processes; implements `kvd.daemon.systemd.Processes` for the process `owner`."""
 
     def __init__(self, kernel: Kernel, owner: str, alive: Container[int]) -> None:
         self._kernel = kernel
