@@ -2,7 +2,6 @@ import asyncio
 
 import pytest
 
-from kvd.actors.runtime.records import Drain, Stop
 from kvd.daemon import shutdown
 from kvd.daemon.shutdown import Part, Parts, Shutdown
 
@@ -11,19 +10,26 @@ class Actor:
     waiting = 0
 
     def __init__(self, name, events):
+        self.actor = self
         self.name = name
         self.events = events
 
-    def tell(self, message):
-        self.events.append((self.name, type(message)))
+    def call(self, method):
+        method()
+
+    def drain(self):
+        self.events.append((self.name, "drain"))
+
+    def stop(self):
+        self.events.append((self.name, "stop"))
 
 
-class Context:
+class Actors:
     def __init__(self, events):
         self.gateway, self.leases, self.scheduler, self.completion = (
             Actor(name, events) for name in ("gateway", "leases", "scheduler", "completion")
         )
-        self.actors = (self.gateway, self.leases, self.scheduler, self.completion)
+        self.all = (self.gateway, self.leases, self.scheduler, self.completion)
 
 
 class Port:
@@ -48,35 +54,35 @@ async def test_workers_keep_their_sessions_until_the_transport_has_ended():
         events.append(("transport", "ended"))
 
     ending = Shutdown(lambda: False)
-    run = asyncio.ensure_future(ending.run(Context(events), parts(events, stop), grace=60.0))
+    run = asyncio.ensure_future(ending.run(Actors(events), parts(events, stop), grace=60.0))
     for busy in (("leases", "scheduler"), ("completion",)):
-        while (busy[-1], Drain) not in events:  # noqa: ASYNC110
+        while (busy[-1], "drain") not in events:  # noqa: ASYNC110
             await asyncio.sleep(0)
         for actor in busy:
             ending.is_idle(actor)
     assert await run == ""
-    assert events[-3:] == [("transport", "ended"), ("gateway", Stop), ("workers", "closed")]
+    assert events[-3:] == [("transport", "ended"), ("gateway", "stop"), ("workers", "closed")]
     assert events.index(("peers", "closed")) < events.index(("transport", "ended"))
-    assert events[0] == ("gateway", Drain)
+    assert events[0] == ("gateway", "drain")
 
 
 async def test_a_second_signal_ends_the_wait_for_running_work():
     events, ending = [], Shutdown(lambda: False)
     ending.hurry()
-    assert await ending.run(Context(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
-    assert ("scheduler", Stop) in events
+    assert await ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
+    assert ("scheduler", "stop") in events
 
 
 async def test_a_daemon_that_failed_waits_for_nothing():
     events = []
-    assert await Shutdown(lambda: True).run(Context(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
-    assert not any(message is Drain for _, message in events)
+    assert await Shutdown(lambda: True).run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
+    assert not any(message == "drain" for _, message in events)
 
 
 async def test_what_does_not_stop_is_named(monkeypatch):
     monkeypatch.setattr(shutdown, "STOP_SECONDS", 0.01)
     events, never = [], asyncio.Event()
-    left = await Shutdown(lambda: True).run(Context(events), parts(events, never.wait), grace=1.0)
+    left = await Shutdown(lambda: True).run(Actors(events), parts(events, never.wait), grace=1.0)
     assert left == "the transport"
     assert ("workers", "closed") not in events
 
@@ -84,12 +90,12 @@ async def test_what_does_not_stop_is_named(monkeypatch):
 @pytest.mark.parametrize("actor", ["leases", "scheduler"])
 async def test_both_actors_that_have_work_are_waited_for(actor):
     events, ending = [], Shutdown(lambda: False)
-    run = asyncio.ensure_future(ending.run(Context(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6))
-    while ("scheduler", Drain) not in events:  # noqa: ASYNC110
+    run = asyncio.ensure_future(ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6))
+    while ("scheduler", "drain") not in events:  # noqa: ASYNC110
         await asyncio.sleep(0)
     ending.is_idle(actor)
     for _ in range(10):
         await asyncio.sleep(0)
-    assert (actor, Stop) not in events
+    assert (actor, "stop") not in events
     ending.hurry()
     await run
