@@ -232,7 +232,7 @@ async def test_a_message_with_a_descriptor_is_not_taken_from_a_peer_nor_from_a_d
 async def test_where_the_kernel_cannot_refuse_it_the_connection_ends_and_others_are_heard(
     producer: Daemon, consumer: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("listener", "relay", "passage"):
+    for module in ("listener", "relay"):
         monkeypatch.setattr(f"kvd.net.local.{module}.take_descriptors", lambda _sock, take: False)
     link = await talk(consumer, producer)
     assert producer.port._gate is not None

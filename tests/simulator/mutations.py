@@ -28,8 +28,8 @@ from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
-from kvd.actors.scheduler import transfer as transfers
 from kvd.actors.scheduler import transfer as transfer_machine
+from kvd.actors.scheduler import transfer as transfers
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.daemon.systemd import DescriptorStore
