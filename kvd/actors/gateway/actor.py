@@ -69,7 +69,6 @@ class GatewayActor(Actor):
             self,
             context,
             admission=self._admission,
-            allowance_of=self.connections.allowance_of,
             sessions=sessions,
             status=self._status,
             scheduler=scheduler,

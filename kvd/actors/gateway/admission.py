@@ -108,35 +108,12 @@ _STATUSES = RateLimit(limits.MAX_STATUSES_PER_SECOND, 2 * limits.MAX_STATUSES_PE
 _INQUIRIES = RateLimit(limits.MAX_INQUIRIES_PER_SECOND, 2 * limits.MAX_INQUIRIES_PER_SECOND)
 
 
-class Allowance:
-    """How often one connection may ask."""
+@dataclass(slots=True)
+class _Allowance:
+    """What one connection may still ask for."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._requests = TokenBucket(_REQUESTS, loop.time())
-        self._statuses = TokenBucket(_STATUSES, loop.time())
-
-    def take_request(self) -> None:
-        """Counts an offer or a pull.
-
-        Raises:
-            Unavailable: `OVERLOADED`, they come too often.
-
-        """
-        if not self._requests.take(self._loop.time()):
-            text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
-            raise refusal(ErrorCode.OVERLOADED, text)
-
-    def take_status(self) -> None:
-        """Counts a status.
-
-        Raises:
-            Unavailable: `OVERLOADED`, they come too often.
-
-        """
-        if not self._statuses.take(self._loop.time()):
-            text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
-            raise refusal(ErrorCode.OVERLOADED, text)
+    requests: TokenBucket
+    statuses: TokenBucket
 
 
 class Admission:
@@ -149,6 +126,8 @@ class Admission:
         self._attaches: TokenBuckets[int] = TokenBuckets(_ATTACHES)
         self._inquiries: TokenBuckets[int] = TokenBuckets(_INQUIRIES)
         self._sessions: Counter[int] = Counter()
+        self._allowances: dict[int, _Allowance] = {}
+        """By connection."""
         self._once = WarnOnce(structlog.get_logger("kvd.gateway"), "kvd_requests_refused_total")
         self._open = True
 
@@ -207,7 +186,29 @@ class Admission:
         self.inquire(uid)
         return None if self._policy.is_privileged(uid) else uid
 
-    def enter(self, uid: int) -> None:
+    def take_request(self, connection: int) -> None:
+        """Counts an offer or a pull.
+
+        Raises:
+            Unavailable: `OVERLOADED`, they come too often.
+
+        """
+        if not self._allowances[connection].requests.take(self._loop.time()):
+            text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
+            raise refusal(ErrorCode.OVERLOADED, text)
+
+    def take_status(self, connection: int) -> None:
+        """Counts a status.
+
+        Raises:
+            Unavailable: `OVERLOADED`, they come too often.
+
+        """
+        if not self._allowances[connection].statuses.take(self._loop.time()):
+            text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
+            raise refusal(ErrorCode.OVERLOADED, text)
+
+    def enter(self, uid: int, connection: int) -> None:
         """One more session of this user.
 
         Raises:
@@ -227,9 +228,12 @@ class Admission:
             )
             raise refusal(ErrorCode.OVERLOADED, text)
         self._sessions[uid] += 1
+        now = self._loop.time()
+        self._allowances[connection] = _Allowance(TokenBucket(_REQUESTS, now), TokenBucket(_STATUSES, now))
 
-    def leave(self, uid: int) -> None:
+    def leave(self, uid: int, connection: int) -> None:
         """One session of this user is gone."""
+        del self._allowances[connection]
         self._sessions[uid] -= 1
         if not self._sessions[uid]:
             del self._sessions[uid]

@@ -7,7 +7,7 @@ from functools import partial
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Session, Sessions
-from kvd.actors.gateway.admission import Admission, Allowance
+from kvd.actors.gateway.admission import Admission
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
 from kvd.actors.runtime.actor import Actor, Component, call, run
@@ -33,7 +33,6 @@ class Connection:
     gid: int
     watched: bool
     """Whether the socket tells when its process has ended."""
-    allowance: Allowance
     ended: bool = False
     """Whether it has: another process may have inherited the connection."""
     worker: str = ""
@@ -91,14 +90,13 @@ class Connections(Component):
     def opened(self, event: SessionOpened) -> None:
         """A process connected; the kernel says which user it is."""
         try:
-            self._admission.enter(event.uid)
+            self._admission.enter(event.uid, event.connection)
         except Unavailable as full:
             self._refuse(event.connection, full)
             self._port.close_session(event.connection)
             self._port.forget_process(event.connection)
             return
-        allowance = Allowance(self._context.loop)
-        connection = Connection(event.connection, event.pid, event.uid, event.gid, event.watched, allowance)
+        connection = Connection(event.connection, event.pid, event.uid, event.gid, event.watched)
         self._by_number[event.connection] = connection
         self._mark_idle(connection)
 
@@ -203,16 +201,12 @@ class Connections(Component):
         if connection.ending:
             raise refusal(ErrorCode.WRONG_STATE, "this session waits for a pool to end; wait, or open another one")
 
-    def _request_status(self, number: int, connection: Connection) -> None:
+    def _request_status(self, request: int, connection: Connection) -> None:
         if connection.worker:
-            connection.allowance.take_status()
+            self._admission.take_status(connection.number)
         else:
             self._admission.inquire(connection.uid)
-        self._port.send_session(connection.number, codec.encode(self._status(number)))
-
-    def allowance_of(self, number: int) -> Allowance:
-        """How often the worker on a connection may ask."""
-        return self._by_number[number].allowance
+        self._port.send_session(connection.number, codec.encode(self._status(request)))
 
     def pool_lent(self, lent: Lent) -> None:
         """The pool is ready: its worker gets it, its session, and the notifications that it has not acknowledged."""
@@ -280,7 +274,7 @@ class Connections(Component):
         connection = self._by_number.pop(event.connection, None)
         if connection is None:
             return
-        self._admission.leave(connection.uid)
+        self._admission.leave(connection.uid, connection.number)
         self._idle.unset(event.connection)
         if connection.session is not None:
             self._end_session(connection, connection.session)

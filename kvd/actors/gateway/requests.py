@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Session, Sessions
-from kvd.actors.gateway.admission import Admission, Allowance
+from kvd.actors.gateway.admission import Admission
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.runtime.actor import Actor, Component, run
 from kvd.actors.runtime.blocks import check_spans
@@ -26,7 +26,6 @@ class Requests(Component):
         context: ActorContext,
         *,
         admission: Admission,
-        allowance_of: Callable[[int], Allowance],
         sessions: Sessions,
         status: Callable[[int], Status],
         scheduler: SchedulerActor,
@@ -36,7 +35,6 @@ class Requests(Component):
         self.actor = actor
         self._context = context
         self._admission = admission
-        self._allowance_of = allowance_of
         self._sessions = sessions
         self._status = status
         self._scheduler = scheduler
@@ -82,7 +80,7 @@ class Requests(Component):
             case Cancel():
                 run(self._scheduler.cancel, worker, request)
             case StatusRequest():
-                self._allowance_of(session.connection).take_status()
+                self._admission.take_status(session.connection)
                 self._sessions.answer(worker, self._status(request.call))
 
     def _check_new(self, request: Pull | Offer, session: Session) -> None:
@@ -90,5 +88,5 @@ class Requests(Component):
         if session.backlogged:
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise refusal(ErrorCode.OVERLOADED, text)
-        self._allowance_of(session.connection).take_request()
+        self._admission.take_request(session.connection)
         check_spans(request.spans, session.pool.spec)

@@ -11,10 +11,9 @@ from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.blocks import Hold
+from kvd.actors.runtime.blocks import HeldBlocks, Hold
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.held import HeldBlocks
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
@@ -60,7 +59,8 @@ class Offers:
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
-        self._held = HeldBlocks(context.metrics, _HOLDS)
+        self._held = HeldBlocks(_HOLDS)
+        context.metrics.watch_held(_HOLDS, self._held.of)
         self._draining = False
 
     # --- an offer begins --------------------------------------------------------------------------------------------

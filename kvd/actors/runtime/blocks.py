@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
@@ -184,3 +184,36 @@ class Hold(StrEnum):
     """a pull that has not ended writes to them"""
     QUARANTINED = "quarantined"
     """a pull has ended, and its reads have not: they may still be written to"""
+
+
+_NOTHING: Final = Size(0, 0)
+
+
+class HeldBlocks:
+    """How much is in each of the states `holds`, which this one alone counts."""
+
+    def __init__(self, holds: tuple[Hold, ...]) -> None:
+        self._holds = holds
+        self._sizes: dict[Hold, Size] = {}
+
+    def move(self, size: Size, before: Hold | None, after: Hold | None) -> None:
+        """Counts blocks in another state; None stands for blocks that are held no more, or not yet."""
+        if not size.blocks:
+            return
+        if before is not None:
+            blocks, total = self._sizes[before]
+            if blocks == size.blocks:
+                del self._sizes[before]
+            else:
+                self._sizes[before] = Size(blocks - size.blocks, total - size.bytes)
+        if after is not None:
+            blocks, total = self._sizes.get(after, _NOTHING)
+            self._sizes[after] = Size(blocks + size.blocks, total + size.bytes)
+
+    def of(self, hold: Hold) -> Size:
+        """How much is in one of the states."""
+        return self._sizes.get(hold, _NOTHING)
+
+    def report(self) -> dict[str, int]:
+        """Blocks by state, as a status tells of them."""
+        return {hold.value: self.of(hold).blocks for hold in self._holds}

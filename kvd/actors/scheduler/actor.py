@@ -15,10 +15,9 @@ from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, call
-from kvd.actors.runtime.blocks import Hold
+from kvd.actors.runtime.blocks import HeldBlocks, Hold
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.held import HeldBlocks
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.records import PeerView, Pool
@@ -82,7 +81,8 @@ class SchedulerActor(Actor):
         )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0
-        self._held = HeldBlocks(context.metrics, (Hold.PULLING, Hold.QUARANTINED))
+        self._held = HeldBlocks((Hold.PULLING, Hold.QUARANTINED))
+        context.metrics.watch_held((Hold.PULLING, Hold.QUARANTINED), self._held.of)
         self._draining = False
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, Batch(self, self._deadlines_over).put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
