@@ -132,7 +132,7 @@ def _read(rounds: int, places: Mapping[str, Place]) -> Rates:
 
 
 def main() -> None:
-    """The reading side; exits without NIXL's teardown (see `kvd.transport.nixl.transport`)."""
+    """The reading side; exits without NIXL's teardown (see `kvd.transport.nixl.process`)."""
     rounds, namespace, producer, consumer = sys.argv[1:]
     within = ("ip", "netns", "exec", namespace)
     rates = _read(int(rounds), {"producer": Place(within, producer), "consumer": Place((), consumer)})

@@ -28,6 +28,8 @@ from kvd.transport.interface import (
     Described,
     Event,
     Landed,
+    NetworkDown,
+    NetworkUp,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -103,6 +105,13 @@ def _delivery(context: ActorContext, dependencies: Dependencies) -> Callable[[Ev
                 context.handshake.tell(event)
             case Registered() | RegisterFailed() | Deregistered():
                 context.pools.tell(event)
+            case NetworkDown():
+                context.metrics.transport_restarts.inc()
+                context.condition("network", f"{event.reason}; it is being started again")
+                context.handshake.tell(event)
+            case NetworkUp():
+                context.condition("network", None)
+                context.handshake.tell(event)
             case Answered():
                 dependencies.transport_answered(event.number)
             case TransportDied():

@@ -21,6 +21,7 @@ from kvd.transport.interface import (
     Deregistered,
     Described,
     Event,
+    NetworkUp,
     PeerAdded,
     PeerFailed,
     ReadRequest,
@@ -227,6 +228,8 @@ class RoutedTransport:
             case PeerFailed():
                 self._adding.pop(event.agent, None)
                 self._on_event(event)
+            case NetworkUp():
+                self._on_event(NetworkUp(self.metadata))
             case _:
                 self._on_event(event)
 

@@ -16,6 +16,7 @@ from kvd.actors.handshake.messages import HandshakeRequest, RightsChanged
 from kvd.actors.pools.messages import RenewPool
 from kvd.actors.runtime.actor import Component, handles
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Timer
 from kvd.actors.runtime.messages import Pool, PoolDown, PoolUp
 from kvd.actors.runtime.token_bucket import RateLimit, TokenBuckets
 from kvd.errors import ErrorCode
@@ -23,12 +24,15 @@ from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec
 from kvd.protocol.peer import Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
-from kvd.transport.interface import Described, Transport
+from kvd.transport.interface import Described, NetworkDown, NetworkUp, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
 
 _KEPT_MAPPING: Final = "a daemon of this host may have it mapped, and reads it until it ends: detach its worker"
+
+_RETURN_SECONDS: Final = 5.0
+"""What the transport to other hosts may take to start again before peers are greeted without it: usually 1 s."""
 
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
@@ -65,6 +69,10 @@ class PeerServer(Component):
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
         """By peer."""
+        self._returning: Timer | None = None
+        """Set while the transport to other hosts is being started again."""
+        self._held: dict[bytes, HandshakeRequest] = {}
+        """Hellos by sender, that wait for that: its new keys are worth a moment."""
         self._told: set[tuple[str, str]] = set()
         """(key of a peer, pool that it was told of)."""
 
@@ -74,9 +82,7 @@ class PeerServer(Component):
     def pool_up(self, message: PoolUp) -> None:
         """Tells peers that say hello from now on of this pool."""
         self._pools[message.pool.worker] = message.pool
-        self._metadata = message.metadata
-        self._parts.clear()
-        self._welcomes.clear()
+        self._keys_changed(message.metadata)
 
     @handles(PoolDown)
     def pool_down(self, message: PoolDown) -> None:
@@ -97,6 +103,31 @@ class PeerServer(Component):
         for pool in sorted({pool for _, pool in lost}):
             self._context.pools.tell(RenewPool(pool))
 
+    @handles(NetworkDown)
+    def network_down(self, _message: NetworkDown) -> None:
+        """Lets hellos wait for its keys, but not for ever: daemons of this host need none."""
+        self._keys_changed(self._transport.metadata)
+        self._returning = self._context.handshake.later(_RETURN_SECONDS, self._let_go)
+
+    @handles(NetworkUp)
+    def network_up(self, message: NetworkUp) -> None:
+        """Tells peers that say hello from now on, and those that wait, what they need."""
+        self._keys_changed(message.metadata)
+        self._let_go()
+
+    def _keys_changed(self, metadata: bytes) -> None:
+        self._metadata = metadata
+        self._parts.clear()
+        self._welcomes.clear()
+
+    def _let_go(self) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+        self._returning = None
+        held, self._held = self._held, {}
+        for message in held.values():
+            self._greeted(message)
+
     # --- hello and ping ---------------------------------------------------------------------------------------------
 
     @handles(HandshakeRequest)
@@ -111,6 +142,8 @@ class PeerServer(Component):
             self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
             text = f"{settings.daemon} speaks version {VERSION} of the protocol, {request.daemon} {request.version}"
             self._context.peers.answer(message.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
+        elif self._returning is not None:
+            self._held[message.sender] = message
         else:
             self._greeted(message)
 
