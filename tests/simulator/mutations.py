@@ -297,6 +297,11 @@ def blocks_are_free_before_the_read_has_ended(monkeypatch):
     monkeypatch.setattr(transfer_machine, "OPEN", frozenset())
 
 
+@mutation(Promise.QUARANTINE, needs=Piece.DYING_TRANSPORTS)
+def reads_end_before_the_process_has_that_reads(monkeypatch):
+    monkeypatch.setattr(FakeFabric, "_is_over", staticmethod(lambda _read: False))
+
+
 @mutation(Promise.QUARANTINE)
 def a_pull_that_fails_does_not_wait_for_its_open_reads(monkeypatch):
     effect, failed = pull_machine.Effect, pull_machine.State.FAILED
