@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvd.bench.pair import Pair, Place
+from kvd.bench.pair import Pair, Place, Pool
 from kvd.errors import ErrorCode, InternalError
 from kvd.limits import KIB, MIB
 
@@ -21,6 +21,18 @@ CASES = {
 }
 """(bytes of a block, blocks)."""
 _POOL_BYTES = 64 * MIB
+
+
+def check_path(pool: Pool) -> None:
+    """Checks that the daemons do not take the namespaces for one host: then they would copy.
+
+    Raises:
+        InternalError: they do.
+
+    """
+    paths = {peer["path"] for peer in pool.worker.status()["handshake"]}
+    if paths != {"tcp/eth0"}:
+        raise InternalError(ErrorCode.INTERNAL, f"the daemons read over {paths}, not over the network")
 
 
 def serve(places: dict[str, Place]) -> None:
@@ -35,9 +47,7 @@ def serve(places: dict[str, Place]) -> None:
             (ticket,) = pools[size].tickets(ids, 1)
             pools[size].pull(ticket, ids)
             pools[size].check(ids, ids)
-        paths = {peer["path"] for peer in pools[KIB * 16].worker.status()["handshake"]}
-        if paths != {"tcp/eth0"}:
-            raise InternalError(ErrorCode.INTERNAL, f"the daemons read over {paths}, not over the network")
+            check_path(pools[size])
         print(json.dumps([]), flush=True)
         for line in sys.stdin:
             case, times = json.loads(line)
