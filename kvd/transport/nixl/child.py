@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import KvdError
+from kvd.errors import KvdError, Unavailable
 from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream
 from kvd.transport.nixl import messages
@@ -99,8 +99,14 @@ class Child:
             Unavailable: `OVERLOADED`, no descriptor is left, or none can be passed.
 
         """
-        with contextlib.suppress(OSError):
-            self._stream.send(messages.encode(command), descriptors)
+        waiting = self._stream.waiting
+        try:
+            with contextlib.suppress(OSError):
+                self._stream.send(messages.encode(command), descriptors)
+        except Unavailable:
+            if waiting:  # that is lost with it
+                self.kill("commands to it were lost for want of descriptors")
+            raise
         self._flush_later()
 
     def _flush_later(self) -> None:
