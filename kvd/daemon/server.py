@@ -98,7 +98,8 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         workers = policy.Policy(os.geteuid(), rules)
         self._open(loop, provider, workers)
-        self._processor_wait = ProcessorWait(loop, self.metrics)
+        network = self._network
+        self._processor_wait = ProcessorWait(loop, self.metrics, network=lambda: network.pid if network else None)
         self._build(loop, provider, workers)
         self._watchdog = Watchdog(
             loop,
@@ -141,7 +142,7 @@ class Daemon:
             device=provider.device,
             mode=0o666 if self._trust or config.insecure else 0o600,  # peers of other users; they show a token
         )
-        network = self._open_network(identity, loop, same_host.lock)
+        self._network = network = self._open_network(identity, loop, same_host.lock)
         self._transport = RoutedTransport(same_host, network)
         self._worker_sockets = WorkerSockets(
             str(config.socket),

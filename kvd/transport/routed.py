@@ -154,7 +154,7 @@ class RoutedTransport:
 
     def stop(self) -> None:
         """Shuts down in order and waits for it. Open reads get no more events."""
-        for transport in self._both:
+        for transport in reversed(self._both):  # the process of the network's may have the other's lock
             transport.stop()
 
     @property

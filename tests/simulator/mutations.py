@@ -173,7 +173,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=530)
+@mutation(Promise.FENCED, first=519)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -605,7 +605,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 93,
+    "MAX_CLAIMS_PER_OFFER": 33,
     "MAX_CLAIMS_WAITING": 84,
     "MAX_HANDSHAKES": 54,
     "MAX_REQUESTS_PER_WORKER": 120,

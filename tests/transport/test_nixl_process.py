@@ -1,14 +1,19 @@
 """The process of the NIXL transport: what the daemon makes of its ends, and of what it says; with a scripted one."""
 
 import asyncio
+import errno
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from kvd.net.frames import Frame
+from kvd.errors import ErrorCode, Unavailable, refusal
+from kvd.net.frames import Frame, pack
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -27,14 +32,15 @@ from kvd.transport.interface import (
 from kvd.transport.nixl import keeper, messages
 from kvd.transport.nixl import transport as module
 from kvd.transport.nixl.child import Child
-from kvd.transport.nixl.keeper import HUNG_PINGS
-from kvd.transport.nixl.messages import AddPeer, ExpectReaders, NotOpened, Opened, Read, Register
+from kvd.transport.nixl.keeper import HUNG_PINGS, Keeper
+from kvd.transport.nixl.messages import AddPeer, ExpectReaders, NotOpened, Opened, Ping, Read, Register
 from kvd.transport.nixl.metadata import Metadata, write
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import environment_of
 from tests.support.patience import PATIENCE
 from tests.transport.descriptors import descriptors, request
 
+NOT_UNICODE = msgspec.Raw(messages.encode([PeerFailed("p", "")]).replace(b"\xa1p", b"\xa1\xff"))
 PEER = write(Metadata(b"nixl's", b"process1", {}))
 
 
@@ -70,6 +76,9 @@ class ScriptedChild:
         return f"{self.fault} (signal SIGKILL)"
 
     def close(self) -> None:
+        pass
+
+    def hang_up(self) -> None:
         pass
 
     def says(self, *frames: object) -> None:
@@ -205,10 +214,12 @@ async def test_a_process_that_tells_of_what_nobody_asked_for_is_ended_and_not_he
     assert run.taken() == []
 
 
-@pytest.mark.parametrize("nonsense", [b"nonsense", ["nonsense"], [{"type": "TransportDied", "reason": ""}]])
+@pytest.mark.parametrize(
+    "nonsense", [b"nonsense", ["nonsense"], [{"type": "TransportDied", "reason": ""}], NOT_UNICODE], ids=range(4)
+)
 async def test_a_process_that_sends_what_is_no_message_is_ended(run: Run, nonsense: object) -> None:
     run.child.says(nonsense)
-    assert run.child.fault.startswith("it sent what is no message: ")
+    assert run.child.fault.startswith("it sent no message: ")
     assert run.taken() == []
 
 
@@ -216,6 +227,10 @@ async def test_a_process_that_leaves_pings_unanswered_is_ended_and_one_that_answ
     for number in range(3 * HUNG_PINGS):
         run.transport.ping(number)
         run.child.says([Answered(number)])
+    assert not run.child.fault
+    for pool in range(3 * HUNG_PINGS):  # it registers one large pool after the other, and gets to no ping meanwhile
+        run.transport.ping(pool)
+        run.registered(pool)
     assert not run.child.fault
     for number in range(HUNG_PINGS):
         run.transport.ping(number)
@@ -286,3 +301,108 @@ def test_the_process_has_its_own_descriptors_alone_and_ends_with_its_daemon() ->
     child.close()
     assert child.wait() == "status 0"
     os.close(secret)
+
+
+class Script(Child):
+    """The daemon's end of a process that runs `script`."""
+
+    script = ""
+
+    def __init__(self, agent: str, held: tuple[int, ...]) -> None:
+        start = subprocess.Popen
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                subprocess, "Popen", lambda _command, **how: start([sys.executable, "-c", self.script], **how)
+            )
+            super().__init__(agent, held)
+
+
+class Dies(Script):
+    """It hands its socket on to a process of its own, and dies."""
+
+    script = f"""
+import os, socket, subprocess, sys
+daemon = socket.socket(fileno=0)
+daemon.sendall({pack(messages.encode(Opened(b"first")))!r})
+subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.buffer.read()"], stdin=daemon)
+daemon.sendall({pack(messages.encode([Answered(7)]))!r})
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.real
+async def test_what_a_process_said_last_is_heard_and_what_it_has_started_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper, "Child", Dies)
+    heard: list[Event] = []
+    ended = asyncio.get_running_loop().create_future()
+    kept = Keeper(
+        "a",
+        asyncio.get_running_loop(),
+        (),
+        opened=lambda _metadata: None,
+        heard=lambda event: heard.append(event) or True,
+        ended=ended.set_result,
+    )
+    kept.start()
+    async with asyncio.timeout(PATIENCE):
+        assert await ended == "signal SIGKILL"
+    assert heard == [Answered(7)]
+    await asyncio.to_thread(kept.stop)
+
+
+class Sleeps(Script):
+    script = "import sys; sys.stdin.read()"
+
+
+class Stream:
+    """One that cannot send, with so many bytes waiting."""
+
+    def __init__(self, error: Exception, waiting: int) -> None:
+        self._error, self.waiting = error, waiting
+
+    def send(self, _content: bytes, _descriptors: tuple[int, ...] = ()) -> None:
+        raise self._error
+
+
+NONE_LEFT = refusal(ErrorCode.OVERLOADED, "none left")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("error", "waiting", "how"),
+    [
+        (NONE_LEFT, 1, "commands to it were lost: overloaded: none left (signal SIGKILL)"),
+        (
+            OSError(errno.ENOBUFS, "no room"),
+            0,
+            f"commands to it were lost: [Errno {errno.ENOBUFS}] no room (signal SIGKILL)",
+        ),
+        (BrokenPipeError(errno.EPIPE, "gone"), 0, "signal SIGKILL"),
+    ],
+    ids=["descriptors", "memory", "gone"],
+)
+def test_a_process_that_did_not_get_a_command_is_ended(
+    error: Exception, waiting: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Sleeps("a", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "_stream", Stream(error, waiting))
+        child.send(Ping(1))
+    assert child.wait() == how
+    child.close()
+
+
+@pytest.mark.real
+def test_a_command_whose_descriptor_cannot_be_passed_is_refused_and_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = Sleeps("a", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "_stream", Stream(NONE_LEFT, 0))
+        with pytest.raises(Unavailable):
+            child.send(Ping(1))
+    assert not child.fault
+    child.close()
+    assert child.wait() == "status 0"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from kvd import foreign
 from kvd.errors import KvdError, Unavailable
 from kvd.net.frames import Frame
 from kvd.net.stream import FrameStream
+from kvd.net.unix import readable
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import environment_of
@@ -43,7 +43,7 @@ class Child:
                 stdin=theirs.fileno(),
                 pass_fds=held,
                 env=environment_of(os.environ),
-                start_new_session=True,  # Ctrl-C reaches the daemon alone, which then ends this
+                process_group=0,  # Ctrl-C reaches the daemon alone; a session of its own may have its own weight
             )
         except OSError:
             ours.close()
@@ -51,21 +51,29 @@ class Child:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self._exit = os.pidfd_open(self.pid)
+        self._socket = ours
         self._stream = FrameStream(ours)
+        try:
+            self._exit = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            ours.close()
+            raise
         self._loop: asyncio.AbstractEventLoop | None = None
         self.fault = ""
         """Why it was ended by us; empty if it was not."""
 
     def open(self, seconds: float) -> Opened | NotOpened | None:
-        """Waits for its first word; None if it ended without one, or said none in time."""
+        """Waits for its first word; None if it ended without one, or said none in time and is ended for that."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and select.select([self._stream], [], [], left)[0]:
+        while (left := deadline - time.monotonic()) > 0 and readable(self._stream.fileno(), left):
             frames = self._stream.receive()
             if frames is None:
                 return None
             if frames:
                 return messages.first_word(frames[0].content)
+        self.kill(f"it did not start within {seconds:g} s")
         return None
 
     def watch(self, loop: asyncio.AbstractEventLoop, hear: Callable[[], object], ended: Callable[[], None]) -> None:
@@ -96,18 +104,23 @@ class Child:
         """Sends a command; one that it cannot take any more is dropped, as its end will tell.
 
         Raises:
-            Unavailable: `OVERLOADED`, no descriptor is left, or none can be passed.
+            Unavailable: `OVERLOADED`, none of `descriptors` can be passed now; nothing was sent.
 
         """
         waiting = self._stream.waiting
         try:
-            with contextlib.suppress(OSError):
-                self._stream.send(messages.encode(command), descriptors)
-        except Unavailable:
-            if waiting:  # that is lost with it
-                self.kill("commands to it were lost for want of descriptors")
-            raise
+            self._stream.send(messages.encode(command), descriptors)
+        except Unavailable as error:
+            if not waiting:
+                raise
+            self._lost(error)
+        except OSError as error:
+            self._lost(error)
         self._flush_later()
+
+    def _lost(self, error: OSError | Unavailable) -> None:
+        """Commands were dropped, also earlier ones: it is ended, if it has not, so that what they began ends."""
+        self.kill("" if isinstance(error, ConnectionError) else f"commands to it were lost: {error}")
 
     def _flush_later(self) -> None:
         if self._loop is None or self._stream.fileno() < 0:
@@ -118,9 +131,16 @@ class Child:
             self._loop.remove_writer(self._stream.fileno())
 
     def _flush(self) -> None:
-        with contextlib.suppress(OSError, KvdError):
+        try:
             self._stream.flush()
+        except (OSError, Unavailable) as error:
+            self._lost(error)
         self._flush_later()
+
+    def hang_up(self) -> None:
+        """After its end: what has come can be received, and nothing comes any more, not even from what it started."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def kill(self, fault: str) -> None:
         """Ends it; `ended` is called then. The first fault counts."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
 import structlog
 
-from kvd.errors import ErrorCode, refusal
-from kvd.transport.interface import Answered
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.messages import NotOpened, Opened
+from kvd.transport.nixl.ucx import set_by_operator
 
 START_SECONDS: Final = 30.0
 """How long the process may take to start: half a second, more on a busy machine."""
@@ -23,7 +23,7 @@ STOP_SECONDS: Final = 5.0
 network. A process that is killed in the middle of reads has ended those that it read from (signal 11 in UCX)."""
 
 HUNG_PINGS: Final = 25
-"""In a row that it may leave unanswered. The watchdog sends one a second, and gives a daemon that hangs longer."""
+"""In a row to which it may say nothing. The watchdog sends one a second, and gives a daemon that hangs longer."""
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 30.0
@@ -68,7 +68,7 @@ class Keeper:
         self._began = loop.time()
         self._pause = FIRST_PAUSE
         self._pings = 0
-        """Since its last answer."""
+        """Since its last word."""
         self._stopped = False
 
     @staticmethod
@@ -76,12 +76,18 @@ class Keeper:
         said = child.open(START_SECONDS)
         if isinstance(said, Opened):
             return said.metadata
-        child.kill("it did not start")
+        child.kill("")
         how = child.wait()
         child.close()
-        if said is None:
-            raise refusal(ErrorCode.INTERNAL, f"NIXL's process did not start: {how}")
-        raise refusal(ErrorCode.BAD_CONFIG, said.reason)
+        if isinstance(said, NotOpened):
+            raise refusal(ErrorCode.BAD_CONFIG, said.reason)
+        told = set_by_operator(os.environ) or "no variable of UCX's set"
+        raise refusal(ErrorCode.INTERNAL, f"NIXL's process did not start with {told}: {how}")
+
+    @property
+    def pid(self) -> int | None:
+        """The process that there is now; None between two."""
+        return self._child.pid if self._child is not None else None
 
     def start(self) -> None:
         """Listens to the process."""
@@ -129,19 +135,18 @@ class Keeper:
         try:
             for frame in frames:
                 self._heard(child, frame.content)
-        except msgspec.MsgspecError as error:
-            child.kill(f"it sent what is no message: {error}")
+        except BadRequest as error:
+            child.kill(f"it sent {error.text}")
         return True
 
     def _heard(self, child: Child, content: bytes) -> None:
         if not self.running:
             self._first_heard(child, messages.first_word(content))
             return
+        self._pings = 0
         for event in messages.events(content):
             if self._stopped or child.fault:
                 return
-            if isinstance(event, Answered):
-                self._pings = 0
             if not self._on_heard(event):
                 child.kill(f"it told of what nobody asked for: {type(event).__name__}")
 
@@ -159,6 +164,7 @@ class Keeper:
         child = self._child
         if child is None or self._stopped:
             return
+        child.hang_up()
         while self._hear():  # what it said before its end holds
             pass
         how = child.wait()

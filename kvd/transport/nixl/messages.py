@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.plan import Descriptors
+from kvd.protocol.codec import Decoder
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -146,9 +147,9 @@ Reported = (
 """The events that the process may tell of."""
 
 encode = msgspec.msgpack.Encoder().encode
-command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
-first_word: Callable[[bytes], Opened | NotOpened] = msgspec.msgpack.Decoder(Opened | NotOpened).decode
-events: Callable[[bytes], list[Reported]] = msgspec.msgpack.Decoder(list[Reported]).decode
+command: Callable[[bytes], Command] = Decoder[Command](Command).decode
+first_word: Callable[[bytes], Opened | NotOpened] = Decoder[Opened | NotOpened](Opened | NotOpened).decode
+events: Callable[[bytes], list[Reported]] = Decoder[list[Reported]](list[Reported]).decode
 
 
 def read_command(request: ReadRequest) -> tuple[Read, tuple[int, ...]]:

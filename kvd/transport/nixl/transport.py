@@ -100,6 +100,11 @@ class NixlTransport:
         """What a peer needs to add this agent, as of the last event that changed it; empty while nobody can."""
         return self._metadata
 
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now."""
+        return self._keeper.pid
+
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts; `on_event` is called on the loop, in the order of the events."""
         self._on_event = on_event
