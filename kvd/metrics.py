@@ -37,6 +37,9 @@ class Metrics:
         self.read_bytes = counter("kvd_read_bytes_total", "Bytes read from peers that landed.")
         self.read_descriptors = counter("kvd_read_descriptors_total", "Descriptors of reads that landed.")
         self.reads_failed = counter("kvd_reads_failed_total", "Reads that the transport ended without all bytes.")
+        self.transport_restarts = counter(
+            "kvd_transport_restarts_total", "Times that the process which reads from other hosts ended by itself."
+        )
         self.pulls_active = gauge("kvd_pulls_active", "Open pulls.")
         self.quarantined = gauge("kvd_pulls_quarantined", "Ended pulls whose blocks may still be written to.")
         self.offers = counter(

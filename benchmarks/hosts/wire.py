@@ -4,6 +4,7 @@ UCX is told to use TCP, because it would see that the namespaces share a kernel.
 the consumer's host: `python -m benchmarks.hosts.wire`.
 """
 
+import json
 import os
 import shutil
 import statistics
@@ -18,6 +19,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.hosts import namespaces as hosts
+from benchmarks.hosts import pulls
 from benchmarks.hosts.namespaces import Host, Hosts
 from kvd.bench.pair import Pair, Place
 from kvd.errors import ErrorCode, InternalError
@@ -108,7 +110,7 @@ def _iperf(source: Host, sink: Host, streams: int) -> float:
 def read_between(producer: Host, consumer: Host, rounds: int, settings: Mapping[str, str]) -> Rates:
     """Reads from the producer's host on the consumer's, with `settings` in the environment of both."""
     command = [*consumer.within, sys.executable, "-m", "benchmarks.hosts.wire", str(rounds)]
-    command += [producer.namespace, producer.address, consumer.address]
+    command += [json.dumps(producer.within), producer.address, consumer.address]
     environment = {**os.environ, "UCX_TLS": "tcp", **settings}
     ran = subprocess.run(command, capture_output=True, env=environment, check=False)  # noqa: S603 - ours
     if ran.returncode:
@@ -124,6 +126,7 @@ def _read(rounds: int, places: Mapping[str, Place]) -> Rates:
         descriptors, tickets = pool.descriptors(ids, ids), pool.tickets(ids, rounds + 1)
         pool.pull(tickets.pop(), ids)
         pool.check(ids, ids)
+        pulls.check_path(pool)
         kvd = [pool.pull(ticket, ids) for ticket in tickets]
         raw = [pool.raw(descriptors) for _ in range(rounds)]
         pair.quiet_raw()
@@ -132,10 +135,10 @@ def _read(rounds: int, places: Mapping[str, Place]) -> Rates:
 
 
 def main() -> None:
-    """The reading side; exits without NIXL's teardown (see `kvd.transport.nixl.transport`)."""
-    rounds, namespace, producer, consumer = sys.argv[1:]
-    within = ("ip", "netns", "exec", namespace)
-    rates = _read(int(rounds), {"producer": Place(within, producer), "consumer": Place((), consumer)})
+    """The reading side; exits without NIXL's teardown (see `kvd.transport.nixl.process`)."""
+    rounds, within, producer, consumer = sys.argv[1:]
+    places = {"producer": Place(tuple(json.loads(within)), producer), "consumer": Place((), consumer)}
+    rates = _read(int(rounds), places)
     sys.stdout.buffer.write(msgspec.json.encode(rates))
     sys.stdout.buffer.flush()
     os._exit(0)

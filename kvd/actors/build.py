@@ -31,6 +31,8 @@ from kvd.transport.interface import (
     Described,
     Event,
     Landed,
+    NetworkDown,
+    NetworkUp,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -188,15 +190,18 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         channel=channel,
         sessions=sessions,
     )
-    transport.start(_delivery(actors, dependencies))
+    transport.start(_delivery(actors, context, dependencies))
     peer_port.start(frames.received, context.dispatcher)
     worker_port.start(gateway.received, context.dispatcher)
     return actors
 
 
-def _delivery(actors: Actors, dependencies: Dependencies) -> Callable[[Event], None]:  # noqa: C901 - one of each kind
+def _delivery(  # noqa: C901 - one of each kind
+    actors: Actors, context: ActorContext, dependencies: Dependencies
+) -> Callable[[Event], None]:
     """Where each event of the transport goes."""
     transfers, memory = actors.scheduler.transfers, actors.pools.memory
+    metrics, condition = context.metrics, context.condition
 
     def on_transport(event: Event) -> None:  # noqa: C901 - the same
         match event:
@@ -216,6 +221,13 @@ def _delivery(actors: Actors, dependencies: Dependencies) -> Callable[[Event], N
                 call(memory.register_failed, event)
             case Deregistered():
                 call(memory.deregistered, event)
+            case NetworkDown():
+                metrics.transport_restarts.inc()
+                condition("network", f"{event.reason}; it is being started again")
+                call(actors.peer_server.network_down)
+            case NetworkUp():
+                condition("network", None)
+                call(actors.peer_server.network_up, event)
             case Answered():
                 dependencies.transport_answered(event.number)
             case TransportDied():

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves, and does not return: NIXL's teardown must not decide the exit status (`kvd.transport.nixl.transport`)."""
+    """Serves, and does not return: NIXL's teardown must not decide the exit status (`kvd.transport.nixl.process`)."""
     flags = {name: value for name in Config.model_fields if (value := getattr(args, name)) is not None}
     config = load(flags)
     configure(config.log_level, config.log_format)

@@ -34,7 +34,7 @@ class Connection:
         self._stream: FrameStream | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._daemon: int | None = None
-        """The pidfd of the process that last lent the pool; it came with the pool."""
+        """It tells of the end of the processes that last lent the pool, with which it came."""
         self._connected_to: Credentials | None = None
         """Who listened where the session was opened last."""
         self._lent_by: Credentials | None = None

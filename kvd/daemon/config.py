@@ -29,7 +29,7 @@ _OPEN = (
 )
 _UNPROTECTED = (
     "is for peers on other hosts, which read pools through UCX. That has no keys: whoever reaches its port reads and "
-    "writes all memory of this daemon, or ends it. Say with unprotected_transport by which IP address of this host, on "
+    "writes all pools of this daemon. Say with unprotected_transport by which IP address of this host, on "
     "a network of hosts that you trust; or listen on a Unix socket or loopback only"
 )
 _ONLY_TCP = "insecure applies to tcp:// only, and without `listen` peers use a Unix socket; set `listen`, too"
@@ -90,7 +90,7 @@ class Config(BaseSettings):
         "",
         pattern=r"^[0-9A-Fa-f.:]*$",
         description="IP address by whose interface peers on other hosts read, needed where `listen` is for them. "
-        "Whoever reaches it reads and writes all memory of this daemon, or ends it, with or without a key.",
+        "Whoever reaches it reads and writes all pools of this daemon, with or without a key.",
     )
     transport_ports: str = Field(
         "9930-9961",

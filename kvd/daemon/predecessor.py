@@ -13,7 +13,7 @@ from kvd.net.places import check_own
 from kvd.protocol.address import export_path, is_local
 
 _TRANSPORT_PORTS = 2
-"""The daemon's, and that of the process that tries foreign metadata."""
+"""Those of NIXL's process, and of the one that tries foreign metadata."""
 
 _log = structlog.get_logger("kvd")
 

@@ -1,8 +1,12 @@
-"""How long the daemon's threads waited for a processor, as the kernel counts it: for what others are at fault."""
+"""How long the daemon's threads waited for a processor, as the kernel counts it: for what others are at fault.
+
+Those of the process that reads from other hosts count, too.
+"""
 
 import os
 import threading
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,20 +18,25 @@ from kvd.protocol.status import ProcessorStatus
 _TASKS: Final = Path("/proc/self/task")
 _LOOK_SECONDS: Final = 1.0
 _NANOSECOND: Final = 1e-9
+_TRANSPORT: Final = "transport"
 _OTHER: Final = "other"
-_KINDS: Final = ("loop", "copy", "transport", "import", "http", _OTHER)
+_KINDS: Final = ("loop", "copy", _TRANSPORT, "import", "http", _OTHER)
 
 
 class ProcessorWait:
     """Looks once a second, and remembers the last `limits.STARVED_WINDOW_SECONDS`.
 
-    A wait is seen when it is over: until then the kernel has not counted it.
+    A wait is seen when it is over: until then the kernel has not counted it. `network` gives the number of the process
+    that reads from other hosts, if one runs.
     """
 
-    def __init__(self, loop: Loop, metrics: Metrics, tasks: Path = _TASKS) -> None:
+    def __init__(
+        self, loop: Loop, metrics: Metrics, tasks: Path = _TASKS, network: Callable[[], int | None] = lambda: None
+    ) -> None:
         self._loop = loop
         self._counter = metrics.processor_wait
         self._tasks = tasks
+        self._network = network
         self._seen: dict[int, int] = {}
         """Nanoseconds that each thread has waited, by its number."""
         self._sum: Counter[str] = Counter()
@@ -59,22 +68,28 @@ class ProcessorWait:
 
     def _count(self) -> None:
         kinds = {thread.native_id: _kind(thread) for thread in threading.enumerate()}
-        seen: dict[int, int] = {}
-        try:
-            numbers = [int(name) for name in os.listdir(self._tasks)]
-        except OSError:
-            numbers = []
-        for number in numbers:
-            try:
-                waited = int((self._tasks / str(number) / "schedstat").read_text().split()[1])
-            except OSError:  # it has ended, or this kernel does not count
-                continue
-            seen[number] = waited
-            kind = kinds.get(number, _OTHER)
+        found = [(number, waited, kinds.get(number, _OTHER)) for number, waited in _waits(self._tasks)]
+        if (network := self._network()) is not None:
+            found += [(number, waited, _TRANSPORT) for number, waited in _waits(Path(f"/proc/{network}/task"))]
+        for number, waited, kind in found:
             new = max(0, waited - self._seen.get(number, 0))  # a number may be given to another thread
             self._sum[kind] += new
             self._counter.labels(kind).inc(new * _NANOSECOND)
-        self._seen = seen
+        self._seen = {number: waited for number, waited, _ in found}
+
+
+def _waits(tasks: Path) -> Iterator[tuple[int, int]]:
+    """The number of each thread, and for how many nanoseconds it has waited."""
+    try:
+        numbers = os.listdir(tasks)
+    except OSError:  # the process has ended
+        return
+    for number in numbers:
+        try:
+            waited = int((tasks / number / "schedstat").read_text().split()[1])
+        except OSError:  # it has ended, or this kernel does not count
+            continue
+        yield int(number), waited
 
 
 def _kind(thread: threading.Thread) -> str:

@@ -42,13 +42,13 @@ from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
 from kvd.net.trust import Trust
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.address import export_path, is_local
-from kvd.transport.interface import Transport
 from kvd.transport.routed import RoutedTransport
 from kvd.transport.samehost.transport import SameHostTransport
 
 if TYPE_CHECKING:
     from kvd.daemon.tracing import Traces
     from kvd.transport.nixl.probe import Probe
+    from kvd.transport.nixl.transport import NixlTransport
 
 
 _log = structlog.get_logger("kvd")
@@ -97,7 +97,8 @@ class Daemon:
         self._http = HttpServer(config.http, self.metrics.registry, self.health)
         workers = policy.Policy(os.geteuid(), rules)
         self._open(loop, provider, workers)
-        self._processor_wait = ProcessorWait(loop, self.metrics)
+        network = self._network
+        self._processor_wait = ProcessorWait(loop, self.metrics, network=lambda: network.pid if network else None)
         self._build(loop, provider, workers)
         self._watchdog = Watchdog(
             loop,
@@ -140,9 +141,13 @@ class Daemon:
             device=provider.device,
             mode=0o666 if self._trust or config.insecure else 0o600,  # peers of other users; they show a token
         )
-        self._transport = RoutedTransport(same_host, self._open_network(identity, loop))
+        self._network = network = self._open_network(identity, loop, same_host.lock)
+        self._transport = RoutedTransport(same_host, network)
         self._worker_sockets = WorkerSockets(
-            str(config.socket), mode=int(config.socket_mode, 8), may_pass=workers.may_attach
+            str(config.socket),
+            mode=int(config.socket_mode, 8),
+            may_pass=workers.may_attach,
+            ends=network.ends if network else None,
         )
         self._peer_sockets = PeerSockets(
             config.listen,
@@ -154,8 +159,11 @@ class Daemon:
         )
         self._traces = _traces(config)
 
-    def _open_network(self, agent: str, loop: asyncio.AbstractEventLoop) -> Transport | None:
-        """The transport to other hosts, if this daemon listens for them; NIXL takes half a second to start."""
+    def _open_network(self, agent: str, loop: asyncio.AbstractEventLoop, lock: int) -> "NixlTransport | None":
+        """The transport to other hosts, if this daemon listens for them; NIXL takes half a second to start.
+
+        Its process holds `lock`, too: no other daemon takes these pools back while it may write to them.
+        """
         if is_local(self.config.listen):
             return None
         from kvd.transport.nixl.probe import Probe  # noqa: PLC0415
@@ -167,12 +175,12 @@ class Daemon:
         except ImportError as error:
             raise refusal(ErrorCode.BAD_CONFIG, f"listen {self.config.listen} needs NIXL: {error}") from error
         devices, ports = self.config.network_devices(), self.config.transport_ports
-        transport = NixlTransport(agent, loop, examine=self._probe, devices=devices, ports=ports)
+        transport = NixlTransport(agent, loop, examine=self._probe, devices=devices, ports=ports, held=(lock,))
         self._log.warning(
             "the transport is unprotected",
             devices=os.environ["UCX_NET_DEVICES"],
             ports=os.environ["UCX_TCP_PORT_RANGE"],
-            risk="whoever reaches these reads and writes all memory of this daemon, or ends it, with or without a key",
+            risk="whoever reaches these reads and writes all pools, with or without a key",
         )
         self._probe.start()
         return transport

@@ -1,7 +1,7 @@
-"""The watchdog: checks in rounds that the loop, every actor and the transport's thread respond.
+"""The watchdog: checks in rounds that the loop, every actor and the transport respond.
 
-An actor responds when the probe has passed through its mailbox, the transport when its thread has run the ping. After a
-round in which one was silent, neither systemd's watchdog nor /livez is fed.
+An actor responds when the probe has passed through its mailbox, the transport when NIXL's process, if there is one, has
+run the ping. After a round in which one was silent, neither systemd's watchdog nor /livez is fed.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Watchdog:
         self._ping(number)
 
     def transport_answered(self, number: int) -> None:
-        """The transport's thread ran ping `number`."""
+        """The transport ran ping `number`."""
         self._answered(number, TRANSPORT)
 
     def _answered(self, number: int, name: str) -> None:

@@ -107,4 +107,4 @@ if __name__ == "__main__":
     else:
         sys.stdout.buffer.write(msgspec.json.encode(read()))
         sys.stdout.flush()
-    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.transport`)
+    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.process`)

@@ -111,7 +111,7 @@ class WorkerPort(Protocol):
         """Binds and listens; `on_event` is called on the loop, as often as `intake` admits it."""
 
     def send_session(self, connection: int, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Sends a frame with duplicates of `descriptors` and of our own pidfd; a closed session is ignored."""
+        """Sends a frame, and duplicates of `descriptors` and of what tells of our end; a closed session is ignored."""
 
     def close_session(self, connection: int) -> None:
         """Hangs up on a session, after what was sent to it. No `SessionClosed` follows."""

@@ -32,6 +32,11 @@ class PathLock:
             self.release()
             raise
 
+    @property
+    def descriptor(self) -> int:
+        """The lock is held until all duplicates of this are closed, too."""
+        return self._descriptor
+
     def release(self, *sockets: str) -> None:
         """Removes these sockets and the lock's file, and drops the lock; a second call does nothing.
 

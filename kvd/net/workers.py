@@ -34,9 +34,9 @@ _NO_DESCRIPTORS: Final = _refusal(
 class WorkerSockets:
     """A `kvd.net.interface.WorkerPort` at `path` and `path` + `.zmq`, both of file mode `mode`.
 
-    Descriptors that are sent are followed by a pidfd of this process. It tells a worker in any PID namespace when
-    nothing writes to its pool any more: when all threads of this process have ended and its descriptors (those of NICs,
-    too) are closed. The ends of sessions and locks come before that.
+    Descriptors that are sent are followed by one, `ends`, that tells a worker in any PID namespace when nothing writes
+    to its pool any more: by default a pidfd of this process, as then all of its threads have ended and its descriptors
+    (those of NICs, too) are closed. The ends of sessions and locks come before that.
 
     Raises:
         BadRequest: `BAD_CONFIG`, the path is too long for a socket.
@@ -44,7 +44,11 @@ class WorkerSockets:
     """
 
     def __init__(
-        self, path: str, mode: int = 0o600, may_pass: Callable[[int, int], bool] = lambda _uid, _gid: True
+        self,
+        path: str,
+        mode: int = 0o600,
+        may_pass: Callable[[int, int], bool] = lambda _uid, _gid: True,
+        ends: int | None = None,
     ) -> None:
         """`may_pass` says whether a user of these ids may attach, and so may pass a pool's descriptor."""
         if len(os.fsencode(self._zmq_path(path))) > MAX_PATH_BYTES:
@@ -57,6 +61,7 @@ class WorkerSockets:
         self._router: Router | None = None
         self._listeners: list[Listener] = []
         self._lock: PathLock | None = None
+        self._given_ends = ends
         self._process = -1
         self._peers: WatchedProcesses | None = None
         self._sessions: dict[int, Session] = {}
@@ -82,7 +87,7 @@ class WorkerSockets:
         self._on_event, self._intake = on_event, intake
         refuse_other_files(self._zmq_path(self._path))
         self._lock = PathLock(self._path)
-        self._process = os.pidfd_open(os.getpid())
+        self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
         self._router = Router(self._received, intake)
         try:

@@ -62,8 +62,9 @@ class End(Message, frozen=True, tag="end"):
 class Attached(Message, frozen=True, tag="attached"):
     """The pool is lent. `session` is the worker's routing id on `endpoint` from now on.
 
-    Two descriptors come along: the pool's, and a pidfd of the daemon's process. The pidfd becomes readable when that
-    process has ended; until then it may write to the pool, even if its sockets are closed.
+    Two descriptors come along: the pool's, and one on which poll(2) reports an event, of any kind, when the daemon's
+    processes have ended; until then they may write to the pool, even if its sockets are closed. It is a pidfd if there
+    is but one process, else the end of a pipe.
     """
 
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]

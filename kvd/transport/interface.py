@@ -1,7 +1,7 @@
 """What the daemon asks of a transport, and what it reports: commands in, events out, nothing shared.
 
-An implementation may run on a thread (NIXL does) or in a process of its own. Commands never block, and never raise
-because of what a peer did. `tests.conformance` holds the tests that every implementation passes.
+An implementation may run on threads or in a process of its own (NIXL does; events are tagged for that). Commands never
+block, and never raise because of what a peer did. `tests.conformance` holds the tests that every implementation passes.
 
 The rules:
 
@@ -67,35 +67,35 @@ class ReadRequest(Struct, frozen=True, gc=False):
         return ReadFailed(self.read, text, unproven=True)
 
 
-class Registered(Struct, frozen=True, gc=False):
+class Registered(Struct, frozen=True, gc=False, tag=True):
     """Memory is registered. `metadata` is what peers need to reach everything this agent has registered now."""
 
     pool: int
     metadata: bytes
 
 
-class Deregistered(Struct, frozen=True, gc=False):
+class Deregistered(Struct, frozen=True, gc=False, tag=True):
     """Memory is no longer registered and may be unmapped."""
 
     pool: int
     metadata: bytes
 
 
-class Described(Struct, frozen=True, gc=False):
+class Described(Struct, frozen=True, gc=False, tag=True):
     """What peers need to reach these registrations and no others; registrations that have ended are left out."""
 
     pools: tuple[int, ...]
     metadata: bytes
 
 
-class RegisterFailed(Struct, frozen=True, gc=False):
+class RegisterFailed(Struct, frozen=True, gc=False, tag=True):
     """Memory could not be registered."""
 
     pool: int
     reason: str
 
 
-class PeerAdded(Struct, frozen=True, gc=False):
+class PeerAdded(Struct, frozen=True, gc=False, tag=True):
     """Reads from `agent` may start, of what `metadata`, which was given by `add_peer`, tells of.
 
     `path` names the transports that carry the bytes (see `kvd.transport.path`). `same_host` says that its transport has
@@ -111,14 +111,14 @@ class PeerAdded(Struct, frozen=True, gc=False):
     """Why the transport of other hosts reads it though it may be on this one; empty if it does not."""
 
 
-class PeerFailed(Struct, frozen=True, gc=False):
+class PeerFailed(Struct, frozen=True, gc=False, tag=True):
     """The metadata of `agent` was unusable, or the connection broke: the peer is forgotten."""
 
     agent: str
     reason: str
 
 
-class Landed(Struct, frozen=True, gc=False):
+class Landed(Struct, frozen=True, gc=False, tag=True):
     """Every byte of the read is in place. `seconds` is the time from its first post to its last byte.
 
     `stamp` is what lay at the read's stamp address after that, in the living process; 0 if none was requested, or if
@@ -130,7 +130,7 @@ class Landed(Struct, frozen=True, gc=False):
     stamp: int = 0
 
 
-class ReadFailed(Struct, frozen=True, gc=False):
+class ReadFailed(Struct, frozen=True, gc=False, tag=True):
     """The read ended without all its bytes, and nothing writes to its destination any more.
 
     If it is `unproven`, the stamp that it expects was not there, and nothing was read.
@@ -142,13 +142,29 @@ class ReadFailed(Struct, frozen=True, gc=False):
     unproven: bool = False
 
 
-class Answered(Struct, frozen=True, gc=False):
-    """The transport ran `ping(number)`: its thread is alive."""
+class Answered(Struct, frozen=True, gc=False, tag=True):
+    """The transport ran `ping(number)`: it is alive."""
 
     number: int
 
 
-class TransportDied(Struct, frozen=True, gc=False):
+class NetworkDown(Struct, frozen=True, gc=False, tag=True):
+    """The process that reads from other hosts has ended, and is started again until it stays.
+
+    Its reads and its peers fail with it, and nothing that it had open is written to any more. What was registered stays
+    so, under new keys: `metadata` is right again with `NetworkUp`.
+    """
+
+    reason: str
+
+
+class NetworkUp(Struct, frozen=True, gc=False, tag=True):
+    """It runs again, and everything is registered with it: peers need this `metadata` from now on."""
+
+    metadata: bytes
+
+
+class TransportDied(Struct, frozen=True, gc=False, tag=True):
     """The transport cannot go on, as a thread of it raised or its GPU is lost: the daemon must stop."""
 
     reason: str
@@ -164,6 +180,8 @@ Event = (
     | Landed
     | ReadFailed
     | Answered
+    | NetworkDown
+    | NetworkUp
     | TransportDied
 )
 

@@ -1,4 +1,4 @@
-"""Events on their way from the transport's thread to the daemon's loop."""
+"""Events on their way from the threads that copy to the daemon's loop."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from kvd.transport.interface import (
     Deregistered,
     Described,
     Event,
+    NetworkUp,
     PeerAdded,
     PeerFailed,
     ReadRequest,
@@ -153,7 +154,7 @@ class RoutedTransport:
 
     def stop(self) -> None:
         """Shuts down in order and waits for it. Open reads get no more events."""
-        for transport in self._both:
+        for transport in reversed(self._both):  # the process of the network's may have the other's lock
             transport.stop()
 
     @property
@@ -227,6 +228,8 @@ class RoutedTransport:
             case PeerFailed():
                 self._adding.pop(event.agent, None)
                 self._on_event(event)
+            case NetworkUp():
+                self._on_event(NetworkUp(self.metadata))
             case _:
                 self._on_event(event)
 

@@ -44,10 +44,10 @@ class Contract:
     @asynccontextmanager
     async def _reader(self, size: int = PRODUCED) -> AsyncIterator[Reader]:
         base, memory, descriptor = self._site.memory(size)
-        reader = Reader(self._site.transport(), base, memory)
+        reader = Reader(self._site.transport(), Region(base, size, descriptor, length=size), memory)
         reader.transport.start(reader.on_event)
         try:
-            reader.transport.register(1, Region(base, size, descriptor, length=size))
+            reader.transport.register(1, reader.region)
             registered = await reader.answer(Registered)
             assert (registered.pool, registered.metadata) == (1, reader.transport.metadata)
             yield reader
@@ -333,7 +333,7 @@ class Contract:
             assert (gone.pool, gone.metadata) == (1, reader.transport.metadata)
             assert gone.metadata != before
             assert isinstance(await reader.end(reader.read(producer, blocks(0, 1, 4 * KIB))), ReadFailed)
-            reader.transport.register(2, Region(reader.base, 64 * KIB))
+            reader.transport.register(2, reader.region)
             assert (await reader.answer(Registered, 2)).pool == 2
             await reader.still_well(producer)
 

@@ -18,6 +18,7 @@ from kvd.transport.interface import (
     PeerAdded,
     ReadFailed,
     ReadRequest,
+    Region,
     Transport,
 )
 from tests.support.patience import MOMENT
@@ -92,9 +93,9 @@ def everything(times: int) -> Descriptors:
 class Reader:
     """A transport that reads, with its events and its memory."""
 
-    def __init__(self, transport: Transport, base: int, memory: Bytes) -> None:
+    def __init__(self, transport: Transport, region: Region, memory: Bytes) -> None:
         self.transport = transport
-        self.base = base
+        self.region = region
         self.memory = memory
         self.events: list[Event] = []
         self._changed = asyncio.Event()
@@ -149,7 +150,9 @@ class Reader:
         """Starts a read; returns its number."""
         self._reads += 1
         base = producer.base if remote_base is None else remote_base
-        self.transport.read(ReadRequest(self._reads, producer.agent, self.base, base, descriptors, stamp, expected))
+        self.transport.read(
+            ReadRequest(self._reads, producer.agent, self.region.base, base, descriptors, stamp, expected)
+        )
         return self._reads
 
     async def first_byte(self, contents: Bytes) -> None:

@@ -55,7 +55,7 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ),
         (
             {"listen": "tcp://gpu-7:7071", "curve_key": "/k", "curve_peers": "/p"},
-            r"has no keys: whoever reaches its port reads and writes all memory of this daemon, or ends it. "
+            r"has no keys: whoever reaches its port reads and writes all pools of this daemon. "
             r"Say with unprotected_transport",
         ),
         ({"unprotected_transport": "10.0.0.7"}, r"and listen \(ipc:.*\) is reached from this one only"),

@@ -74,6 +74,17 @@ def test_waits_are_counted_by_kind_of_thread(kernel: Kernel, copying: int) -> No
     assert [kernel.total(kind) for kind in ("loop", "copy", "other")] == [0.75, 0.25, 4.125]
 
 
+def test_the_threads_of_the_process_that_reads_from_other_hosts_count_as_the_transports(kernel: Kernel) -> None:
+    waited = int(Path(f"/proc/{os.getpid()}/schedstat").read_text().split()[1]) * 1e-9
+    process: list[int | None] = [os.getpid(), None]
+    ProcessorWait(kernel.loop, kernel.metrics, kernel.folder, network=lambda: process[0])
+    counted = kernel.total("transport")
+    assert counted >= waited
+    process.pop(0)
+    kernel.passes(1.0)
+    assert kernel.total("transport") == counted, "between two processes"
+
+
 def test_another_thread_with_the_number_of_one_that_ended_takes_nothing_away(kernel: Kernel) -> None:
     kernel.waits(1, 5.0)
     ProcessorWait(kernel.loop, kernel.metrics, kernel.folder)

@@ -1,8 +1,8 @@
 """Runs a Python program and notes what it passes: `python walked.py OUT PYTHON -m MODULE ARGUMENTS`.
 
-SIGUSR1 begins, and the next notification to a worker ends. After SIGUSR2, OUT has what ran between, as JSON: the files of
-kvd whose functions ran in any thread, the types of kvd that had methods called or were given to functions, and the calls
-that waited in mailboxes.
+SIGUSR1 begins, and the next notification to a worker ends. After SIGUSR2, OUT has what ran between, as JSON: the files
+of kvd whose functions ran in any thread, the types of kvd that had methods called or were given to functions, and the
+calls that waited in mailboxes.
 """
 
 import json

@@ -1,13 +1,17 @@
 """Two engines over two hosts each: every byte arrives; cut links and dead hosts cost only what they must."""
 
+import os
+import signal
+
 import pytest
 
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
 from tests.e2e.engines import engines, model, move, seeded, specs
-from tests.hosts.stage import MEGABITS, OPEN_END, SHORT
+from tests.hosts.stage import MEGABITS, OPEN_END, PORT, SHORT
 from tests.support.ports import endpoint, listening
+from tests.support.transports import transport_of
 
 ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))
 CUTS = {
@@ -41,8 +45,10 @@ def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
 def test_a_daemon_of_several_hosts_listens_on_the_interface_of_its_peers_alone(stage):
     for name, daemon in stage.daemons.items():
         own, http = stage.hosts[name].address, endpoint(daemon.serving()["http"])
-        opened = listening(daemon.child.pid)
-        assert {host for host, _ in opened - {http}} == {own}
+        assert listening(daemon.child.pid) == {http, (own, PORT)}, "the daemon itself has no port that asks for no key"
+        of_transport = listening(transport_of(daemon))
+        assert of_transport
+        assert {host for host, _ in of_transport} == {own}
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -87,3 +93,22 @@ def test_a_daemon_whose_address_changes_is_found_where_its_tickets_say(stage):
         stage.move_house("p0", address)
         stage.recover("p0", "d0")
         move_between_engines(stage)
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_transport_that_is_killed_in_mid_transfer_costs_its_own_pulls_and_no_daemon_nor_worker(slow, victim):
+    stage = slow
+    torn = stage.pull_in_mid_transfer("p0", "d0")
+    spared = stage.pull("p1", "d1", OPEN_END)
+    pids = {name: daemon.child.pid for name, daemon in stage.daemons.items()}
+    before = transport_of(stage.daemons[victim])
+    os.kill(before, signal.SIGKILL)
+    stage.hurry()
+    ended = stage.workers["d0"].outcome(torn)
+    assert ended["kind"] == "Failed"
+    assert ended["code"] in ("transport", "peer_lost"), ended
+    stage.arrived("d1", *spared)
+    assert not any(process.child.wait(0) for process in (*stage.daemons.values(), *stage.workers.values()))
+    stage.mend()  # on a busy machine the next process takes its time, and pulls fail until it is there
+    assert transport_of(stage.daemons[victim]) != before
+    assert {name: daemon.child.pid for name, daemon in stage.daemons.items()} == pids

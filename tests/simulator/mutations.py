@@ -167,7 +167,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=530)
+@mutation(Promise.FENCED, first=519)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -289,6 +289,11 @@ def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
 @mutation(Promise.QUARANTINE)
 def blocks_are_free_before_the_read_has_ended(monkeypatch):
     monkeypatch.setattr(transfer_machine, "OPEN", frozenset())
+
+
+@mutation(Promise.QUARANTINE, needs=Piece.DYING_TRANSPORTS)
+def reads_end_before_the_process_has_that_reads(monkeypatch):
+    monkeypatch.setattr(FakeFabric, "_is_over", staticmethod(lambda _read: False))
 
 
 @mutation(Promise.QUARANTINE)
@@ -593,7 +598,7 @@ def bound(name, first):
 
 
 FIRST = {
-    "MAX_CLAIMS_PER_OFFER": 93,
+    "MAX_CLAIMS_PER_OFFER": 33,
     "MAX_CLAIMS_WAITING": 84,
     "MAX_HANDSHAKES": 54,
     "MAX_REQUESTS_PER_WORKER": 120,

@@ -95,17 +95,22 @@ class Place(NamedTuple):
 class Remote:
     """What a reader has of a peer: its registrations according to its metadata, and how it is reached.
 
-    What it has `imported`, by address, it keeps mapped, whatever the peer does with its memory.
+    What it has `imported`, by address, it keeps mapped, whatever the peer does with its memory. `process` is the number
+    of the process that serves others over the network.
     """
 
     places: tuple[Place, ...] = ()
     reach: Reach = Reach()
     imported: Mapping[int, Bytes] = field(default_factory=dict)
+    process: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class FakeRead:
-    """An open read: `posted` slices, `landed` bytes, and `failure`, why it will not land."""
+    """An open read: `posted` slices, `landed` bytes, and `failure`, why it will not land.
+
+    It is `over` if the process is gone that read; then its slices move nothing.
+    """
 
     request: ReadRequest
     fault: Fault
@@ -115,12 +120,17 @@ class FakeRead:
     started: float = 0.0
     failure: str = ""
     aborted: bool = False
+    over: bool = False
 
 
 class Agent(Protocol):
     """A transport on the fabric."""
 
     alive: bool
+    process: int
+    """Which of its processes serves others over the network."""
+    down: bool
+    """Whether that is yet to start."""
 
     @property
     def agent(self) -> str:
@@ -256,10 +266,15 @@ class FakeFabric:
         """Whether that agent's process is alive."""
         return agent in self._agents
 
-    def remote(self, agent: str, places: tuple[Place, ...]) -> Remote:
+    def remote(self, agent: str, places: tuple[Place, ...], process: int) -> Remote:
         """What a reader that adds `agent` now has of it."""
         reach = self.reach()
-        return Remote(places, reach, self._agents[agent].export(places) if reach.same_host else {})
+        return Remote(places, reach, self._agents[agent].export(places) if reach.same_host else {}, process)
+
+    def serves(self, agent: str, remote: Remote) -> bool:
+        """Whether the process that `remote` tells of serves reads, if one is needed for that."""
+        found = self._agents[agent]
+        return remote.reach.same_host or (found.process == remote.process and not found.down)
 
     def serving(self, read: FakeRead) -> Agent | None:
         """The agent whose memory is read; None if it is gone."""
@@ -292,12 +307,17 @@ class FakeFabric:
         read, reader, agent = flight.read, flight.reader, flight.read.request.agent
         if not reader.alive:
             return
+        if self._is_over(read):
+            reader.slice_ended(flight)
+            return
         half_way = read.landed * 2 >= read.request.descriptors.bytes
         serving = self.serving(read)
         if (reader.agent, agent) in self._cut:
             self._parked.append(flight)
         elif serving is None:
             reader.slice_ended(flight, f"agent {agent!r} is gone", lost=True)
+        elif not read.remote.reach.same_host and serving.process != read.remote.process:
+            reader.slice_ended(flight, f"the process of agent {agent!r} that served is gone", lost=True)
         elif read.fault.stuck and half_way:
             self._parked.append(flight)
         elif read.fault.fails and half_way:
@@ -312,6 +332,10 @@ class FakeFabric:
             else:
                 seconds = flight.piece.bytes / STEPS / self._bytes_per_second * read.fault.slow
                 self.loop.call_later(seconds * self._random.uniform(0.5, 1.5), self._step, flight)
+
+    @staticmethod
+    def _is_over(read: FakeRead) -> bool:
+        return read.over
 
     def _copy(self, flight: Flight) -> None:
         """Lands the bytes of one step: the slice's bytes in the order of its descriptors, a quarter at a time."""

@@ -16,6 +16,8 @@ from kvd.transport.interface import (
     Described,
     Event,
     Landed,
+    NetworkDown,
+    NetworkUp,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -42,6 +44,9 @@ class FakeTransport:
 
     def __init__(self, agent: str, fabric: FakeFabric) -> None:
         self.alive = False
+        self.process, self.down = 0, False
+        self._joining: dict[str, bytes] = {}
+        """Metadata of peers that wait for the process."""
         self._agent = agent
         self._fabric = fabric
         self._on_event: Callable[[Event], None]
@@ -116,6 +121,29 @@ class FakeTransport:
         """From now on nothing is heard from this transport."""
         self.alive = False
 
+    def lose_process(self) -> None:
+        """The process ends that reads and serves over the network; what is read within the host goes on."""
+        self.process, self.down = self.process + 1, True
+        self._emit(NetworkDown("it was killed"))
+        far = [agent for agent, peer in self._peers.items() if not peer.remote.reach.same_host]
+        for agent in far:
+            peer = self._peers.pop(agent)
+            if not peer.lost or peer.again is not None:
+                self._emit(PeerFailed(agent, "the process was killed"))
+            for key in sorted(peer.reads):
+                self._slices.drop(key)
+                self._reads.pop(key).over = True
+                self._emit(ReadFailed(key, "the process was killed"))
+
+    def gain_process(self) -> None:
+        """The next one runs."""
+        if self.down:
+            self.down = False
+            self._emit(NetworkUp(self._describe()))
+            joining, self._joining = self._joining, {}
+            for agent, metadata in joining.items():
+                self._add_peer(agent, metadata)
+
     def exposes(self, flight: Flight) -> bool:
         """Whether the bytes that a slice reads from this agent are registered."""
         read, standing = flight.read, set(self._pools.values())
@@ -134,6 +162,9 @@ class FakeTransport:
         read, agent = flight.read, flight.read.request.agent
         read.posted -= 1
         self._slices.ended(flight.piece)
+        if read.over:
+            self._pump()
+            return
         peer = self._peers.get(agent)
         if lost and peer and not peer.lost:
             self._fail_peer(agent, failure)
@@ -161,9 +192,9 @@ class FakeTransport:
 
     def _add_peer(self, agent: str, metadata: bytes) -> None:
         try:
-            named, rows = json.loads(metadata)
+            named, rows, process = json.loads(metadata)
         except ValueError:
-            named, rows = None, []
+            named, rows, process = None, [], 0
         known = self._peers.get(agent)
         if known and known.lost and named == agent:
             known.again = metadata
@@ -172,13 +203,20 @@ class FakeTransport:
         elif not self._fabric.knows(agent) or self._fabric.faults.of_add_peer():
             self._fail_peer(agent, "the connection failed")
         else:
-            remote = self._fabric.remote(agent, tuple(Place(*row) for row in rows))
+            remote = self._fabric.remote(agent, tuple(Place(*row) for row in rows), process)
+            if self.down and not remote.reach.same_host:
+                self._joining[agent] = metadata
+                return
+            if not self._fabric.serves(agent, remote):
+                self._fail_peer(agent, "nobody serves there")
+                return
             peer = self._peers.setdefault(agent, _Peer(remote))
             peer.remote, peer.leaving = remote, False
             path = "copy/memory" if remote.reach.same_host else ""
             self._emit(PeerAdded(agent, metadata, path, remote.reach.same_host, remote.reach.stamps))
 
     def _remove_peer(self, agent: str) -> None:
+        self._joining.pop(agent, None)
         if agent in self._peers:
             self._peers[agent].leaving, self._peers[agent].again = True, None
             self._forget_if_done(agent)
@@ -257,7 +295,7 @@ class FakeTransport:
 
     def _describe(self, pools: tuple[int, ...] | None = None) -> bytes:
         places = [place for pool, place in self._pools.items() if pools is None or pool in pools]
-        return json.dumps([self._agent, places]).encode()
+        return json.dumps([self._agent, places, self.process]).encode()
 
     def _soon(self, command: Callable[..., None], *arguments: Any) -> None:
         self._fabric.loop.call_soon(self._if_alive, command, *arguments)
@@ -270,7 +308,7 @@ class FakeTransport:
         self._fabric.loop.call_soon(self._if_alive, self._deliver, event)
 
     def _deliver(self, event: Event) -> None:
-        if isinstance(event, Registered | Deregistered):
+        if isinstance(event, Registered | Deregistered | NetworkUp):
             self._metadata = event.metadata
         self._on_event(event)
 

@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvd import limits
-from kvd.transport.interface import PeerFailed, Region, Registered, Transport, TransportDied
+from kvd.transport.interface import NetworkDown, NetworkUp, PeerFailed, Region, Registered
+from kvd.transport.nixl import messages
 from kvd.transport.nixl.probe import Probe
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import nixl_name
@@ -25,12 +26,15 @@ from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, Reader, pattern
 from tests.support.patience import MOMENT
 
-FORKSERVER = multiprocessing.get_context("forkserver")  # producers are forked from a process that has imported NIXL
-FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child", "nixl_cu12"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child"])
 
 
-def allocate(size: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+def allocate(size: int) -> tuple[Bytes, int]:
+    """Memory that other processes can map by the descriptor."""
+    descriptor = os.memfd_create("kvd-test")
+    os.truncate(descriptor, size)
+    return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8), descriptor
 
 
 async def produce(agent: str, pipe: Connection) -> None:
@@ -45,10 +49,11 @@ async def produce(agent: str, pipe: Connection) -> None:
             size, seed = await asyncio.to_thread(pipe.recv)
         except EOFError:
             os._exit(0)
-        kept.append(allocate(size))
-        kept[-1][:] = pattern(seed, size)
-        transport.register(pool, Region(kept[-1].ctypes.data, size))
-        pipe.send(((await events.get()).metadata, kept[-1].ctypes.data))
+        memory, descriptor = allocate(size)
+        memory[:] = pattern(seed, size)
+        kept.append(memory)
+        transport.register(pool, Region(memory.ctypes.data, size, descriptor, length=size))
+        pipe.send(((await events.get()).metadata, memory.ctypes.data))
 
 
 def run_producer(agent: str, pipe: Connection) -> None:
@@ -87,13 +92,13 @@ class NixlSite:
         self._shared: NixlProducer | None = None
         self._spare = allocate(PRODUCED)  # faulted in once: a fresh 256 MiB for each check is a second of page faults
 
-    def transport(self) -> Transport:
+    def transport(self) -> NixlTransport:
         return NixlTransport(next(self._names), asyncio.get_running_loop())
 
     def memory(self, size: int) -> tuple[int, Bytes, int]:
-        memory = self._spare[:size] if size > PRODUCED // 2 else allocate(size)
-        memory[:] = 0
-        return memory.ctypes.data, memory, -1
+        memory, descriptor = self._spare if size > PRODUCED // 2 else allocate(size)
+        memory[:size] = 0
+        return memory.ctypes.data, memory[:size], descriptor
 
     async def shared(self) -> NixlProducer:
         if self._shared is None:
@@ -108,25 +113,28 @@ class NixlSite:
             await self._shared.kill()
 
 
-async def a_defect_on_the_thread_is_told_as_the_death_of_the_transport(site: NixlSite) -> None:
+async def a_process_that_ends_by_a_defect_says_so_and_is_started_again(site: NixlSite) -> None:
     events: asyncio.Queue = asyncio.Queue()
     transport = site.transport()
     transport.start(events.put_nowait)
-    transport.deregister(4711)
+    transport._keeper.tell(messages.Deregister(4711))
     async with asyncio.timeout(MOMENT):
-        died = await events.get()
-    assert isinstance(died, TransportDied)
-    assert "KeyError: 4711" in died.reason
+        down, up = await events.get(), await events.get()
+    assert isinstance(down, NetworkDown)
+    assert "status 1" in down.reason
+    assert isinstance(up, NetworkUp)
+    assert up.metadata == transport.metadata
+    transport.stop()
 
 
 async def metadata_that_would_end_the_process_fails_its_peer_and_nothing_else(site: NixlSite) -> None:
     size = limits.MIB
     probe = Probe(nixl_name())
     transport = NixlTransport(next(site._names), asyncio.get_running_loop(), examine=probe)
-    base, memory, _ = site.memory(size)
-    reader = Reader(transport, base, memory)
+    base, memory, descriptor = site.memory(size)
+    reader = Reader(transport, Region(base, size, descriptor, length=size), memory)
     transport.start(reader.on_event)
-    transport.register(1, Region(base, size))
+    transport.register(1, reader.region)
     await reader.answer(Registered)
     producer = await site.producer(size, 3)
     version = producer.metadata.index(b"|c") + 10  # the first byte of UCX's address

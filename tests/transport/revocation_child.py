@@ -17,7 +17,9 @@ import numpy as np
 
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Deregistered, Described, Region, Registered
-from kvd.transport.nixl.transport import NixlTransport, open_agent
+from kvd.transport.nixl import metadata as form
+from kvd.transport.nixl.agent import open_agent
+from kvd.transport.nixl.transport import NixlTransport
 from tests.support.patience import MOMENT
 
 SIZE = 1 << 20
@@ -53,6 +55,16 @@ def _attempt(agent: Any, memory: Any, request: dict[str, Any]) -> str:
     return f"{state}: {sorted({int(byte) for byte in memory})}"
 
 
+def region_of(pool: Any) -> Region:
+    return Region(pool.base, pool.size, pool.descriptor, length=pool.length)
+
+
+def parts_of(metadata: bytes) -> form.Metadata:
+    parts = form.read(metadata)
+    assert parts is not None
+    return parts
+
+
 async def own() -> dict[str, str]:
     transport = NixlTransport("owner", asyncio.get_running_loop())
     events: asyncio.Queue[Any] = asyncio.Queue()
@@ -62,7 +74,7 @@ async def own() -> dict[str, str]:
     pools = {number: provider.allocate(f"pool-{number}", SIZE) for number in (1, 2)}
     for number, pool in pools.items():
         mmap.mmap(pool.descriptor, 2 * SIZE)[:SIZE] = bytes([PATTERN]) * SIZE
-        transport.register(number, Region(pool.base, SIZE))
+        transport.register(number, region_of(pool))
         assert isinstance(await events.get(), Registered)
     transport.describe((1,))
     described = await events.get()
@@ -80,17 +92,21 @@ async def own() -> dict[str, str]:
         reader.stdin.flush()
         return str(json.loads(await asyncio.to_thread(reader.stdout.readline)))
 
-    old, base = described.metadata, pools[1].base
-    found = {"given": await reads(old, base), "withheld": await reads(old, pools[2].base)}
+    known = parts_of(described.metadata)
+    assert known.addresses.keys() == {pools[1].base}
+    old, base = known.nixl, known.addresses[pools[1].base]
+    withheld = parts_of(transport.metadata).addresses[pools[2].base]
+    found = {"given": await reads(old, base), "withheld": await reads(old, withheld)}
     transport.deregister(1)
     assert isinstance(await events.get(), Deregistered)
     found["deregistered"] = await reads(old, base)
     pools[1].move()
     found["moved"] = await reads(old, base)
-    transport.register(1, Region(pools[1].base, SIZE))
+    transport.register(1, region_of(pools[1]))
     registered = await events.get()
     found["registered anew"] = await reads(old, base)
-    found["given anew"] = await reads(registered.metadata, pools[1].base)
+    new = parts_of(registered.metadata)
+    found["given anew"] = await reads(new.nixl, new.addresses[pools[1].base])
     assert reader.stdin is not None
     reader.stdin.close()
     reader.wait()

@@ -15,7 +15,7 @@ ALL_CHECKS_SECONDS = 280
 """The first test of each way waits for all its checks: 10 s on an idle machine."""
 
 OWN_CHECKS = (
-    "a_defect_on_the_thread_is_told_as_the_death_of_the_transport",
+    "a_process_that_ends_by_a_defect_says_so_and_is_started_again",
     "metadata_that_would_end_the_process_fails_its_peer_and_nothing_else",
 )
 WAYS = [

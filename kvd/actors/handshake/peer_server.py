@@ -16,6 +16,7 @@ from kvd import limits
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.loop import Timer
 from kvd.actors.runtime.pace import RateLimit, TokenBuckets
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode
@@ -23,12 +24,15 @@ from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec
 from kvd.protocol.peer import Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
-from kvd.transport.interface import Described, Transport
+from kvd.transport.interface import Described, NetworkUp, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
 
 _KEPT_MAPPING: Final = "a daemon of this host may have it mapped, and reads it until it ends: detach its worker"
+
+_RETURN_SECONDS: Final = 5.0
+"""What the transport to other hosts may take to start again before peers are greeted without it: usually 1 s."""
 
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
@@ -88,6 +92,10 @@ class PeerServer(Component):
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
         """By peer."""
+        self._returning: Timer | None = None
+        """Set while the transport to other hosts is being started again."""
+        self._held: dict[bytes, Greeting] = {}
+        """Hellos by sender, that wait for that: its new keys are worth a moment."""
         self._told: set[tuple[str, str]] = set()
         """(key of a peer, pool that it was told of)."""
 
@@ -96,9 +104,7 @@ class PeerServer(Component):
     def pool_up(self, pool: Pool, metadata: bytes) -> None:
         """Tells peers that say hello from now on of this pool."""
         self._pools[pool.worker] = pool
-        self._metadata = metadata
-        self._parts.clear()
-        self._welcomes.clear()
+        self._keys_changed(metadata)
 
     def pool_down(self, pool: Pool) -> None:
         """Tells peers no more of this pool."""
@@ -120,6 +126,29 @@ class PeerServer(Component):
         for pool in sorted({pool for _, pool in lost}):
             call(self._pools_actor.renew, pool)
 
+    def network_down(self) -> None:
+        """Lets hellos wait for its keys, but not for ever: daemons of this host need none."""
+        self._keys_changed(self._transport.metadata)
+        self._returning = self.actor.later(_RETURN_SECONDS, self._let_go)
+
+    def network_up(self, event: NetworkUp) -> None:
+        """Tells peers that say hello from now on, and those that wait, what they need."""
+        self._keys_changed(event.metadata)
+        self._let_go()
+
+    def _keys_changed(self, metadata: bytes) -> None:
+        self._metadata = metadata
+        self._parts.clear()
+        self._welcomes.clear()
+
+    def _let_go(self) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+        self._returning = None
+        held, self._held = self._held, {}
+        for greeting in held.values():
+            self._introduce(greeting)
+
     # --- hello and ping ---------------------------------------------------------------------------------------------
 
     def pinged(self, sender: bytes, ping: Ping) -> None:
@@ -135,6 +164,8 @@ class PeerServer(Component):
             self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
             text = f"{daemon} speaks version {VERSION} of the protocol, {hello.daemon} {hello.version}"
             self._answer(greeting.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
+        elif self._returning is not None:
+            self._held[greeting.sender] = greeting
         else:
             self._introduce(greeting)
 

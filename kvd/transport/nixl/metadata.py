@@ -1,18 +1,51 @@
-"""Which agent a piece of NIXL metadata is about, read before NIXL loads it."""
+"""What peers need to reach a NIXL agent: NIXL's own metadata, and where that agent's process has the pools mapped."""
+
+from __future__ import annotations
 
 import struct
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvd import limits
 
 _MAGIC = b"nixlSerDes|Agent"
 
+_Address = Annotated[int, Meta(ge=0)]
 
-def agent_of(metadata: bytes) -> str | None:
-    """The name of the agent that `metadata` is about; None if it is not NIXL's.
+
+class Metadata(Struct, frozen=True, array_like=True):
+    """`nixl` is NIXL's; `addresses` has, by a pool's address in the daemon, that in the process which serves it.
+
+    `process` are random bytes that tell that process from the next one, whose agent has the same name.
+    """
+
+    nixl: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
+    process: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    addresses: Annotated[dict[_Address, _Address], Meta(max_length=limits.MAX_POOLS)]
+
+
+write = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Metadata)
+
+
+def read(metadata: bytes) -> Metadata | None:
+    """What a peer sent, taken apart; None if it is none."""
+    try:
+        return _decoder.decode(metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def agent_of(nixl: bytes) -> str | None:
+    """The name of the agent that NIXL's metadata is about; None if it is not NIXL's.
 
     NIXL tells only after it has loaded the metadata, and by then a peer that claims another's name has changed that
     one's entry.
     """
     start = len(_MAGIC) + 8
-    if not metadata.startswith(_MAGIC) or len(metadata) < start:
+    if not nixl.startswith(_MAGIC) or len(nixl) < start:
         return None
-    (length,) = struct.unpack_from("<Q", metadata, len(_MAGIC))
-    return metadata[start : start + min(length, len(metadata))].decode(errors="replace")
+    (length,) = struct.unpack_from("<Q", nixl, len(_MAGIC))
+    return nixl[start : start + min(length, len(nixl))].decode(errors="replace")

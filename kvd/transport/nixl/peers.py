@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.transport.interface import Event, PeerAdded, PeerFailed
-from kvd.transport.nixl.metadata import agent_of
+from kvd.transport.nixl import metadata as form
+from kvd.transport.nixl.metadata import Metadata, agent_of
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
@@ -25,6 +26,7 @@ class Peer:
 
     agent: str
     metadata: bytes
+    parts: Metadata
     path: str = ""
     reads: set[int] = field(default_factory=set)
     leaving: bool = False
@@ -64,19 +66,23 @@ class Peers:
 
     def add(self, agent: str, metadata: bytes) -> None:
         """Loads metadata and connects; answers with `PeerAdded` or `PeerFailed`."""
-        named = agent_of(metadata)
+        parts = form.read(metadata)
+        named = agent_of(parts.nixl) if parts else None
         known = self._peers.get(agent)
-        if named != agent:
+        if parts is None or named != agent:
             self._emit(PeerFailed(agent, f"its metadata is about {named!r}" if named else "its metadata is not NIXL's"))
             if known:
                 self._lose(known, "it was replaced by unusable metadata")
         elif known is None:
-            self._load(agent, metadata)
+            self._load(agent, metadata, parts)
         elif known.lost:
             known.again = metadata
+        elif known.parts.process != parts.process:
+            known.again = metadata
+            self._lose(known, "the process that serves its pools was started anew")
         else:
             known.leaving = False
-            self._merge(known, metadata)
+            self._merge(known, metadata, parts)
 
     def remove(self, agent: str) -> None:
         """Forgets a peer once its reads have ended."""
@@ -108,7 +114,7 @@ class Peers:
             if type(error).__name__ != "nixlNotFoundError":  # NIXL forgets some agents by itself
                 raise
 
-    def _load(self, agent: str, metadata: bytes) -> None:
+    def _load(self, agent: str, metadata: bytes, parts: Metadata) -> None:
         """Loads the metadata of an agent that NIXL does not know, and starts to connect.
 
         NIXL keeps a part of metadata that it refused, and then refuses that agent for good. Names are unique to an
@@ -116,26 +122,26 @@ class Peers:
         """
         before = self._endpoints.endpoints()
         try:
-            self._nixl.add_remote_agent(metadata)
+            self._nixl.add_remote_agent(parts.nixl)
             self._nixl.make_connection(agent)
         except self._metadata_failures as error:
             self.disconnect(agent)
             self._emit(PeerFailed(agent, text_of(error)))
         else:
             path = self._endpoints.path_since(before)
-            self._peers[agent] = Peer(agent, metadata, path)
+            self._peers[agent] = Peer(agent, metadata, parts, path)
             self._emit(PeerAdded(agent, metadata, path))
 
-    def _merge(self, peer: Peer, metadata: bytes) -> None:
+    def _merge(self, peer: Peer, metadata: bytes, parts: Metadata) -> None:
         """Loads newer metadata; what NIXL cannot merge (other memory at an old address) is loaded afresh."""
         try:
             if metadata != peer.metadata:
-                self._nixl.add_remote_agent(metadata)
+                self._nixl.add_remote_agent(parts.nixl)
         except self._metadata_failures as error:
             peer.again = metadata
             self._lose(peer, f"its metadata was replaced: {text_of(error)}")
         else:
-            peer.metadata = metadata
+            peer.metadata, peer.parts = metadata, parts
             self._emit(PeerAdded(peer.agent, metadata, peer.path))
 
     def _lose(self, peer: Peer, reason: str) -> None:
@@ -151,7 +157,7 @@ class Peers:
         del self._peers[peer.agent]
         self.disconnect(peer.agent)
         if peer.again is not None:
-            self._load(peer.agent, peer.again)
+            self.add(peer.agent, peer.again)
 
 
 def text_of(error: Exception) -> str:

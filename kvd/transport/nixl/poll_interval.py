@@ -1,7 +1,7 @@
-"""How long the transport's thread may sleep between two polls of the network.
+"""How long the transport's process may sleep between two polls of the network.
 
 NIXL makes progress only while it is called. Its own progress thread would call it without a pause and burn a core per
-agent, so kvd's thread polls at an interval that depends on what is waiting (measured between two processes of one
+agent, so kvd's loop polls at an interval that depends on what is waiting (measured between two processes of one
 host; a poll costs 1 us of CPU, waking up for it 25 to 50):
 
 - `PROMPT`, 0.1 ms, while own slices are in flight or peers are expected to read: over TCP the side that is read from

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from kvd.limits import MIB
-from kvd.transport.nixl.ucx import make_agent
+from kvd.transport.nixl.ucx import environment_of, make_agent
 
 START_SECONDS: Final = 30.0
 """How long the process may take to start: a second, more on a busy machine."""
@@ -156,7 +156,7 @@ class Probe:
         if self._process is None:
             command = [sys.executable, "-m", "kvd.transport.nixl.probe", self._library, str(TRY_SECONDS)]
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, start_new_session=True
+                *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment_of(os.environ)
             )
             async with asyncio.timeout(START_SECONDS):
                 await _answer(self._process)
@@ -250,4 +250,4 @@ def _send(out: BinaryIO, text: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.transport`)
+    os._exit(0)  # without NIXL's teardown (`kvd.transport.nixl.process`)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
@@ -57,19 +58,24 @@ class NixlStateError(Exception):
 
 
 class Reads:
-    """The open reads of the agent `nixl`, and its peers, which take their reads along when they are lost."""
+    """The open reads of the agent `nixl`, and its peers, which take their reads along when they are lost.
+
+    `addresses` has where our pools lie in this process, by their address in the daemon.
+    """
 
     def __init__(
         self,
         nixl: Any,
         failures: tuple[type[Exception], ...],
         endpoints: UcxEndpoints,
+        addresses: Mapping[int, int],
         *,
         emit: Callable[[Event], None],
         flush: Callable[[], None],
     ) -> None:
         self._nixl = nixl
         self._failures = failures
+        self._addresses = addresses
         self.peers = Peers(nixl, failures, endpoints, emit=emit, fail_read=self._fail)
         self._emit = emit
         self._flush = flush
@@ -84,13 +90,24 @@ class Reads:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def begin(self, request: ReadRequest) -> None:
-        """Queues a read."""
-        peer = self.peers.find(request.agent)
+    def begin(self, asked: ReadRequest) -> None:
+        """Queues a read, whose bases are addresses in the two daemons."""
+        peer = self.peers.find(asked.agent)
         if peer is None:
-            reason = f"agent {request.agent!r} is not known: add it before reading from it"
-            self._emit(ReadFailed(request.read, reason))
-        elif self._slices.add(request):
+            reason = f"agent {asked.agent!r} is not known: add it before reading from it"
+            self._emit(ReadFailed(asked.read, reason))
+            return
+        here, there = self._addresses.get(asked.local_base), peer.parts.addresses.get(asked.remote_base)
+        if here is None or there is None:
+            whose, base = (
+                ("we have", asked.local_base)
+                if here is None
+                else (f"agent {asked.agent!r} announced", asked.remote_base)
+            )
+            self._emit(ReadFailed(asked.read, f"{whose} no pool at {base:#x}"))
+            return
+        request = replace(asked, local_base=here, remote_base=there)
+        if self._slices.add(request):
             self._open(request, peer)
         else:
             self._emit(Landed(request.read, 0.0))
@@ -102,7 +119,7 @@ class Reads:
             self._fail(read, "aborted")
 
     def close(self, seconds: float) -> bool:
-        """Waits `seconds` at most for what is posted and releases everything; False if NIXL may still write."""
+        """Waits `seconds` at most for what is posted, and then disconnects; False if NIXL may still write."""
         for key in self._reads:
             self._slices.drop(key)
         agents = self.peers.disown()
@@ -113,8 +130,6 @@ class Reads:
                 time.sleep(PROMPT)
         if self._posted:
             return False
-        for read in self._reads.values():
-            read.prepared.release()
         for agent in agents:
             self.peers.disconnect(agent)
         return True

@@ -1,64 +1,43 @@
-"""The transport over NIXL: one agent (UCX backend) on one thread.
+"""The transport over NIXL: one agent (UCX backend) in a process of its own (`kvd.transport.nixl.process`).
 
-A NIXL post may block, and the agent is not locked, so calls to it are made on the thread
-(`kvd.transport.nixl.agent_thread`): commands travel there on a queue, events travel back through an `Outbox`. Nothing
-else imports nixl, and this file does so late: workers and tests import the package without it.
+UCX's port asks nobody for a key, so what can be reached there is a process that has the pools and nothing else. When it
+ends, its reads and peers fail, it is started again, and the pools are registered anew. A read ends only when the kernel
+has reported the end of the process: until then it may write to the read's destination, and afterwards nothing does.
 
 No peer's metadata is loaded before it is examined, since some of it kills the process that loads it.
-
-At the end of the process, `stop()` shuts NIXL down in order, but NIXL's own teardown has crashed (signal 11) in
-processes that lost a peer in the middle of a read. A daemon therefore leaves by `os._exit` once its own clean-up is
-done, so that no destructor decides its exit status.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any
+from typing import TypeVar
 
-from kvd.errors import ErrorCode, refusal
-from kvd.transport.interface import Deregistered, Event, PeerFailed, ReadRequest, Region, Registered, TransportDied
-from kvd.transport.nixl.agent_thread import AgentThread
+from kvd.errors import Unavailable
+from kvd.transport.interface import (
+    Answered,
+    Deregistered,
+    Described,
+    Event,
+    Landed,
+    NetworkDown,
+    NetworkUp,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Region,
+    Registered,
+    RegisterFailed,
+)
+from kvd.transport.nixl import messages
+from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
-from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.peers import text_of
-from kvd.transport.nixl.ucx import choose_settings, load_nixl, make_agent, set_by_operator
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
-from kvd.transport.outbox import Outbox
+from kvd.transport.nixl.keeper import Keeper
+from kvd.transport.nixl.ucx import choose_settings, nixl_name
 
-STOP_SECONDS = 5.0
-"""How long `stop` waits for posted slices: 64 MiB take 10 ms at memory speed, seconds over a bad network."""
-
-
-def open_agent(name: str, devices: Collection[str] | None = None, ports: str | None = None) -> Any:
-    """A NIXL agent with the UCX backend and no progress thread: the caller makes the progress.
-
-    `devices` and `ports` are as in `choose_settings`; those of the first agent in a process hold for all.
-
-    Raises:
-        ImportError: nixl is not installed (it comes with the extra `daemon`).
-        BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
-
-    """
-    choose_settings(os.environ, devices, ports)
-    nixl = load_nixl()
-    try:
-        return make_agent(nixl, name)
-    except failures_of(nixl) as error:
-        told = set_by_operator(os.environ)
-        text = f"UCX does not start ({text_of(error)}) with {told or 'no variable of its own set'}"
-        fix = "change or remove what the manifest or the unit sets of that; UCX_LOG_LEVEL=info says more"
-        raise refusal(ErrorCode.BAD_CONFIG, f"{text}; {fix}") from error
-
-
-def failures_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """The errors of NIXL's module `nixl`, which have no base of their own."""
-    bindings = vars(nixl._bindings)
-    return tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
+T = TypeVar("T")
 
 
 class NixlTransport:
@@ -66,6 +45,7 @@ class NixlTransport:
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
+        BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
 
     """
 
@@ -77,24 +57,38 @@ class NixlTransport:
         examine: Examine = accept,
         devices: Collection[str] | None = None,
         ports: str | None = None,
+        held: tuple[int, ...] = (),
     ) -> None:
-        """No metadata is loaded that `examine` finds fault with; `devices` and `ports` are as in `choose_settings`."""
-        handle = open_agent(agent, devices, ports)
-        failures = failures_of(load_nixl())
+        """No metadata is loaded that `examine` finds fault with; `devices` and `ports` are as in `choose_settings`.
+
+        The descriptors `held` stay open until neither this process nor the transport's writes to pools any more. `ends`
+        is one for workers: poll(2) reports an error on it from then on.
+        """
+        nixl_name()
+        choose_settings(os.environ, devices, ports)
         self._agent = agent
-        self._metadata: bytes = handle.get_agent_metadata()
-        if agent_of(self._metadata) != agent:
-            raise refusal(
-                ErrorCode.INTERNAL, f"this NIXL writes metadata of a form unknown to kvd: {self._metadata[:64]!r}"
-            )
-        self._outbox = Outbox(loop, self._deliver)
-        self._agent_thread: AgentThread = AgentThread(
-            handle, failures, UcxEndpoints(agent), emit=self._outbox.put, flush=self._outbox.flush
-        )
-        load = partial(self._tell, self._agent_thread.add_peer)
-        self._peers = ExaminedPeers(examine, load=load, refuse=self._refuse)
-        self._thread: threading.Thread | None = None
+        self._alive, self.ends = os.pipe()
+        held = (self._alive, *held)
+        self._keeper = Keeper(agent, loop, held, opened=self._opened, heard=self._heard, ended=self._ended)
+        self._metadata = self._keeper.metadata
+        self._peers = ExaminedPeers(_of_nixl(examine), load=self._load, refuse=self._refuse)
         self._on_event: Callable[[Event], None]
+        self._down = False
+        """Whether `NetworkDown` was the last word about it."""
+        self._readers_expected = False
+        self._regions: dict[int, Region] = {}
+        """Pools that are to be registered."""
+        self._registering: set[int] = set()
+        """Those whose caller waits for that."""
+        self._missing: set[int] = set()
+        """Those that the process has yet to register anew."""
+        self._deregistering: set[int] = set()
+        self._describing: set[tuple[int, ...]] = set()
+        self._joining: dict[str, bytes] = {}
+        """Metadata of peers that wait for the process."""
+        self._agents: set[str] = set()
+        """Peers that it was told of."""
+        self._reads: set[int] = set()
 
     @property
     def agent(self) -> str:
@@ -103,32 +97,62 @@ class NixlTransport:
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to add this agent, as of the last event that changed it."""
+        """What a peer needs to add this agent, as of the last event that changed it; empty while nobody can."""
         return self._metadata
 
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now."""
+        return self._keeper.pid
+
     def start(self, on_event: Callable[[Event], None]) -> None:
-        """Starts the thread; `on_event` is called on the loop, in the order of the events."""
-        if self._thread is not None:
-            raise refusal(ErrorCode.INTERNAL, f"transport {self._agent!r} was started twice")
+        """Starts; `on_event` is called on the loop, in the order of the events."""
         self._on_event = on_event
-        self._thread = threading.Thread(target=self._run, name="kvd-transport", daemon=True)
-        self._thread.start()
+        self._keeper.start()
+
+    # --- commands ---------------------------------------------------------------------------------------------------
 
     def register(self, pool: int, region: Region) -> None:
-        """Registers memory; answered by `Registered` or `RegisterFailed`."""
-        self._tell(self._agent_thread.register, pool, region.base, region.size)
+        """Registers memory that has a descriptor; answered by `Registered` or `RegisterFailed`."""
+        self._regions[pool] = region
+        self._registering.add(pool)
+        self._register(pool)
+
+    def _register(self, pool: int) -> None:
+        region = self._regions[pool]
+        command = messages.Register(pool, region.base, region.size, region.length)
+        try:
+            self._keeper.tell(command, (region.descriptor,))
+        except (Unavailable, OSError) as error:
+            self._register_failed(RegisterFailed(pool, f"it cannot be passed to the transport's process: {error}"))
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
-        self._tell(self._agent_thread.deregister, pool)
+        del self._regions[pool]
+        if self._keeper.running:
+            self._deregistering.add(pool)
+            self._keeper.tell(messages.Deregister(pool))
+        else:
+            self._on_event(Deregistered(pool, self._metadata))
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
-        self._tell(self._agent_thread.describe, pools)
+        if self._keeper.running:
+            self._describing.add(pools)
+            self._keeper.tell(messages.Describe(pools))
+        else:
+            self._on_event(Described(pools, b""))
 
     def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:  # noqa: ARG002
         """Makes `agent` reachable and starts to connect; answered by `PeerAdded` or `PeerFailed`."""
         self._peers.add(agent, metadata)
+
+    def _load(self, agent: str, metadata: bytes) -> None:
+        if self._keeper.running:
+            self._agents.add(agent)
+            self._keeper.tell(messages.AddPeer(agent, metadata))
+        else:
+            self._joining[agent] = metadata
 
     def _refuse(self, agent: str, fault: str) -> None:
         self.remove_peer(agent)
@@ -137,54 +161,169 @@ class NixlTransport:
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent` once its reads have ended. No answer."""
         self._peers.forget(agent)
-        self._tell(self._agent_thread.remove_peer, agent)
+        self._joining.pop(agent, None)
+        self._agents.discard(agent)
+        self._keeper.tell(messages.RemovePeer(agent))
 
     def read(self, request: ReadRequest) -> None:
         """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
         if request.expected:
             self._on_event(request.unproven())  # no stamp is read over a network
-        else:
-            self._tell(self._agent_thread.read, request)
+            return
+        if not self._keeper.running:
+            self._on_event(ReadFailed(request.read, "the transport to other hosts is being started again"))
+            return
+        try:
+            command, table = messages.read_command(request)
+        except OSError as error:
+            self._on_event(ReadFailed(request.read, f"its descriptors cannot be passed on: {error}"))
+            return
+        self._reads.add(request.read)
+        try:
+            self._keeper.tell(command, table)
+        except Unavailable as error:
+            self._reads.remove(request.read)
+            self._on_event(ReadFailed(request.read, error.text))
+        finally:
+            for descriptor in table:
+                os.close(descriptor)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
-        self._tell(self._agent_thread.abort, read)
+        self._keeper.tell(messages.Abort(read))
 
     def expect_connection(self) -> None:
         """A peer has this agent's metadata and will connect: for a while, answer it promptly."""
-        self._tell(self._agent_thread.expect_connection)
+        self._keeper.tell(messages.ExpectConnection())
 
     def expect_readers(self, expected: bool) -> None:
         """Whether peers are about to read from this agent: while they are, answer them promptly."""
-        self._tell(self._agent_thread.expect_readers, expected)
+        self._readers_expected = expected
+        self._keeper.tell(messages.ExpectReaders(expected))
 
     def ping(self, number: int) -> None:
-        """Asks the thread for a sign of life; answered by `Answered`."""
-        self._tell(self._agent_thread.ping, number)
+        """Asks the process for a sign of life; answered by `Answered`, also while it is being started again."""
+        if self._keeper.running:
+            self._keeper.ping(number)
+        else:
+            self._on_event(Answered(number))
 
     def stop(self) -> None:
-        """Shuts down in order and waits for it, `STOP_SECONDS` at most for posted slices."""
+        """Ends the process and waits for it: then nothing is written any more. Open reads get no more events."""
         self._peers.forget_all()
-        if self._thread is None:
-            return
-        self._outbox.close()
-        self._tell(self._agent_thread.stop, STOP_SECONDS)
-        self._thread.join()
+        self._keeper.stop()
 
-    def _tell(self, command: Callable[..., None], *arguments: Any) -> None:
-        self._agent_thread.commands.put(partial(command, *arguments))
+    # --- what the process says --------------------------------------------------------------------------------------
 
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, Registered | Deregistered):
-            self._metadata = event.metadata
-        elif isinstance(event, PeerFailed):
-            self._peers.forget(event.agent)
-        self._on_event(event)
+    def _heard(self, event: messages.Reported) -> bool:
+        """Delivers an event; False if nobody asked for it."""
+        match event:
+            case Registered():
+                return self._registered(event)
+            case RegisterFailed():
+                return self._register_failed(event)
+            case PeerAdded() | PeerFailed():
+                return self._peer_told(event)
+            case Landed() | ReadFailed():
+                asked = _strike_off(event.read, self._reads)
+            case Described():
+                asked = _strike_off(event.pools, self._describing)
+            case Deregistered():
+                asked = _strike_off(event.pool, self._deregistering)
+                self._metadata = event.metadata
+            case Answered():
+                asked = True
+        if asked:
+            self._on_event(event)
+        return asked
 
-    def _run(self) -> None:
-        try:
-            self._agent_thread.run()
-        except BaseException as error:
-            self._outbox.put(TransportDied(f"the transport's thread raised {type(error).__name__}: {error}"))
-            self._outbox.flush()
-            raise
+    def _peer_told(self, event: PeerAdded | PeerFailed) -> bool:
+        if event.agent in self._agents:  # else it was removed meanwhile
+            if isinstance(event, PeerFailed):
+                self._agents.remove(event.agent)
+                self._peers.forget(event.agent)
+            self._on_event(event)
+        return True
+
+    def _registered(self, event: Registered) -> bool:
+        anew, asked = _strike_off(event.pool, self._missing), _strike_off(event.pool, self._registering)
+        self._metadata = event.metadata
+        if asked:
+            self._on_event(event)
+        if anew and not self._missing:
+            self._up()
+        return anew or asked
+
+    def _register_failed(self, event: RegisterFailed) -> bool:
+        if _strike_off(event.pool, self._registering):
+            del self._regions[event.pool]
+            self._on_event(event)
+            return True
+        if event.pool in self._missing:
+            self._keeper.accuse(f"a pool cannot be registered anew: {event.reason}")
+            return True
+        return False
+
+    # --- its end, and the next one ----------------------------------------------------------------------------------
+
+    def _ended(self, how: str) -> None:
+        """Nothing writes any more to what the process had open."""
+        self._metadata = b""
+        self._fail(f"the process that reads from other hosts ended: {how}")
+
+    def _fail(self, reason: str) -> None:
+        """Ends what the process had open."""
+        if not self._down:
+            self._down = True
+            self._on_event(NetworkDown(reason))
+        for agent in sorted(self._agents):
+            self._peers.forget(agent)
+            self._on_event(PeerFailed(agent, reason))
+        self._agents.clear()
+        reads, self._reads = self._reads, set()
+        for number in sorted(reads):
+            self._on_event(ReadFailed(number, reason))
+        described, self._describing = self._describing, set()
+        for pools in sorted(described):
+            self._on_event(Described(pools, b""))
+        ended, self._deregistering = self._deregistering, set()
+        for pool in sorted(ended):
+            self._on_event(Deregistered(pool, self._metadata))
+
+    def _opened(self, metadata: bytes) -> None:
+        """Registers the pools anew, then sends on what was asked for meanwhile."""
+        self._metadata = metadata
+        self._missing = self._regions.keys() - self._registering
+        for pool in list(self._regions):
+            self._register(pool)
+        self._keeper.tell(messages.ExpectReaders(self._readers_expected))
+        joining, self._joining = self._joining, {}
+        for agent, peer_metadata in joining.items():
+            self._load(agent, peer_metadata)
+        if not self._missing:
+            self._up()
+
+    def _up(self) -> None:
+        self._down = False
+        self._on_event(NetworkUp(self._metadata))
+
+
+def _strike_off(item: T, awaited: set[T]) -> bool:
+    """Removes what is awaited no longer; whether it was."""
+    if item not in awaited:
+        return False
+    awaited.remove(item)
+    return True
+
+
+def _of_nixl(examine: Examine) -> Examine:
+    """Examines the part of peers' metadata that is NIXL's."""
+
+    def examine_part(agent: str, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
+        parts, before = form.read(metadata), form.read(known)
+        if parts is None:
+            done("its metadata is not a NIXL transport's")
+        else:
+            examine(agent, before.nixl if before else b"", parts.nixl, done)
+
+    return examine_part

@@ -31,6 +31,10 @@ ENVIRONMENT: Final = {
 }
 """Read once, when NIXL and UCX are loaded."""
 
+_PASSED_ON: Final = ("UCX_", "NIXL_", "IBV_", "RDMAV_", "MLX4_", "MLX5_", "LD_", "PYTHON", "LC_", "OPENBLAS_", "OMP_")
+_PASSED_ON_TOO: Final = frozenset({"PATH", "HOME", "LANG", "TMPDIR", "TZ"})
+"""Variables that NIXL, UCX, the loader and Python read, by their beginning or whole."""
+
 
 def choose_settings(
     environment: MutableMapping[str, str], devices: Collection[str] | None, ports: str | None = None
@@ -56,6 +60,11 @@ def set_by_operator(environment: Mapping[str, str]) -> str:
     ours = ENVIRONMENT | TCP_SETTINGS
     names = sorted(name for name in environment if name.startswith("UCX_") and environment[name] != ours.get(name))
     return " ".join(f"{name}={environment[name]}" for name in names)
+
+
+def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a process with a UCX of its own gets: whoever reaches its port reads them all."""
+    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON) or name in _PASSED_ON_TOO}
 
 
 def nixl_name() -> str:

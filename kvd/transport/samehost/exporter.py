@@ -55,7 +55,7 @@ class Exporter:
     def __init__(self, path: str, mode: int) -> None:
         self._word = ctypes.create_string_buffer(os.urandom(8), 8)
         """Importers look for it in this process's memory."""
-        self._lock = PathLock(path)
+        self.lock = PathLock(path)
         self._exports: dict[int, _Export] = {}
         """By registration."""
         self._registrations: dict[int, int] = {}
@@ -75,7 +75,7 @@ class Exporter:
             with created_with(mode):
                 self._listener = Listener(path, self._accepted, Pace(), _NO_DESCRIPTORS)
         except OSError as error:
-            self._lock.release()
+            self.lock.release()
             raise refusal(ErrorCode.BAD_CONFIG, f"cannot listen on {path}: {error}") from error
 
     def add(self, pool: int, region: Region) -> None:
@@ -122,7 +122,7 @@ class Exporter:
         for export in self._exports.values():
             os.close(export.descriptor)
         self._exports.clear()
-        self._lock.release(self._path)
+        self.lock.release(self._path)
 
     def _accepted(self, accepted: socket.socket) -> None:
         try:

@@ -100,6 +100,11 @@ class SameHostTransport:
         """What a peer needs to add this agent, as of the last event that changed it."""
         return self._metadata
 
+    @property
+    def lock(self) -> int:
+        """A descriptor: while it or a duplicate is open, no other daemon serves here."""
+        return self._exporter.lock.descriptor
+
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts the threads; `on_event` is called on the loop, in the order of the events."""
         self._on_event = on_event

@@ -24,6 +24,8 @@ class Piece(StrEnum):
     """There is no memory for a pool while another one is kept whose worker is gone."""
     DYING_SUCCESSORS = "dying-successors"
     """A worker dies while it is read from, and its successor before it has the pool."""
+    DYING_TRANSPORTS = "dying-transports"
+    """The process ends in which a daemon reads from other hosts, and another one is started."""
     HOSTILE_PEERS = "hostile-peers"
     """An admitted peer and another user's process send what they like."""
     IDLE_PROCESSES = "idle-processes"

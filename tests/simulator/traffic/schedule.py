@@ -12,7 +12,7 @@ from tests.simulator.traffic.engines import Router, Sequence
 from tests.simulator.traffic.hostile import Hostile
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.traffic.workers import Worker
-from tests.simulator.virtual.fabric import SimFabric
+from tests.simulator.virtual.fabric import SimFabric, network_of
 from tests.simulator.virtual.fleet import CLAIM_TTL, Daemon
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.world import World
@@ -45,6 +45,7 @@ class Schedule:
         self._bad_input = BadInput(world, daemons, self.workers)
         router.on_pull = self._strike
         world.on_death = self._kill_agent
+        world.on_transport_death = self._kill_transport
         self._set_knobs()
 
     def _set_knobs(self) -> None:
@@ -73,6 +74,8 @@ class Schedule:
             knobs.read_slow = 0.5
         if Piece.CHANGING_PATHS in self.world.pieces:
             knobs.die_while_read = 0.08
+        if Piece.DYING_TRANSPORTS in self.world.pieces:
+            knobs.transport_dies = 0.1
         if Piece.STANDSTILLS in self.world.pieces:
             if rng.random() < 0.5:
                 knobs.clear()
@@ -102,6 +105,7 @@ class Schedule:
             (self._bad_input.do, 0.5, 20),
             *([(self._linger, 1.0, 3)] if Piece.LINGERING_PROCESSES in self.world.pieces else []),
             *([(self._stand_still, 1.0, 3)] if Piece.STANDSTILLS in self.world.pieces else []),
+            *([(self._lose_transport, 1.0, 4)] if Piece.DYING_TRANSPORTS in self.world.pieces else []),
             *([(self._renew, 0.5, 1)] if Piece.TWO_ADDRESSES in self.world.pieces else []),
             *([(self._restart_jointly, 1.0, 2)] if Piece.STORED_POOLS in self.world.pieces else []),
         )
@@ -130,6 +134,7 @@ class Schedule:
             if daemon.process.paused:
                 daemon.resume()
             daemon.start_again()
+            network_of(daemon.transport).gain_process()
         for worker in self.workers:
             for process in list(worker.lingering):
                 process.kill()
@@ -190,6 +195,22 @@ class Schedule:
         if daemon.alive:
             daemon.crash()
             self._restart_later(daemon)
+
+    def _kill_transport(self, agent: str) -> None:
+        for daemon in self.daemons:
+            if daemon.transport.agent == agent:
+                self._end_transport(daemon)
+
+    def _lose_transport(self) -> None:
+        self._end_transport(self._daemon())
+
+    def _end_transport(self, daemon: Daemon) -> None:
+        world, network = self.world, network_of(daemon.transport)
+        if daemon.alive and not network.down:
+            world.note(daemon.name, "transport killed")
+            world.disturb(*(each.name for each in self.daemons))
+            network.lose_process()
+            world.loop.call_later(0.01 + world.rng.random(), network.gain_process)
 
     def _kill_agent(self, agent: str) -> None:
         for daemon in self.daemons:

@@ -33,7 +33,7 @@ _EVENT = 0.002
 _IMPORT = 0.1
 """Seconds that importing a peer's memory takes at most, and the news of it, where that is slow."""
 _DIES = 0.01
-"""Seconds from a read's start to the death of its peer, at most."""
+"""Seconds from a read's start to the death of its peer, or of the process that reads, at most."""
 _OUTLIVES = 0.2
 """Seconds for which the memory of a killed process goes on being read: by a NIC, or out of a peer's mapping."""
 _REACHES = (Reach(), Reach(same_host=True), Reach(same_host=True, stamps=True))
@@ -207,10 +207,12 @@ class SimTransport(FakeTransport):
         super().start(later)
 
     def read(self, request: ReadRequest) -> None:
-        """Reads; the peer dies during it if the knobs say so."""
+        """Reads; the peer, or the process that reads, dies during it if the knobs say so."""
         world = self._world
         if world.chance(world.knobs.die_while_read):
             world.loop.call_later(world.rng.random() * _DIES, world.on_death, request.agent)
+        if not self._is_near and world.chance(world.knobs.transport_dies):
+            world.loop.call_later(world.rng.random() * _DIES, world.on_transport_death, self.agent)
         super().read(request)
 
     def add_peer(self, agent: str, metadata: bytes, address: str = "") -> None:
@@ -263,3 +265,10 @@ def parts_of(transport: Transport) -> list[Transport]:
     """A transport, and those that it consists of."""
     both = transport._both if isinstance(transport, RoutedTransport) else ()
     return [transport, *both]
+
+
+def network_of(transport: Transport) -> FakeTransport:
+    """The part of a transport that reads from other hosts."""
+    part = parts_of(transport)[-1]
+    assert isinstance(part, FakeTransport)
+    return part

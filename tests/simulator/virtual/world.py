@@ -30,6 +30,8 @@ class Knobs:
     """In the middle of a pull, it is cancelled, its offer withdrawn, or a process involved dies or stops."""
     die_while_read: float = 0.0
     """A daemon dies while its memory is being read."""
+    transport_dies: float = 0.0
+    """A process that reads from other hosts dies during a read."""
     forge: float = 0.0
     """A worker pulls with a ticket that was changed on its way."""
     reuse: float = 0.0
@@ -81,6 +83,8 @@ class World:
         """Whether kept pools may end: they cannot be registered, or make room for others."""
         self.on_death: Callable[[str], None] = lambda _agent: None
         """Called with the agent whose process is to die."""
+        self.on_transport_death: Callable[[str], None] = lambda _agent: None
+        """Called with the agent whose process is to die that reads from other hosts."""
         self.standstills: list[tuple[float, float]] = []
         """When nothing ran: from when until when."""
         self.crash: Exception | None = None

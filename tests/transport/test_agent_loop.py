@@ -1,14 +1,19 @@
+import ctypes
+import os
 import struct
 import time
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from kvd import limits
-from kvd.transport.interface import Event, Landed, PeerAdded, PeerFailed, ReadFailed
-from kvd.transport.nixl import agent_thread as module
-from kvd.transport.nixl.agent_thread import AgentThread
-from kvd.transport.nixl.metadata import agent_of
+from kvd.memory.mapping import Mapping
+from kvd.memory.memfd import MemfdProvider
+from kvd.transport.interface import Deregistered, Event, Landed, PeerAdded, PeerFailed, ReadFailed, Registered
+from kvd.transport.nixl import metadata as form
+from kvd.transport.nixl.agent_loop import AgentLoop, Command
+from kvd.transport.nixl.metadata import Metadata, agent_of, write
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 from kvd.transport.slices import CHUNK_DESCRIPTORS
@@ -16,8 +21,13 @@ from tests.transport.descriptors import Descriptors, descriptors, request
 from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
 
 
-def metadata(agent: str, more: bytes = b"") -> bytes:
+def nixl_metadata(agent: str, more: bytes = b"") -> bytes:
     return b"nixlSerDes|Agent" + struct.pack("<Q", len(agent)) + agent.encode() + b"|" + more
+
+
+def metadata(agent: str, more: bytes = b"", process: bytes = b"process1") -> bytes:
+    """Of an agent whose daemon has a pool at 0, which is where it is in its process, too."""
+    return write(Metadata(nixl_metadata(agent, more), process, {0: 0}))
 
 
 def slices(count: int) -> Descriptors:
@@ -25,27 +35,42 @@ def slices(count: int) -> Descriptors:
 
 
 class Run:
-    """An `AgentThread` on the test's own thread: each poll of the network runs a step of a script."""
+    """An `AgentLoop`: each poll of the network runs a step of a script."""
 
     def __init__(self) -> None:
         self.nixl = ScriptedNixl()
         self.events: list[Event] = []
         endpoints = UcxEndpoints("nobody")
-        self.thread = AgentThread(self.nixl, FAILURES, endpoints, emit=self.events.append, flush=lambda: None)
+        self.queue: list[Command] = []
+        self.over = False
+        self.loop = AgentLoop(
+            self.nixl, FAILURES, endpoints, commands=self._commands, emit=self.events.append, flush=lambda: None
+        )
+        self.loop._addresses[0] = 0
         self.tell("add_peer", "p", metadata("p"))
 
+    def _commands(self, _seconds: float) -> list[Command] | None:
+        if self.over:
+            return None
+        commands, self.queue = self.queue, []
+        return commands
+
     def tell(self, command: str, *arguments: object) -> None:
-        self.thread.commands.put(lambda: getattr(self.thread, command)(*arguments))
+        self.queue.append(lambda: getattr(self.loop, command)(*arguments))
+
+    def end(self) -> None:
+        """The daemon ends."""
+        self.over = True
 
     def read(self, read: int, what: Descriptors) -> None:
         self.tell("read", request(read, what))
 
-    def go(self, *steps: Callable[[], object], seconds: float = 0.0) -> list[Event]:
+    def go(self, *steps: Callable[[], object]) -> list[Event]:
         settle = [lambda: None] * 100
         self.nixl.script.extend([*settle, *(x for step in steps for x in (step, *settle))])
-        self.nixl.script.append(lambda: self.tell("stop", seconds))
-        self.thread._poll.seconds = lambda now, in_flight: 0.0  # type: ignore[method-assign]
-        self.thread.run()
+        self.nixl.script.append(self.end)
+        self.loop._poll.seconds = lambda now, in_flight: 0.0  # type: ignore[method-assign]
+        self.loop.run()
         return self.events
 
     def ends(self, read: int) -> list[Event]:
@@ -153,7 +178,7 @@ def test_a_lost_peer_is_added_again_only_when_its_reads_have_ended() -> None:
         lambda: set_all(run.nixl.transfers, "DONE"),
     )
     assert added == [1]
-    assert run.nixl.calls == ["add", "connect", "remove", "add", "connect", "remove"]
+    assert run.nixl.calls == ["add", "connect", "remove", "add", "connect"]
     assert [type(event) for event in run.events] == [PeerAdded, PeerFailed, ReadFailed, PeerAdded]
 
 
@@ -164,7 +189,50 @@ def test_metadata_that_nixl_cannot_merge_is_loaded_afresh() -> None:
         lambda: run.tell("add_peer", "p", metadata("p", b"newer")),
     )
     assert [type(event) for event in run.events] == [PeerAdded, PeerAdded]
-    assert run.nixl.calls == ["add", "connect", "add", "remove", "add", "connect", "remove"]
+    assert run.nixl.calls == ["add", "connect", "add", "remove", "add", "connect"]
+
+
+def test_metadata_of_a_peers_next_process_is_loaded_afresh_once_the_reads_of_the_last_one_have_ended() -> None:
+    run = Run()
+    run.read(1, slices(1))
+    run.go(
+        lambda: run.tell("add_peer", "p", metadata("p", process=b"process2")),
+        lambda: set_all(run.nixl.transfers, nixlBackendError("gone")),
+    )
+    assert run.nixl.calls == ["add", "connect", "remove", "add", "connect"]
+    assert [type(event) for event in run.events] == [PeerAdded, ReadFailed, PeerAdded]
+
+
+@pytest.mark.parametrize(("here", "there", "whose"), [(8, 0, "we have"), (0, 8, "agent 'p' announced")])
+def test_a_read_at_an_address_that_no_pool_has_fails_and_names_it(here: int, there: int, whose: str) -> None:
+    run = Run()
+    run.tell("read", replace(request(1, slices(1)), local_base=here, remote_base=there))
+    run.go()
+    assert run.ends(1) == [ReadFailed(1, f"{whose} no pool at 0x8")]
+    assert not run.nixl.transfers
+
+
+def test_a_pool_lies_elsewhere_than_in_the_daemon_and_its_place_reads_as_zeros_once_it_has_ended() -> None:
+    run = Run()
+    pool = MemfdProvider().allocate("pool", 4096)
+    os.pwrite(pool.descriptor, b"bytes", 0)
+    mapping = Mapping(pool.descriptor, pool.length)
+    run.tell("register", 1, pool.base, pool.size, mapping)
+    run.tell("deregister", 1)
+    run.queue.pop(0)
+    run.nixl.script.append(lambda: None)
+    run.go()
+    registered, deregistered = run.events
+    assert isinstance(registered, Registered)
+    assert isinstance(deregistered, Deregistered)
+    known, left = form.read(registered.metadata), form.read(deregistered.metadata)
+    assert known is not None
+    assert left is not None
+    assert known.addresses == {0: 0, pool.base: mapping.base}
+    assert left.addresses == {0: 0}
+    assert mapping.base != pool.base
+    assert ctypes.string_at(mapping.base, 5) == bytes(5)
+    pool.close()
 
 
 def test_metadata_of_another_agent_never_reaches_nixl() -> None:
@@ -180,31 +248,7 @@ def test_metadata_of_another_agent_never_reaches_nixl() -> None:
 )
 def test_damaged_metadata_names_no_agent_that_is_asked_for(damaged: bytes) -> None:
     assert agent_of(damaged) in (None, "ab")
-    assert agent_of(metadata("ab")) == "ab"
-
-
-def test_a_stop_with_a_slice_that_hangs_leaves_the_agent_alone() -> None:
-    run = Run()
-    before = len(module._abandoned)
-    run.tell("register", 1, 0, 4096)
-    run.read(1, slices(1))
-    run.go(seconds=0.01)
-    assert "deregister" not in run.nixl.calls
-    assert module._abandoned[before:] == [run.nixl]
-    module._abandoned.pop()
-
-
-def test_a_stop_waits_for_slices_and_then_takes_everything_down_in_order() -> None:
-    run = Run()
-    run.tell("register", 1, 0, 4096)
-    run.read(1, slices(20))
-    run.nixl.script.extend([lambda: None] * 310)
-    run.nixl.script.append(lambda: set_all(run.nixl.transfers, "DONE"))
-    run.tell("stop", 10.0)
-    run.thread.run()
-    assert run.nixl.calls[-2:] == ["remove", "deregister"]
-    assert not run.nixl.live
-    assert len(run.nixl.transfers) <= 1
+    assert agent_of(nixl_metadata("ab")) == "ab"
 
 
 def test_a_defect_escapes_the_loop() -> None:
@@ -232,11 +276,11 @@ def test_a_connection_shortens_the_poll_interval_and_the_watchdogs_ping_does_not
     command: str, arguments: tuple[int, ...], interval: float
 ) -> None:
     run = Run()
-    run.thread.commands.get()
+    run.queue.clear()
     run.tell(command, *arguments)
-    run.nixl.script.append(lambda: run.tell("stop", 0.0))
-    run.thread.run()
-    assert run.thread._poll.seconds(time.monotonic(), in_flight=False) == interval
+    run.nixl.script.append(run.end)
+    run.loop.run()
+    assert run.loop._poll.seconds(time.monotonic(), in_flight=False) == interval
 
 
 @pytest.mark.parametrize(("posted", "shortens"), [("DONE", False), ("PROC", True)])
@@ -245,7 +289,7 @@ def test_a_read_shortens_the_poll_interval_only_if_it_waits_for_the_network(
 ) -> None:
     run = Run()
     touched: list[float] = []
-    monkeypatch.setattr(run.thread._poll, "touch", touched.append)
+    monkeypatch.setattr(run.loop._poll, "touch", touched.append)
     run.nixl.immediately = posted
     run.read(1, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))

@@ -1,14 +1,16 @@
-"""What runs on the NIXL transport's thread: commands, registrations, and the loop that posts and polls."""
+"""What the process of the NIXL transport does: commands, registrations, and the loop that posts and polls."""
 
 from __future__ import annotations
 
-import queue
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
+from kvd.memory.mapping import Mapping
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -18,6 +20,7 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
+from kvd.transport.nixl import metadata
 from kvd.transport.nixl.peers import text_of
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
 from kvd.transport.nixl.reads import Reads
@@ -28,13 +31,25 @@ Command = Callable[[], None]
 CHECKS_PER_POST = 32
 """Slices checked between two posts: thousands of small ones may be posted, and a check costs 1 us."""
 
-_abandoned: list[object] = []
-"""Agents stopped with slices posted: to destroy one would free what UCX still uses."""
+
+class _Pool(Struct, frozen=True):
+    """A registered pool; `base` is its address in the daemon, `mapping` where it lies in this process."""
+
+    base: int
+    size: int
+    mapping: Mapping
+    registration: Any
+
+    @property
+    def region(self) -> tuple[int, int, int]:
+        """(address, bytes, device)."""
+        return self.mapping.base, self.size, 0
 
 
-class AgentThread:
-    """Runs one NIXL agent. Every method but `commands.put` belongs to the thread in `run`.
+class AgentLoop:
+    """Runs one NIXL agent.
 
+    `commands` waits so many seconds for commands, and returns those that came, or None if none will come any more.
     `emit` takes each event; `flush` delivers those emitted so far.
     """
 
@@ -44,29 +59,34 @@ class AgentThread:
         failures: tuple[type[Exception], ...],
         endpoints: UcxEndpoints,
         *,
+        commands: Callable[[float], Sequence[Command] | None],
         emit: Callable[[Event], None],
         flush: Callable[[], None],
     ) -> None:
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands = commands
         self._nixl = agent
         self._failures = failures
         self._emit = emit
         self._flush = flush
-        self._reads = Reads(agent, failures, endpoints, emit=emit, flush=flush)
+        self._addresses: dict[int, int] = {}
+        """Where the pools lie in this process, by their address in the daemon."""
+        self._reads = Reads(agent, failures, endpoints, self._addresses, emit=emit, flush=flush)
         self._poll = PollInterval()
-        self._pools: dict[int, Any] = {}
-        self._regions: dict[int, tuple[int, int, int]] = {}
-        """(address, bytes, device), by pool."""
+        self._pools: dict[int, _Pool] = {}
+        self._process = os.urandom(8)
         self._stop_seconds: float | None = None
 
     def run(self) -> None:
-        """Serves until `stop`; what escapes it is a defect."""
+        """Serves until `stop`, or until no command will come; what escapes it is a defect."""
         busy = False
         polled = 0.0
         while self._stop_seconds is None:
             wait = 0.0 if busy else self._poll.seconds(time.monotonic(), bool(self._reads.in_flight))
-            command = self._next_command(wait)
-            self._run_commands(command)
+            commands = self._commands(wait)
+            if commands is None:
+                return
+            for command in commands:
+                command()
             posted = self._reads.post_next()
             ended = self._reads.check_posted(CHECKS_PER_POST if posted else self._reads.in_flight)
             if not posted:
@@ -75,36 +95,50 @@ class AgentThread:
             if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
                 self._nixl.get_new_notifs()  # makes progress for peers that read from us; none arrive
                 polled = now
-            busy = command is not None or posted or ended
+            busy = bool(commands) or posted or ended
             if ended or self._reads.in_flight:
                 self._poll.touch(now)
-        self._shut_down(self._stop_seconds)
+        self._reads.close(self._stop_seconds)
 
     # --- commands, as those of `Transport` --------------------------------------------------------------------------
 
-    def register(self, pool: int, base: int, size: int) -> None:
-        """Registers memory."""
-        region = (base, size, 0)
+    def register(self, pool: int, base: int, size: int, mapping: Mapping) -> None:
+        """Registers memory that the daemon has at `base`."""
         try:
-            self._pools[pool] = self._nixl.register_memory(np.array([region], dtype=np.uint64), mem_type="DRAM")
+            row = np.array([(mapping.base, size, 0)], dtype=np.uint64)
+            registration = self._nixl.register_memory(row, mem_type="DRAM")
         except self._failures as error:
-            self._emit(RegisterFailed(pool, f"{text_of(error)} for {size} bytes at {base:#x}"))
+            mapping.close()
+            self._emit(RegisterFailed(pool, f"{text_of(error)} for {size} bytes"))
         else:
-            self._regions[pool] = region
-            self._emit(Registered(pool, self._nixl.get_agent_metadata()))
+            self._pools[pool] = _Pool(base, size, mapping, registration)
+            self._addresses[base] = mapping.base
+            self._emit(Registered(pool, self.metadata))
 
     def deregister(self, pool: int) -> None:
-        """Ends a registration."""
-        self._nixl.deregister_memory(self._pools.pop(pool))
-        del self._regions[pool]
-        self._emit(Deregistered(pool, self._nixl.get_agent_metadata()))
+        """Ends a registration. Its address reads as zeros from then on: some fabrics check no keys."""
+        ended = self._pools.pop(pool)
+        self._nixl.deregister_memory(ended.registration)
+        del self._addresses[ended.base]
+        ended.mapping.blank()
+        self._emit(Deregistered(pool, self.metadata))
+
+    @property
+    def metadata(self) -> bytes:
+        """What peers need to reach everything that is registered now."""
+        return self._written(self._nixl.get_agent_metadata(), self._addresses)
+
+    def _written(self, nixl: bytes, addresses: dict[int, int]) -> bytes:
+        return metadata.write(metadata.Metadata(nixl, self._process, addresses))
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Makes metadata that covers `pools` only."""
-        regions = [self._regions[pool] for pool in pools if pool in self._regions]
-        rows = np.array(regions, dtype=np.uint64).reshape(-1, 3)
+        chosen = [self._pools[pool] for pool in pools if pool in self._pools]
+        rows = np.array([pool.region for pool in chosen], dtype=np.uint64).reshape(-1, 3)
         described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
-        self._emit(Described(pools, self._nixl.get_partial_agent_metadata(described, True, ["UCX"])))
+        partial = self._nixl.get_partial_agent_metadata(described, True, ["UCX"])
+        addresses = {pool.base: pool.mapping.base for pool in chosen}
+        self._emit(Described(pools, self._written(partial, addresses)))
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Adds a peer."""
@@ -138,28 +172,3 @@ class AgentThread:
     def stop(self, seconds: float) -> None:
         """Makes `run` return: no new posts, and `seconds` for those in flight."""
         self._stop_seconds = seconds
-
-    # --- the loop ---------------------------------------------------------------------------------------------------
-
-    def _next_command(self, seconds: float) -> Command | None:
-        """Waits for a command; None if none came."""
-        try:
-            return self.commands.get(timeout=seconds) if seconds else self.commands.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _run_commands(self, command: Command | None) -> None:
-        """Runs a command and those that came after it."""
-        if command is None:
-            return
-        command()
-        for _ in range(self.commands.qsize()):
-            self.commands.get_nowait()()
-
-    def _shut_down(self, seconds: float) -> None:
-        if not self._reads.close(seconds):
-            _abandoned.append(self._nixl)
-            return
-        for registration in self._pools.values():
-            self._nixl.deregister_memory(registration)
-        del self._nixl, self._reads

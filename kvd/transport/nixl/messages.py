@@ -1,0 +1,184 @@
+"""What the daemon and the process of its NIXL transport say to each other, a frame each: msgpack, by tag.
+
+The process answers with lists of `kvd.transport.interface.Event`. Whoever reaches its port may have written to its
+memory, so the daemon takes nothing from it that it did not ask for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from kvd import limits
+from kvd.plan import Descriptors
+from kvd.protocol.codec import Decoder
+from kvd.transport.interface import (
+    Answered,
+    Deregistered,
+    Described,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Registered,
+    RegisterFailed,
+)
+
+INLINE_BYTES: Final = 64 * limits.KIB
+"""Longer tables of descriptors travel as a memfd."""
+
+
+class Message(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """Base of the messages; the class name is the tag."""
+
+
+class Register(Message, frozen=True):
+    """The descriptor that comes along has `length` bytes of memory; the daemon has its first `size` at `base`."""
+
+    pool: int
+    base: int
+    size: int
+    length: int
+
+
+class Deregister(Message, frozen=True):
+    """As `Transport.deregister`."""
+
+    pool: int
+
+
+class Describe(Message, frozen=True):
+    """As `Transport.describe`."""
+
+    pools: tuple[int, ...]
+
+
+class AddPeer(Message, frozen=True):
+    """As `Transport.add_peer`, of metadata that was examined."""
+
+    agent: str
+    metadata: bytes
+
+
+class RemovePeer(Message, frozen=True):
+    """As `Transport.remove_peer`."""
+
+    agent: str
+
+
+class Read(Message, frozen=True):
+    """As `ReadRequest`, with addresses in the daemons. `table` has all of src, then dst, then length.
+
+    It is empty if a memfd with the same comes along.
+    """
+
+    read: int
+    agent: str
+    local_base: int
+    remote_base: int
+    table: bytes
+
+
+class Abort(Message, frozen=True):
+    """As `Transport.abort`."""
+
+    read: int
+
+
+class ExpectConnection(Message, frozen=True):
+    """As `Transport.expect_connection`."""
+
+
+class ExpectReaders(Message, frozen=True):
+    """As `Transport.expect_readers`."""
+
+    expected: bool
+
+
+class Ping(Message, frozen=True):
+    """As `Transport.ping`."""
+
+    number: int
+
+
+class Stop(Message, frozen=True):
+    """Post nothing more, wait so long for what is posted, and end."""
+
+    seconds: float
+
+
+Command = (
+    Register
+    | Deregister
+    | Describe
+    | AddPeer
+    | RemovePeer
+    | Read
+    | Abort
+    | ExpectConnection
+    | ExpectReaders
+    | Ping
+    | Stop
+)
+
+
+class Opened(Message, frozen=True):
+    """The first word of the process: its agent runs, and has this metadata."""
+
+    metadata: bytes
+
+
+class NotOpened(Message, frozen=True):
+    """Its first and last word: UCX does not start."""
+
+    reason: str
+
+
+Reported = (
+    Registered | Deregistered | Described | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered
+)
+"""The events that the process may tell of."""
+
+encode = msgspec.msgpack.Encoder().encode
+command: Callable[[bytes], Command] = Decoder[Command](Command).decode
+first_word: Callable[[bytes], Opened | NotOpened] = Decoder[Opened | NotOpened](Opened | NotOpened).decode
+events: Callable[[bytes], list[Reported]] = Decoder[list[Reported]](list[Reported]).decode
+
+
+def read_command(request: ReadRequest) -> tuple[Read, tuple[int, ...]]:
+    """The command for a read, and the memfd to send with it, if there is one, for the caller to close.
+
+    Raises:
+        OSError: no memfd can be made.
+
+    """
+    descriptors = request.descriptors
+    columns = [np.ascontiguousarray(column) for column in (descriptors.src, descriptors.dst, descriptors.length)]
+    small = 3 * columns[0].nbytes <= INLINE_BYTES
+    table = b"".join(column.tobytes() for column in columns) if small else b""
+    asked = Read(request.read, request.agent, request.local_base, request.remote_base, table)
+    if small:
+        return asked, ()
+    memfd = os.memfd_create("kvd-descriptors", os.MFD_CLOEXEC)
+    try:
+        with open(memfd, "wb", closefd=False) as file:
+            for column in columns:
+                file.write(column.data)
+    except OSError:
+        os.close(memfd)
+        raise
+    return asked, (memfd,)
+
+
+def request_of(asked: Read, descriptors: tuple[int, ...]) -> ReadRequest:
+    """The read that `asked` stands for; `descriptors` came with it and stay the caller's."""
+    table = mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ) if descriptors else asked.table
+    columns = np.frombuffer(table, dtype=np.uint64).reshape(3, -1)
+    return ReadRequest(asked.read, asked.agent, asked.local_base, asked.remote_base, Descriptors(*columns))
