@@ -45,6 +45,7 @@ class Walk:
             self.types.update(filter(None, (_name(frame.f_locals.get(name)) for name in given)))
         if event == "call" and code.co_qualname == "Dispatcher.put":
             method = frame.f_locals["method"]
+            method = getattr(method, "func", method)  # of a partial
             self.calls.append(f"{frame.f_locals['actor'].name}: {method.__qualname__}")
         if event == "return" and code.co_qualname == "CompletionActor._flush":
             self.on = False
