@@ -51,11 +51,11 @@ class CompletionActor(Actor):
         if log is None:
             return  # the worker has detached: nobody waits for it
         log.items.append(item)
-        self.loop.call_soon(self._context.metrics.notifications.inc)  # not before it is sent
         self._set_full(log)
         if not log.flushing:
             log.flushing = True
             self.call(self._flush, log)
+        self.call(self._context.metrics.notifications.inc)  # not before it is sent
 
     def _set_full(self, log: _Log) -> None:
         full = len(log.items) >= limits.MAX_UNACKNOWLEDGED

@@ -283,7 +283,7 @@ class SchedulerActor(Actor):
         name = type(outcome).__name__.lower()
         if pull.span is not None:
             pull.span.end(name, error)
-        self.loop.call_soon(self._count, name, self.loop.time() - pull.started)  # nobody waits for it
+        self.call(self._count, name, self.loop.time() - pull.started)  # behind the worker's `done`
 
     def _count(self, outcome: str, seconds: float) -> None:
         self._context.metrics.pulls.labels(outcome).inc()

@@ -249,9 +249,10 @@ class Transfers(Component):
         """Every byte of a read is in place."""
         transfer = self._open[event.read]
         read = transfer.plan()
-        self._context.loop.call_soon(self._count, event.seconds, read.bytes, read.count)
+        moved, descriptors = read.bytes, read.count  # its plan is dropped when the read has ended
         stamped = transfer.stamp and event.stamp == transfer.stamp
         self._read_ended(transfer, Event.STAMPED if stamped else Event.LANDED)
+        self.actor.call(self._count, event.seconds, moved, descriptors)
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
         metrics = self._context.metrics
