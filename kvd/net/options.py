@@ -9,7 +9,7 @@ from kvd import limits
 
 
 class Kind(Enum):
-    """The three kinds of ZMQ socket that kvd has; the daemon's end for workers is `kvd.net.local.router`."""
+    """The three kinds of ZMQ socket that kvd has; the daemon's end for workers is `kvd.net.local.request_socket`."""
 
     WORKER_DEALER = "a worker's end, ipc"
     PEER_ROUTER = "the daemon's end for peers that connect to it, tcp or ipc"

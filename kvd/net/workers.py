@@ -13,7 +13,7 @@ from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, Session
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.reader import UnfinishedBytes
-from kvd.net.local.router import Router
+from kvd.net.local.request_socket import RequestSocket
 from kvd.net.local.session import Session
 from kvd.net.lock import PathLock, refuse_other_files
 from kvd.net.stream import pack
@@ -58,7 +58,7 @@ class WorkerSockets:
         self._path = path
         self._mode = mode
         self._may_pass = may_pass
-        self._router: Router | None = None
+        self._requests: RequestSocket | None = None
         self._listeners: list[Listener] = []
         self._lock: PathLock | None = None
         self._given_ends = ends
@@ -89,10 +89,10 @@ class WorkerSockets:
         self._lock = PathLock(self._path)
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
-        self._router = Router(self._received, intake)
+        self._requests = RequestSocket(self._received, intake)
         try:
             with created_with(self._mode):
-                self._listeners.append(Listener(self._zmq_path(self._path), self._router.accept, intake))
+                self._listeners.append(Listener(self._zmq_path(self._path), self._requests.accept, intake))
                 self._listeners.append(Listener(self._path, self._accepted, intake, _NO_DESCRIPTORS))
         except OSError as error:
             self.close()
@@ -127,7 +127,7 @@ class WorkerSockets:
 
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False if its queue is full or it is not connected."""
-        return self._router is not None and self._router.send(session, frame)
+        return self._requests is not None and self._requests.send(session, frame)
 
     def close(self) -> None:
         """Closes the sockets and removes their files, after at most `kvd.net.options.LINGER_MS`."""
@@ -138,9 +138,9 @@ class WorkerSockets:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        if self._router is not None:
-            self._router.close()
-            self._router = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
         if self._peers is not None:
             self._peers.close()
             self._peers = None

@@ -88,7 +88,7 @@ IMPOSSIBLE = {
         (T.State.NEW, T.Event.GRANTED),
         (T.State.NEW, T.Event.REFUSED),
         # A grant is used once, and only where the claim waits for it.
-        *((state, T.Event.KEPT) for state in T.State if state is not T.State.CLAIMING),
+        *((state, T.Event.HOLD) for state in T.State if state is not T.State.CLAIMING),
         # A plan is waited for once, by a claim that is granted.
         *((state, T.Event.UNPLANNED) for state in T.State if state is not T.State.CLAIMING),
         *((state, T.Event.PLANNED) for state in T.State if state is not T.State.PLANNING),
@@ -112,7 +112,7 @@ IMPOSSIBLE = {
                 T.State.NEW,
                 T.State.CLAIMING,
                 T.State.PLANNING,
-                T.State.KEEPING,
+                T.State.HOLDING,
                 T.State.READING,
                 T.State.DRAINING,
             )
@@ -143,7 +143,7 @@ def test_an_event_without_an_answer_is_an_internal_error():
 
 
 def test_an_ignored_event_changes_nothing():
-    assert transfer.TABLE.step(transfer.State.HELD, transfer.Event.STOP) == Step(transfer.State.HELD)
+    assert transfer.TABLE.step(transfer.State.DONE, transfer.Event.STOP) == Step(transfer.State.DONE)
 
 
 def test_no_transfer_contributes_without_a_proof_after_the_last_byte():
@@ -153,7 +153,7 @@ def test_no_transfer_contributes_without_a_proof_after_the_last_byte():
     assert ways == {(T.State.FENCING, T.Event.PROVEN), (T.State.READING, T.Event.STAMPED)}
     into_fencing = {way for way, step in steps.items() if step.state is T.State.FENCING}
     assert into_fencing == {(T.State.READING, T.Event.LANDED)}
-    into_held = {way for way, step in steps.items() if step.state in (T.State.HELD, T.State.SETTLING)}
+    into_held = {way for way, step in steps.items() if step.state in (T.State.DONE, T.State.SETTLING)}
     assert into_held == ways | {(T.State.SETTLING, T.Event.PROVEN), (T.State.SETTLING, T.Event.REFUSED)}
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import WorkerFrame
-from kvd.net.local import router, zmtp
+from kvd.net.local import request_socket as router
+from kvd.net.local import zmtp
 from kvd.net.local.zmtp import GREETING, Decoder, Ping, Ready, Received, command, header
 from kvd.net.unix import Credentials
 from kvd.net.workers import WorkerSockets
@@ -177,7 +178,7 @@ async def test_a_handshake_that_takes_too_long_is_ended(daemon: Daemon, monkeypa
         monkeypatch.setattr(router, "HANDSHAKE_MS", 50)  # from the next connection on
         with await daemon.connect(HANDSHAKE[:-1]) as slow:
             assert await read(slow, 1000) == GREETING
-        [kept] = daemon.port._router.connections
+        [kept] = daemon.port._requests.connections
         assert kept._deadline.cancelled()
         await asyncio.get_running_loop().sock_sendall(quick, frame(b"still here"))
         assert (await daemon.inbox.next(WorkerFrame)).frame == b"still here"
@@ -191,7 +192,7 @@ async def test_unfinished_frames_of_a_user_have_a_bound_together_and_finished_on
         held = [stack.enter_context(await daemon.connect(GREETING + ready(name))) for name in names]
         for each in held:
             await loop.sock_sendall(each, part)
-        while daemon.port._router.unfinished[os.getuid()] < len(held) * len(part):  # noqa: ASYNC110
+        while daemon.port._requests.unfinished[os.getuid()] < len(held) * len(part):  # noqa: ASYNC110
             await asyncio.sleep(0)
         extra = stack.enter_context(await daemon.connect(GREETING + ready(b"extra")))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -203,9 +204,9 @@ async def test_unfinished_frames_of_a_user_have_a_bound_together_and_finished_on
         again = stack.enter_context(await daemon.connect(GREETING + ready(b"again") + frame(bytes(limits.MIB))))
         assert len((await daemon.inbox.next(WorkerFrame)).frame) == limits.MIB
         again.close()
-    for left in tuple(daemon.port._router.connections):
+    for left in tuple(daemon.port._requests.connections):
         left.close()
-    assert not daemon.port._router.unfinished
+    assert not daemon.port._requests.unfinished
 
 
 async def test_all_strangers_together_have_a_bound_on_unfinished_frames_however_many_users_they_are(
@@ -219,7 +220,7 @@ async def test_all_strangers_together_have_a_bound_on_unfinished_frames_however_
         made = [stack.enter_context(await daemon.connect(GREETING + ready(bytes([n]) * 16))) for n in range(4)]
         for each in (made[0], made[1], made[3]):
             await loop.sock_sendall(each, part)
-        while daemon.port._router.unfinished.total() < 3 * len(part):  # noqa: ASYNC110
+        while daemon.port._requests.unfinished.total() < 3 * len(part):  # noqa: ASYNC110
             await asyncio.sleep(0)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             await loop.sock_sendall(made[2], part)

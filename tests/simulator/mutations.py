@@ -150,7 +150,7 @@ def held(claims, key):
 def nobody_asks_for_the_fence(monkeypatch):
     table = transfer_machine.TABLE
     done = Step(
-        transfer_machine.State.HELD,
+        transfer_machine.State.DONE,
         (transfer_machine.Effect.RELEASE, transfer_machine.Effect.CONTRIBUTE),
     )
     key = (transfer_machine.State.READING, transfer_machine.Event.LANDED)

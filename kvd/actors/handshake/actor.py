@@ -123,7 +123,7 @@ class HandshakeActor(Actor):
     def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
         """A new peer, greeted `at_once` if a pull waits for it, else at its first heartbeat."""
         self._peers.check_room(worker)
-        peer = Peer(address, self._port.connect(address), heard=self.loop.time(), wanted=at_once, worker=worker)
+        peer = Peer(address, self._port.connect(address), silent_from=self.loop.time(), wanted=at_once, worker=worker)
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         if at_once:

@@ -35,8 +35,8 @@ class Peer:
 
     address: str
     link: int
-    heard: float
-    """When it last said something; times are seconds on the loop's clock."""
+    silent_from: float
+    """When it last said something, at first when it was connected to; times are seconds on the loop's clock."""
     missed: int = 0
     """Heartbeats since it last said something."""
     needed: float = 0.0
@@ -79,7 +79,7 @@ class Peer:
 
     def hears(self, now: float) -> None:
         """It says something."""
-        self.heard, self.missed = now, 0
+        self.silent_from, self.missed = now, 0
 
     def beat(self, now: float) -> bool:
         """Counts a heartbeat; says whether it was silent for as many as it may be, after which the count starts again.
@@ -203,7 +203,7 @@ class Peer:
             "state": self.state,
             "path": self.path,
             "slow": self.slow,
-            "silent_seconds": round(now - self.heard, 3),
+            "silent_seconds": round(now - self.silent_from, 3),
             "last_loss": self.loss,
             "unreached_seconds": None if self.unreached_from is None else round(now - self.unreached_from, 3),
         }

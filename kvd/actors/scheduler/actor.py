@@ -33,11 +33,6 @@ from kvd.protocol.ticket import Ticket
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.transport.interface import Transport
 
-_LOOKUPS = 3
-"""How often daemons are asked again because of a pool that they have not named: more than once, as an answer may have
-been on its way. After that, a pull whose ticket was made while the producer's daemon was away waits for the worker to
-come back there: it looks again every `retry` seconds, until its deadline."""
-
 
 class SchedulerActor(Actor):
     """See the module's text. A failure stops the daemon: its pulls fail at once, and none is ever wrongly done."""
@@ -150,7 +145,7 @@ class SchedulerActor(Actor):
         """
         self._producers.check_names(pull.ticket)
         missing = self._producers.without_pool(pull.ticket)
-        if missing and pull.lookups < _LOOKUPS:
+        if missing and pull.lookups_left > 0:
             return self._look_up(pull, missing)
         if missing and self._producers.may_come(pull.ticket, missing):
             return Event.ABSENT
@@ -167,7 +162,7 @@ class SchedulerActor(Actor):
 
     def _look_up(self, pull: Pull, addresses: set[str]) -> Event:
         pull.awaited = addresses
-        pull.lookups += 1
+        pull.lookups_left -= 1
         return Event.MISSING
 
     def _connect(self, pull: Pull) -> None:
@@ -177,7 +172,7 @@ class SchedulerActor(Actor):
 
     def _retry(self, pull: Pull) -> None:
         if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
-            pull.lookups = _LOOKUPS - 1
+            pull.lookups_left = 1
             self._route(pull)
 
     # --- its producers ----------------------------------------------------------------------------------------------

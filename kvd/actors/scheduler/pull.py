@@ -166,8 +166,10 @@ class Pull(Struct, eq=False):
     size: Size
     """Of the blocks that are to be filled."""
     state: State = TABLE.initial
-    lookups: int = 0
-    """How often daemons were asked again because of pools that they had not named."""
+    lookups_left: int = 3
+    """How often daemons are still asked again because of pools that they have not named: more than once, as an answer
+    may have been on its way. After that, a pull whose ticket was made while the producer's daemon was away waits for
+    the worker to come back there: it looks again every `retry` seconds, until its deadline."""
     transfers: list[Transfer] = field(default_factory=list)
     views: dict[str, PeerView] = field(default_factory=dict)
     """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""

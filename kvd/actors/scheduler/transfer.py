@@ -37,7 +37,7 @@ class State(StrEnum):
     """its pull, which begins all its transfers together"""
     CLAIMING = "claiming"
     """the producer's grant"""
-    KEEPING = "keeping"
+    HOLDING = "holding"
     """its pull's end: it reads nothing, and its claim is renewed until then"""
     PLANNING = "planning"
     """the plan of its read, which takes longer than the grant took"""
@@ -51,7 +51,7 @@ class State(StrEnum):
     """the producer's answer that it knows of the read; all bytes are here and proven already"""
     LEAVING = "leaving"
     """the producer's answer that it knows that no reader will come; it contributed nothing"""
-    HELD = "held"
+    DONE = "done"
     """nothing: all bytes are here and proven"""
     ENDED = "ended"
     """nothing: it contributed nothing"""
@@ -70,7 +70,7 @@ class Event(StrEnum):
     UNPLANNED = "unplanned"
     """granted, and its read is not planned yet"""
     PLANNED = "planned"
-    KEPT = "kept"
+    HOLD = "hold"
     """granted, to a pull that only holds the lease"""
     REFUSED = "refused"
     """by the producer: it refused the claim or broke the lease; or the peer is lost"""
@@ -111,17 +111,17 @@ _S, _E, _F = State, Event, Effect
 
 OPEN = frozenset({_S.READING, _S.DRAINING})
 """Its read is open: something may write to the pull's blocks."""
-READ = frozenset({_S.FENCING, _S.SETTLING, _S.LEAVING, _S.HELD, _S.ENDED})
+READ = frozenset({_S.FENCING, _S.SETTLING, _S.LEAVING, _S.DONE, _S.ENDED})
 """Its read has ended, or will not begin."""
 TELLING = frozenset({_S.SETTLING, _S.LEAVING})
 """The producer is told that its reader has finished."""
-PROVEN = frozenset({_S.SETTLING, _S.HELD})
+PROVEN = frozenset({_S.SETTLING, _S.DONE})
 """All its bytes are here and proven."""
 
 TABLE: Table[State, Event, Effect] = Table(
     "transfer",
     initial=_S.NEW,
-    final=frozenset({_S.HELD, _S.ENDED}),
+    final=frozenset({_S.DONE, _S.ENDED}),
     steps={
         (_S.NEW, _E.BEGIN): Step(_S.CLAIMING, (_F.CLAIM,)),
         (_S.NEW, _E.KNOWN): Step(_S.READING, (_F.READ,)),
@@ -129,15 +129,15 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.NEW, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
         (_S.CLAIMING, _E.UNPLANNED): Step(_S.PLANNING),
-        (_S.CLAIMING, _E.KEPT): Step(_S.KEEPING),
+        (_S.CLAIMING, _E.HOLD): Step(_S.HOLDING),
         (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.CLAIMING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.PLANNING, _E.PLANNED): Step(_S.READING, (_F.READ,)),
         (_S.PLANNING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.PLANNING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.KEEPING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.KEEPING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.HOLDING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.HOLDING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
         (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
@@ -145,13 +145,13 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.READING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE, _F.FAIL)),
         (_S.READING, _E.REFUSED): Step(_S.DRAINING, (_F.ABORT, _F.FAIL)),
         (_S.READING, _E.STOP): Step(_S.DRAINING, (_F.ABORT,)),
-        (_S.FENCING, _E.PROVEN): Step(_S.HELD, (_F.CONTRIBUTE,)),
+        (_S.FENCING, _E.PROVEN): Step(_S.DONE, (_F.CONTRIBUTE,)),
         (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.FENCING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
-        (_S.SETTLING, _E.PROVEN): Step(_S.HELD),
+        (_S.SETTLING, _E.PROVEN): Step(_S.DONE),
         # The lease may have ended meanwhile, which does not concern the reader any more.
-        (_S.SETTLING, _E.REFUSED): Step(_S.HELD),
+        (_S.SETTLING, _E.REFUSED): Step(_S.DONE),
         (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.UNPROVEN): Step(_S.ENDED, (_F.RELEASE,)),
@@ -162,14 +162,14 @@ TABLE: Table[State, Event, Effect] = Table(
     },
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
-        _S.KEEPING: frozenset({_E.GRANTED}),
+        _S.HOLDING: frozenset({_E.GRANTED}),
         _S.PLANNING: frozenset({_E.GRANTED}),
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
         _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),
         _S.DRAINING: frozenset({_E.GRANTED, _E.REFUSED, _E.STOP}),
         _S.LEAVING: frozenset({_E.GRANTED, _E.STOP}),
-        _S.HELD: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
+        _S.DONE: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
         _S.ENDED: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
     },
 )

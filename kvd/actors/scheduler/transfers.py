@@ -159,7 +159,7 @@ class Transfers(Component):
         self._requests.answered(transfer)
         if transfer.state is State.CLAIMING and error.code in _NOT_BELIEVED:
             self._ticket_refused(transfer, error)
-        if transfer.state is State.KEEPING and error.code is ErrorCode.LEASE_BROKEN:
+        if transfer.state is State.HOLDING and error.code is ErrorCode.LEASE_BROKEN:
             self._step(transfer, Event.STOP)  # its reader has finished; other ranks' leases are held on
         else:
             self._step(transfer, Event.REFUSED, error)
@@ -208,7 +208,7 @@ class Transfers(Component):
         transfer.early_grant = None
         transfer.granted = True
         transfer.generation = grant.generation
-        self._step(transfer, Event.KEPT if transfer.pull.hold else Event.GRANTED if planned else Event.UNPLANNED)
+        self._step(transfer, Event.HOLD if transfer.pull.hold else Event.GRANTED if planned else Event.UNPLANNED)
 
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):

@@ -144,6 +144,7 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
 
 _PER_WORKER = {
     "gateway.connections._by_number",
+    "gateway._admission._allowances",
     "Sessions._by_worker",
     "Sessions._by_id",
     "pools._records",

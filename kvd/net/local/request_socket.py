@@ -28,7 +28,7 @@ OnMessage = Callable[[bytes, bytes, int], None]
 """Called with a routing id, a message, and the uid of its sender according to the kernel."""
 
 
-class Router:
+class RequestSocket:
     """Exchanges messages with the DEALERs of accepted connections.
 
     A connection that claims a routing id in use is hung up on before any message is taken from it; its DEALER connects
@@ -85,15 +85,15 @@ class Router:
 class _Connection(FrameReader[zmtp.Received]):
     """One DEALER."""
 
-    def __init__(self, accepted: socket.socket, uid: int, router: Router) -> None:
-        super().__init__(accepted.fileno(), router.intake)
+    def __init__(self, accepted: socket.socket, uid: int, owner: RequestSocket) -> None:
+        super().__init__(accepted.fileno(), owner.intake)
         self.socket = accepted
         self.uid = uid
         self._refuses = take_descriptors(accepted, take=False)
-        self._router = router
+        self._owner = owner
         self._identity: bytes | None = None
         self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES)
-        self._unfinished = UnfinishedBytes(uid, router.unfinished)
+        self._unfinished = UnfinishedBytes(uid, owner.unfinished)
         self._unsent = bytearray()
         self._unsent_pongs = 0
         self._flushing = False
@@ -130,21 +130,21 @@ class _Connection(FrameReader[zmtp.Received]):
         else:
             hang_up(self.socket)
         self._unfinished.release()
-        self._router.connections.discard(self)
+        self._owner.connections.discard(self)
         if self._identity is not None:
-            del self._router.by_identity[self._identity]
+            del self._owner.by_identity[self._identity]
 
     def receive(self) -> bool:
         try:
             if self._refuses:
-                size = self.socket.recv_into(self._router.buffer)
+                size = self.socket.recv_into(self._owner.buffer)
             else:
-                size = receive_without_descriptors(self.socket, self._router.buffer, self.uid)
+                size = receive_without_descriptors(self.socket, self._owner.buffer, self.uid)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self.frames.extend(self._decoder.feed(self._router.buffer[:size]))
+        self.frames.extend(self._decoder.feed(self._owner.buffer[:size]))
         self._unfinished.set(self._decoder.unfinished)
         return size > 0
 
@@ -153,7 +153,7 @@ class _Connection(FrameReader[zmtp.Received]):
             self._welcome(frame.identity)
         elif isinstance(frame, bytes):
             assert self._identity is not None  # noqa: S101 - the decoder passes no message before `Ready`
-            self._router.on_message(self._identity, frame, self.uid)
+            self._owner.on_message(self._identity, frame, self.uid)
         elif self._unsent_pongs < MAX_UNSENT_PONGS:
             pong = zmtp.pong(frame)
             self._unsent_pongs += len(pong)
@@ -164,13 +164,13 @@ class _Connection(FrameReader[zmtp.Received]):
     def lost(self, error: KvdError | None) -> None:
         identity = self._identity
         if identity is None and self.frames and isinstance(ready := self.frames[0], zmtp.Ready):
-            identity = ready.identity if ready.identity not in self._router.by_identity else None
+            identity = ready.identity if ready.identity not in self._owner.by_identity else None
         self.close()
         if error is not None and identity is not None:
-            self._router.on_message(identity, b"", self.uid)
+            self._owner.on_message(identity, b"", self.uid)
 
     def _welcome(self, identity: bytes) -> None:
-        if self._router.by_identity.setdefault(identity, self) is not self:
+        if self._owner.by_identity.setdefault(identity, self) is not self:
             self.close()
             return
         self._identity = identity
