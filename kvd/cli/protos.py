@@ -170,6 +170,7 @@ _EXAMPLES: tuple[Message, ...] = (
     worker.StatusRequest(4),
     worker.Offered(1, "kvd1.kw"),
     worker.Error(2, "bad_blocks", "block id 9 is not below num_blocks = 8"),
+    worker.Error(3, "unknown_request", "no pull and no offer is called 'req-1'", upcoming=18),
     worker.Notifications(
         17,
         (

@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable
 from enum import Enum, auto
 
-import msgspec
-
 from kvd.client.blocks import Blocks, spans
 from kvd.client.events import DaemonError, Disconnected, Event, Reattached
 from kvd.client.offers import Offers
@@ -38,9 +36,6 @@ class _Call(Enum):
     SETTLE = auto()
     """a cancel by the core, to learn whether the daemon knows a request"""
     STATUS = auto()
-    """the worker's"""
-    BARRIER = auto()
-    """a status by the core, to learn whether all notifications have arrived"""
 
 
 class Core:
@@ -62,8 +57,9 @@ class Core:
         self._acknowledged = 0
         self._acknowledge_at = math.inf
         self._gap_since = math.inf
-        self._barriers: list[tuple[int, str]] = []
-        self._settled: dict[int, wire.Status | KvdError] = {}
+        self._unknown: list[tuple[int, str]] = []
+        """Requests that the daemon does not know, each with the notification before which their last one comes."""
+        self._reports: dict[int, bytes | KvdError] = {}
         self._stranger = ""
         """What was last said of a stranger in the daemon's place."""
 
@@ -123,7 +119,8 @@ class Core:
     def status(self) -> tuple[int, bytes]:
         """A frame that requests a status, and the call to give to `status_answer`."""
         self._check_connected()
-        return self._status(_Call.STATUS, "")
+        call = self._await(next(self._calls), _Call.STATUS, "")
+        return call, codec.encode(wire.StatusRequest(call))
 
     def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
         """Makes a ticket for this offer without asking the daemon."""
@@ -138,15 +135,15 @@ class Core:
             KvdError: the daemon refused or is gone.
 
         """
-        answer = self._settled.pop(call, None)
+        answer = self._reports.pop(call, None)
         if isinstance(answer, KvdError):
             raise answer
-        return None if answer is None else answer.report
+        return answer
 
     def abandon_status(self, call: int) -> None:
         """Nobody waits for this status any more."""
         self._pending.pop(call, None)
-        self._settled.pop(call, None)
+        self._reports.pop(call, None)
 
     def not_sent(self) -> None:
         """The frame made last found no room: forgets its call, and the offer or pull that it would have begun."""
@@ -180,11 +177,11 @@ class Core:
             return
         self._connected = False
         self._frames.clear()
-        self._barriers.clear()
+        self._unknown.clear()
         self._gap_since = math.inf
         for call, (kind, _) in self._pending.items():
             if kind is _Call.STATUS:
-                self._settled[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
+                self._reports[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
         self._pending.clear()
         self._calls_of.clear()
         self._events.append(Disconnected(error.code, error.text))
@@ -216,8 +213,10 @@ class Core:
                     self._events += self._offers.offered(request, ticket)
             case wire.Error() as error:
                 self._refused(error)
-            case wire.Status() as status:
-                self._reported(status)
+            case wire.Status(call, report):
+                kind, _ = self._pending.pop(call, (None, ""))
+                if kind is _Call.STATUS:
+                    self._reports[call] = report
 
     def on_time(self, now: float) -> None:
         """Ends what should have ended by `now`."""
@@ -296,10 +295,6 @@ class Core:
     def _cancel(self, request: str, kind: _Call) -> bytes:
         return codec.encode(wire.Cancel(self._await(next(self._calls), kind, request), request))
 
-    def _status(self, kind: _Call, request: str) -> tuple[int, bytes]:
-        call = self._await(next(self._calls), kind, request)
-        return call, codec.encode(wire.StatusRequest(call))
-
     def _notified(self, batch: wire.Notifications, now: float) -> None:
         if batch.first > self._expected:
             self._gap_since = min(self._gap_since, now)
@@ -316,7 +311,7 @@ class Core:
                 self._events += self._pulls.notified(item)
                 self._forget(item.request)
         self._gap_since = math.inf
-        self._pass_barriers()
+        self._end_unknown()
 
     def _refused(self, error: wire.Error) -> None:
         kind, request = self._pending.pop(error.call, (None, ""))
@@ -329,31 +324,24 @@ class Core:
             case _Call.PULL:
                 self._events += self._pulls.refused(request, error.code, error.text)
             case _Call.SETTLE:
-                self._events += self._offers.unknown(request)
-                if request in self._pulls:
-                    self._frames.append(self._status(_Call.BARRIER, request)[1])
+                if error.upcoming:
+                    self._unknown.append((error.upcoming, request))
+                    self._end_unknown()
             case _Call.STATUS:
-                self._settled[error.call] = error_from_code(error.code, error.text)
-            case _Call.CANCEL | _Call.BARRIER:
+                self._reports[error.call] = error_from_code(error.code, error.text)
+            case _Call.CANCEL:
                 pass  # the request has ended, and its outcome is on the way
         self._forget(request)
 
-    def _reported(self, status: wire.Status) -> None:
-        kind, request = self._pending.pop(status.call, (None, ""))
-        if kind is _Call.STATUS:
-            self._settled[status.call] = status
-        elif kind is _Call.BARRIER:
-            try:
-                upcoming = msgspec.json.decode(status.report)["completion"][self._name]["next"]
-            except (msgspec.MsgspecError, KeyError, TypeError) as error:
-                raise refusal(ErrorCode.BAD_MESSAGE, f"a status without completion.next ({error!r})") from error
-            self._barriers.append((upcoming, request))
-            self._pass_barriers()
+    def _end_unknown(self) -> None:
+        """Ends requests that the daemon does not know, once all that it said of them has arrived.
 
-    def _pass_barriers(self) -> None:
-        passed = [request for upcoming, request in self._barriers if upcoming <= self._expected]
-        self._barriers = [barrier for barrier in self._barriers if barrier[0] > self._expected]
-        for request in passed:
+        Not before: a notification that is on the way would count for the next request of that name.
+        """
+        ended = [request for upcoming, request in self._unknown if upcoming <= self._expected]
+        self._unknown = [(upcoming, request) for upcoming, request in self._unknown if upcoming > self._expected]
+        for request in ended:
+            self._events += self._offers.unknown(request)
             self._events += self._pulls.unknown(request)
             self._forget(request)
 

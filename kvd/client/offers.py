@@ -49,7 +49,7 @@ class Offers:
         return [] if self._offers.pop(offer, None) is None else [OfferRefused(offer, code, text)]
 
     def unknown(self, offer: str) -> list[Event]:
-        """The daemon knows no such offer: it was refused, or its `Released` is on the way."""
+        """The daemon has no such offer, and all its notifications about it have arrived: it was refused, or lost."""
         if self._offers.get(offer) is not _State.SENT:
             return []
         return self.refused(offer, ErrorCode.DAEMON_LOST, LOST_ANSWER)

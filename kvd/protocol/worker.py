@@ -178,6 +178,8 @@ class Error(Message, frozen=True, tag="error"):
     call: Count
     code: Code
     text: Text
+    upcoming: Count = 0
+    """For a refused `Cancel`: whatever the request still has to be told has a lower sequence number; 0: not said."""
 
 
 class Done(Message, frozen=True, tag="done"):

@@ -239,17 +239,51 @@ def test_random_bytes_are_a_reply_or_a_bad_request_and_end_no_pull(frame: bytes)
         assert core.take_events() == []
 
 
-def test_a_status_without_the_sequence_frees_nothing() -> None:
+def unknown(core: Core, upcoming: int) -> None:
+    """The daemon does not know the one request that the core asks about."""
+    (frame,) = core.take_frames(0.0)
+    cancel = codec.worker_requests.decode(frame)
+    assert isinstance(cancel, wire.Cancel)
+    core.on_frame(codec.encode(wire.Error(cancel.call, "unknown_request", "", upcoming)), now=10.0)
+
+
+def test_an_overdue_pull_that_the_daemon_does_not_know_is_freed_without_asking_anything_more() -> None:
     core = connected()
     core.pull("r", "t", BLOCKS, 1.0, now=0.0)
     core.on_time(10.0)
-    cancel = codec.worker_requests.decode(core.take_frames(0.0)[0])
-    core.on_frame(codec.encode(wire.Error(cancel.call, "unknown_request", "")), now=10.0)
     core.take_events()
-    status = codec.worker_requests.decode(core.take_frames(0.0)[0])
-    with pytest.raises(BadRequest, match=r"a status without completion\.next"):
-        core.on_frame(codec.encode(wire.Status(status.call, b"{}")), now=10.0)
+    unknown(core, upcoming=1)
+    assert core.take_events() == [Freed("r", BLOCKS)]
+    assert core.take_frames(20.0) == []
+
+
+def test_a_refusal_without_the_sequence_frees_nothing_until_a_later_session_gives_it() -> None:
+    core = connected()
+    core.pull("r", "t", BLOCKS, 1.0, now=0.0)
+    core.on_time(10.0)
+    core.take_events()
+    unknown(core, upcoming=0)
     assert core.take_events() == []
+    core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "lost"))
+    core.on_attached(attached())
+    core.take_events()
+    unknown(core, upcoming=1)
+    assert core.take_events() == [Freed("r", BLOCKS)]
+
+
+def test_the_end_of_an_offer_whose_answer_was_lost_does_not_count_for_the_next_of_its_name() -> None:
+    core = connected()
+    core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
+    core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "lost"))
+    core.on_attached(attached())
+    core.take_events()
+    unknown(core, upcoming=2)
+    assert core.take_events() == []  # its `Released` is on the way
+    with pytest.raises(BadRequest, match="names an open pull or offer"):
+        core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
+    core.on_frame(batch(1, wire.Released("o", "expired")), now=10.0)
+    assert [type(event) for event in core.take_events()] == [Released]
+    core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
 
 
 def test_what_comes_again_is_acknowledged_again() -> None:

@@ -200,7 +200,7 @@ class TestOffers:
             worker.offer("req-1", tokens=1000, blocks=BLOCKS, ttl=60, timeout=0.01)
         worker.poll()
         daemon.expect(wire.Offer)
-        daemon.send(wire.Error(daemon.expect(wire.Cancel).call, "unknown_request", "no such offer"))
+        daemon.send(wire.Error(daemon.expect(wire.Cancel).call, "unknown_request", "no such offer", upcoming=1))
         assert isinstance(wait_for(worker, 1)[0], OfferRefused)
 
 
@@ -355,10 +355,8 @@ class TestPulls:
         wait_for(worker, 1)
         worker.poll()
         cancel = daemon.expect(wire.Cancel)
-        daemon.send(wire.Error(cancel.call, "unknown_request", "no pull and no offer is called 'req-1'"))
-        eventually(lambda: not daemon.inbox.empty(), worker)
-        status = daemon.expect(wire.StatusRequest)
-        daemon.send(wire.Status(status.call, b'{"completion": {"prefill-0": {"next": 2, "kept": 1}}}'))
+        text = "no pull and no offer is called 'req-1'"
+        daemon.send(wire.Error(cancel.call, "unknown_request", text, upcoming=2))
         assert worker.wait(0.05) == []
         daemon.notify(1, wire.Released("an offer of long ago", "read"))
         assert wait_for(worker, 1) == [Freed("req-1", BLOCKS)]
@@ -447,7 +445,7 @@ class TestStatus:
         daemon.notify(2, wire.Done("req-1"))
         assert wait_for(worker, 1) == [Done("req-1")]
         core = worker._driver.core
-        assert (core._pending, core._settled) == ({}, {})
+        assert (core._pending, core._reports) == ({}, {})
 
 
 class TestLosingTheDaemon:

@@ -130,8 +130,11 @@ class CompletionActor(Actor):
         if self._draining and not any(log.connected and log.items for log in self._logs.values()):
             self._context.idle(self.name)
 
+    def upcoming(self, worker: str) -> int:
+        """The sequence number of the next notification of a worker that is connected."""
+        log = self._logs[worker]
+        return log.first + len(log.items)
+
     def report(self) -> dict[str, dict[str, int]]:
         """Notifications that are kept, by worker: its part of a status."""
-        return {
-            worker: {"next": log.first + len(log.items), "kept": len(log.items)} for worker, log in self._logs.items()
-        }
+        return {worker: {"next": self.upcoming(worker), "kept": len(log.items)} for worker, log in self._logs.items()}

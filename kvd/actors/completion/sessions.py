@@ -83,16 +83,17 @@ class Sessions:
         if session is not None and not self._port.send(session.id, encode(message)):
             self._hang_up(session.connection)
 
-    def refuse(self, worker: str, call: int, error: KvdError) -> None:
-        """Refuses the request `call`; nothing has changed."""
+    def refuse(self, worker: str, call: int, error: KvdError, upcoming: int = 0) -> None:
+        """Refuses the request `call`; nothing has changed. `upcoming` is that of `Error`."""
         session = self._by_worker.get(worker)
         if session is not None:
-            self.refuse_frame(session.id, call, error)
+            self.refuse_frame(session.id, call, error, upcoming)
 
-    def refuse_frame(self, sender: bytes, call: int, error: KvdError) -> None:
+    def refuse_frame(self, sender: bytes, call: int, error: KvdError, upcoming: int = 0) -> None:
         """Refuses what came under the routing id `sender`, which may be no session's."""
         self._metrics.refused.labels("worker", error.code).inc()
-        sent = self._port.send(sender, encode(Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT])))
+        message = Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT], upcoming)
+        sent = self._port.send(sender, encode(message))
         session = self._by_id.get(sender)
         if session is not None and not sent:
             self._hang_up(session.connection)

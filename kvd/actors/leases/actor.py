@@ -43,6 +43,7 @@ class LeasesActor(Actor):
     ) -> None:
         super().__init__(context.dispatcher)
         self._context = context
+        self._completion = completion
         self._sessions = sessions
         self._peer_address = peer_address
         self._tombstones: Tombstones[OfferKey | ClaimKey] = Tombstones(
@@ -102,7 +103,7 @@ class LeasesActor(Actor):
         lease = self._offers.find(worker, cancel.request)
         if lease is None:
             error = refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
-            self._sessions.refuse(worker, cancel.call, error)
+            self._sessions.refuse(worker, cancel.call, error, self._completion.upcoming(worker))
             return
         self._offers.step(lease, Event.REVOKE, "withdrawn")
 

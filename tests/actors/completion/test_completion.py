@@ -2,7 +2,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
-from kvd.protocol.worker import Acknowledge, Cancel, Detach, Notifications, Released
+from kvd.protocol.worker import Acknowledge, Cancel, Detach, Error, Notifications, Released
 from tests.actors.stage import Stage
 
 
@@ -36,6 +36,22 @@ def test_a_worker_that_comes_back_gets_what_it_has_not_acknowledged(stage):
     stage.attach(connection=2)
     [batch] = batches(stage)
     assert (batch.first, [item.offer for item in batch.items]) == (2, ["b", "c"])
+
+
+def test_a_refused_cancel_names_the_next_notification_whatever_was_sent_or_acknowledged(stage):
+    for ended, expected in (((), 1), (("a", "b"), 3)):
+        end_offers(stage, *ended)
+        [error] = stage.request(Cancel(9, "nothing"))
+        assert error.upcoming == expected
+    stage.request(Acknowledge(1))
+    stage.hang_up()
+    stage.attach(connection=2)
+    stage.room = False
+    call(stage.actors.completion.notify, "w", Released("c", "read"))
+    stage.run()
+    stage.room = True
+    replies = stage.request(Cancel(9, "nothing"), session=bytes([stage.sessions]) * 16)
+    assert [reply.upcoming for reply in replies if isinstance(reply, Error)] == [4]
 
 
 def test_notifications_for_a_worker_that_is_away_are_kept(stage):
