@@ -1,0 +1,153 @@
+"""The parts of a daemon beside its actors: opened in one place, in order."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvd.actors.gateway import admission
+from kvd.daemon.config import Config
+from kvd.daemon.health import Health
+from kvd.daemon.http import HttpServer
+from kvd.daemon.processor import ProcessorWait
+from kvd.daemon.rejections import Rejections
+from kvd.errors import ErrorCode, refusal
+from kvd.host import boot_id
+from kvd.memory.interface import MemoryProvider
+from kvd.memory.provider import provider_for
+from kvd.metrics import Metrics
+from kvd.net import keys
+from kvd.net.peers import PeerSockets
+from kvd.net.trust import Trust
+from kvd.net.workers import WorkerSockets
+from kvd.protocol.address import export_path, is_local
+from kvd.transport.routed import RoutedTransport
+from kvd.transport.samehost.transport import SameHostTransport
+
+if TYPE_CHECKING:
+    from kvd.daemon.tracing import Traces
+    from kvd.transport.nixl.probe import Probe
+    from kvd.transport.nixl.transport import NixlTransport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What is open."""
+
+    provider: MemoryProvider
+    policy: admission.Policy
+    transport: RoutedTransport
+    probe: "Probe | None"
+    """The process that tries NIXL's metadata, if there is a transport to other hosts."""
+    workers: WorkerSockets
+    peers: PeerSockets
+    http: HttpServer
+    traces: "Traces | None"
+    processor: ProcessorWait
+
+
+def load_trust(config: Config) -> Trust | None:
+    """The keys of this daemon and of those that may connect; None without CURVE.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, a file cannot be read or is not what it should be.
+
+    """
+    if config.curve_key is None or config.curve_peers is None:
+        return None
+    return Trust(keys.load(config.curve_key), config.name, keys.load_allowed(config.curve_peers))
+
+
+def open_parts(
+    config: Config,
+    identity: str,
+    trust: Trust | None,
+    *,
+    loop: asyncio.AbstractEventLoop,
+    metrics: Metrics,
+    health: Health,
+    log: Any,
+) -> Opened:
+    """Opens everything; nobody can connect before the sockets are started. `identity` names this run.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, a part cannot be opened as it is configured.
+
+    """
+    provider = provider_for(config.device, config.memory)
+    rules = () if config.worker_policy is None else admission.load(config.worker_policy)
+    policy = admission.Policy(os.geteuid(), rules)
+    http = HttpServer(config.http, metrics.registry, health)
+    same_host = SameHostTransport(
+        identity,
+        loop,
+        export_path(config.listen, str(config.socket)),
+        host=boot_id(),
+        threads=config.copy_threads,
+        device=provider.device,
+        mode=0o666 if trust or config.insecure else 0o600,  # peers of other users; they show a token
+    )
+    network, probe = _open_network(config, identity, loop, same_host.lock, log)
+    return Opened(
+        provider=provider,
+        policy=policy,
+        transport=RoutedTransport(same_host, network),
+        probe=probe,
+        workers=WorkerSockets(
+            str(config.socket),
+            mode=int(config.socket_mode, 8),
+            may_pass=policy.may_attach,
+            ends=network.ends if network else None,
+        ),
+        peers=PeerSockets(
+            config.listen,
+            identity.encode(),
+            config.advertise,
+            trust=trust,
+            on_rejected=Rejections(metrics, log),
+            folder=str(config.socket.absolute().parent),
+        ),
+        http=http,
+        traces=_open_traces(config),
+        processor=ProcessorWait(loop, metrics, network=lambda: network.pid if network else None),
+    )
+
+
+def _open_network(
+    config: Config, agent: str, loop: asyncio.AbstractEventLoop, lock: int, log: Any
+) -> "tuple[NixlTransport | None, Probe | None]":
+    """The transport to other hosts, if this daemon listens for them; NIXL takes half a second to start.
+
+    Its process holds `lock`, too: no other daemon takes these pools back while it may write to them.
+    """
+    if is_local(config.listen):
+        return None, None
+    from kvd.transport.nixl.probe import Probe  # noqa: PLC0415
+    from kvd.transport.nixl.transport import NixlTransport  # noqa: PLC0415
+    from kvd.transport.nixl.ucx import nixl_name  # noqa: PLC0415
+
+    try:
+        probe = Probe(nixl_name())
+    except ImportError as error:
+        raise refusal(ErrorCode.BAD_CONFIG, f"listen {config.listen} needs NIXL: {error}") from error
+    devices, ports = config.network_devices(), config.transport_ports
+    transport = NixlTransport(agent, loop, examine=probe, devices=devices, ports=ports, held=(lock,))
+    log.warning(
+        "the transport is unprotected",
+        devices=os.environ["UCX_NET_DEVICES"],
+        ports=os.environ["UCX_TCP_PORT_RANGE"],
+        risk="whoever reaches these reads and writes all pools, with or without a key",
+    )
+    probe.start()
+    return transport, probe
+
+
+def _open_traces(config: Config) -> "Traces | None":
+    if not config.traces:
+        return None
+    try:
+        from kvd.daemon.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
+    except ImportError as error:
+        text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        raise refusal(ErrorCode.BAD_CONFIG, text) from error
+    return exporting(config.name)
