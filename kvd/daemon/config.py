@@ -32,6 +32,8 @@ _UNPROTECTED = (
     "writes all pools of this daemon. Say with unprotected_transport by which IP address of this host, on "
     "a network of hosts that you trust; or listen on a Unix socket or loopback only"
 )
+_OF_ACTORS = Settings(daemon="", incarnation=0)
+"""Has the defaults of what the actors share with the configuration."""
 _ONLY_TCP = "insecure applies to tcp:// only, and without `listen` peers use a Unix socket; set `listen`, too"
 
 
@@ -116,36 +118,40 @@ class Config(BaseSettings):
         description="Threads that copy within the host. By default two, or one if the daemon may use one core only.",
     )
     heartbeat: float = Field(
-        1.0,
+        _OF_ACTORS.heartbeat,
         ge=_BRIEF,
         le=60,
         description="Seconds between pings of a peer, which is lost after three without an answer.",
     )
-    retry: float = Field(0.5, ge=_BRIEF, le=60, description="Seconds before an unanswered request is resent.")
+    retry: float = Field(
+        _OF_ACTORS.retry, ge=_BRIEF, le=60, description="Seconds before an unanswered request is resent."
+    )
     claim_ttl: float = Field(
-        5.0,
+        _OF_ACTORS.claim_ttl,
         ge=_BRIEF,
         le=600,
         description="Seconds that a silent consumer keeps its claims. Raise it if daemons are paused.",
     )
     claim_wait: float = Field(
-        10.0, ge=_BRIEF, le=600, description="Seconds that a claim waits for its offer to be made."
+        _OF_ACTORS.claim_wait, ge=_BRIEF, le=600, description="Seconds that a claim waits for its offer to be made."
     )
     attach_wait: float = Field(
-        10.0,
+        _OF_ACTORS.attach_wait,
         ge=_BRIEF,
         le=600,
         description="Seconds a restarted worker waits for its predecessor's process to end, then for its transfers.",
     )
     pool_linger: float = Field(
-        600.0,
+        _OF_ACTORS.pool_linger,
         ge=_BRIEF,
         le=_WEEK,
         description="Seconds that a pool is kept after its worker's process has ended. Lower it if memory is short.",
     )
-    peer_idle: float = Field(600.0, ge=_BRIEF, le=_WEEK, description="Seconds after which an unused peer is forgotten.")
+    peer_idle: float = Field(
+        _OF_ACTORS.peer_idle, ge=_BRIEF, le=_WEEK, description="Seconds after which an unused peer is forgotten."
+    )
     max_quarantined: int = Field(
-        64,
+        _OF_ACTORS.max_quarantined,
         ge=0,
         le=limits.MAX_WORKERS * limits.MAX_REQUESTS_PER_WORKER,
         description="The daemon is not ready while more pulls than this are in quarantine.",
