@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 
 from kvd.errors import BadRequest, ErrorCode, refusal
+from kvd.protocol.address import LOCK
 
 
 class PathLock:
@@ -19,7 +20,7 @@ class PathLock:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = f"{path}.lock"
+        self._path = path + LOCK
         folder = os.path.dirname(path) or "."
         try:
             _refuse_foreign(f"the folder {folder}", os.stat(folder).st_uid)
@@ -92,9 +93,9 @@ class Lock:
     def taken(self) -> bool:
         """Whether a process of a user that may have it holds it."""
         try:
-            if os.lstat(f"{self.path}.lock").st_uid not in (os.geteuid(), 0):
+            if os.lstat(self.path + LOCK).st_uid not in (os.geteuid(), 0):
                 return False  # `PathLock` refuses it, however long one waits
-            descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self.path + LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -107,7 +108,7 @@ class Lock:
 
     def links(self) -> set[str]:
         """The lock's file."""
-        return {f"{os.path.realpath(self.path)}.lock"}
+        return {os.path.realpath(self.path) + LOCK}
 
 
 def refuse_other_files(path: str) -> None:

@@ -8,9 +8,11 @@ from kvd.errors import ErrorCode, refusal
 from kvd.net.local.listener import hang_up
 from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
+from kvd.protocol.address import PEERS
 
 _ADDRESS = re.compile(
-    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})|ipc://(?P<path>/[^#\s\0]+\.peers))"
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})"
+    rf"|ipc://(?P<path>/[^#\s\0]+{re.escape(PEERS)}))"
     r"(#(?P<key>[0-9a-f]{64}))?"
 )
 
@@ -69,7 +71,7 @@ def check_address(address: str, code: ErrorCode) -> re.Match[str]:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"] or 0) > 65535:
-        raise refusal(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path.peers")
+        raise refusal(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path{PEERS}")
     path = match["path"]
     if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
         raise refusal(

@@ -18,6 +18,7 @@ from kvd.net.local.session import Session
 from kvd.net.lock import PathLock, refuse_other_files
 from kvd.net.stream import pack
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, take_descriptors
+from kvd.protocol.address import REQUESTS
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
 
@@ -51,9 +52,10 @@ class WorkerSockets:
         ends: int | None = None,
     ) -> None:
         """`may_pass` says whether a user of these ids may attach, and so may pass a pool's descriptor."""
-        if len(os.fsencode(self._zmq_path(path))) > MAX_PATH_BYTES:
+        if len(os.fsencode(path + REQUESTS)) > MAX_PATH_BYTES:
             raise refusal(
-                ErrorCode.BAD_CONFIG, f"socket path {path!r} is too long: with `.zmq` at most {MAX_PATH_BYTES} bytes"
+                ErrorCode.BAD_CONFIG,
+                f"socket path {path!r} is too long: with `{REQUESTS}` at most {MAX_PATH_BYTES} bytes",
             )
         self._path = path
         self._mode = mode
@@ -75,7 +77,7 @@ class WorkerSockets:
     @property
     def endpoint(self) -> str:
         """Where a worker connects its ZMQ socket."""
-        return f"ipc://{self._zmq_path(self._path)}"
+        return f"ipc://{self._path}{REQUESTS}"
 
     def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
         """Binds and listens; `on_event` is called on the running loop, as often as `intake` admits it.
@@ -85,14 +87,14 @@ class WorkerSockets:
 
         """
         self._on_event, self._intake = on_event, intake
-        refuse_other_files(self._zmq_path(self._path))
+        refuse_other_files(self._path + REQUESTS)
         self._lock = PathLock(self._path)
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
         self._requests = RequestSocket(self._received, intake)
         try:
             with created_with(self._mode):
-                self._listeners.append(Listener(self._zmq_path(self._path), self._requests.accept, intake))
+                self._listeners.append(Listener(self._path + REQUESTS, self._requests.accept, intake))
                 self._listeners.append(Listener(self._path, self._accepted, intake, _NO_DESCRIPTORS))
         except OSError as error:
             self.close()
@@ -148,12 +150,8 @@ class WorkerSockets:
             os.close(self._process)
             self._process = -1
         if self._lock is not None:
-            self._lock.release(self._path, self._zmq_path(self._path))
+            self._lock.release(self._path, self._path + REQUESTS)
             self._lock = None
-
-    @staticmethod
-    def _zmq_path(path: str) -> str:
-        return f"{path}.zmq"
 
     def _received(self, session: bytes, frame: bytes, uid: int) -> None:
         self._on_event(WorkerFrame(session, frame, uid))

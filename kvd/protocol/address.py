@@ -6,9 +6,12 @@ from typing import Final
 DEFAULT_SOCKET: Final = "/run/kvd/kvd.sock"
 """Session socket of a daemon that was given no other."""
 
+REQUESTS: Final = ".zmq"
 PEERS: Final = ".peers"
 POOLS: Final = ".pools"
-"""Endings of the Unix sockets for peers and for those that import pools, which lie side by side."""
+LOCK: Final = ".lock"
+"""Endings of what lies beside the session socket: the sockets for the requests of workers, for peers and for those that
+import pools; and of the lock's file of each of these."""
 
 _EVERY_HOST: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - recognised, not bound
 
