@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.layout import CacheSpec
+from kvd.protocol.peer import Grant
+from kvd.protocol.ticket import TicketRank
 
 
 class Pool(Struct, frozen=True, gc=False):
@@ -47,3 +49,7 @@ class PeerView(Struct, frozen=True, gc=False):
     """Whether its transport has no part in reads from it."""
     stamps: int = 0
     """Address of its first stamp; 0 if it has none, or if its process cannot be read."""
+
+    def told_of(self, pool: PeerPool, named: Grant | TicketRank) -> bool:
+        """Whether `named` means this very pool that the peer has told us about: of its run, registered that time."""
+        return (named.incarnation, named.epoch) == (self.incarnation, pool.epoch)

@@ -229,8 +229,8 @@ class Transfer(Struct, eq=False):
 
         The ticket must name a lease of the very pool that the producer's daemon has told us about.
         """
-        rank, pool = self.rank, self.source.pool
-        named = rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
+        rank = self.rank
+        named = rank.generation != 0 and self.view.told_of(self.source.pool, rank)
         return named and rank.stamp != 0 and self.view.stamps != 0
 
     def plan(self) -> Descriptors:

@@ -187,7 +187,7 @@ class Transfers(Component):
             text += f", which grants {grant.generation} of {grant.incarnation}"
             self._fail(transfer, refusal(ErrorCode.OFFER_GONE, text))
             return
-        told = (grant.incarnation, grant.epoch) == (transfer.incarnation, transfer.source.pool.epoch)
+        told = transfer.view.told_of(transfer.source.pool, grant)
         if transfer.state is State.CLAIMING:
             self._use(transfer, grant, told=told)
         elif told:
@@ -234,7 +234,7 @@ class Transfers(Component):
             return False
         view = self._producers[rank.address]
         pool = view.pools.get(rank.pool)
-        if pool is None or (view.incarnation, pool.epoch) != (grant.incarnation, grant.epoch):
+        if pool is None or not view.told_of(pool, grant):
             return False
         self._plans.drop(transfer)
         self._plans.ended(transfer)
