@@ -15,6 +15,7 @@ from rich.table import Table
 from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
 from kvd.limits import KIB, MIB
+from kvd.units import size
 
 WIDTH = 150
 """Columns that the widest table needs, on a terminal or not."""
@@ -71,7 +72,7 @@ def transfers_table(results: Sequence[Measured], busy: int) -> Table:
         table.add_row(
             _blocks(case),
             "scattered" if case.scattered else "adjacent",
-            _size(case.bytes),
+            size(case.bytes),
             str(row.descriptors),
             *(f"{row.rate(seconds):.2f}" for seconds in (row.memcpy, row.raw, row.kvd)),
             f"{row.ratio:.2f}",
@@ -98,7 +99,7 @@ def rate_table(result: Rate, busy: int) -> Table:
     table.add_row("pulls a second", f"{result.per_second:.0f}")
     table.add_row("pulls measured, pulls of the warm-up", f"{result.pulls}, {result.warm_up}")
     table.add_row(
-        "memory of both daemons, before -> after", " -> ".join(f"{size / MIB:.1f} MiB" for size in result.memory)
+        "memory of both daemons, before -> after", " -> ".join(f"{used / MIB:.1f} MiB" for used in result.memory)
     )
     table.add_row("open descriptors of both daemons, before -> after", " -> ".join(map(str, result.descriptors)))
     table.add_row("one empty poll() of the client", f"{result.poll_seconds * 1e6:.1f} us")
@@ -121,7 +122,7 @@ def plot(results: Sequence[Measured], path: Path) -> None:
     for axis, scattered in zip(axes, (False, True), strict=True):
         rows = sorted((row for row in results if row.case.scattered is scattered), key=lambda row: row.case.bytes)
         for block_bytes, style in ((16 * KIB, "--"), (256 * KIB, "-")):
-            _lines(axis, [row for row in rows if row.case.block_bytes == block_bytes], style, _size(block_bytes))
+            _lines(axis, [row for row in rows if row.case.block_bytes == block_bytes], style, size(block_bytes))
         axis.set(xscale="log", yscale="log", xlabel="bytes per pull", title="scattered" if scattered else "adjacent")
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].set_ylabel("GB/s")
@@ -146,11 +147,7 @@ def _beside(busy: int) -> str:
 
 
 def _blocks(case: Case) -> str:
-    blocks = f"{case.count} x {_size(case.block_bytes)}"
+    blocks = f"{case.count} x {size(case.block_bytes)}"
     if case.layers == 1:
         return blocks
     return f"{blocks} {'cross-layer' if case.cross_layer else 'per layer'}"
-
-
-def _size(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"

@@ -11,13 +11,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvd.cli.status_view import size
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import CacheSpec, Shard
 from kvd.layout.models import MODELS, even_stages, model_spec
 from kvd.layout.presets import LAYOUTS
 from kvd.limits import MAX_BLOCKS_PER_REQUEST, MAX_RANKS
 from kvd.plan.explain import Figures, GroupFigures, explain
+from kvd.units import size
 
 _EPILOG = f"""layouts: {" ".join(LAYOUTS)}
 models:  {" ".join(MODELS)}

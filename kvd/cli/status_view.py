@@ -10,16 +10,7 @@ from rich.text import Text
 
 from kvd.protocol.status import PeerStatus, StatusReport
 from kvd.transport.path import Kind, kind_of
-
-
-def size(count: float) -> str:
-    """Bytes with three significant digits: `1.5 GiB`."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if count < 1000:
-            break
-        count, unit = count / 1024, larger
-    return f"{count:.3g} {unit}"
+from kvd.units import size
 
 
 def status_view(status: StatusReport) -> RenderableType:

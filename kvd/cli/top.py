@@ -18,9 +18,10 @@ from rich.text import Text
 
 from kvd.cli.arguments import seconds
 from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.cli.status_view import headline, size, tables
+from kvd.cli.status_view import headline, tables
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, Totals, decode
+from kvd.units import size
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60

@@ -1,11 +1,11 @@
 """GPUs: whether pools can be on them, and whether their memory outlives its users."""
 
-from kvd import limits
 from kvd.cuda.device import Device, device
 from kvd.cuda.driver import call
 from kvd.doctor.finding import Finding, Level
 from kvd.errors import Unavailable
 from kvd.memory.cuda import CudaProvider
+from kvd.units import size
 
 _PERSISTENCE_FIX = "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1"
 
@@ -27,7 +27,7 @@ def _check(ordinal: int, bad: Level) -> list[Finding]:
     except Unavailable as error:
         return [Finding(f"GPU {ordinal}", bad, f"pools cannot be on it: {error.text}")]
     reach = "reach" if gpu.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED") else "do not reach"
-    text = f"{gpu.name}, {gpu.uuid}, {gpu.free_and_total()[1] // limits.MIB} MiB: memory can be shared; "
+    text = f"{gpu.name}, {gpu.uuid}, {size(gpu.free_and_total()[1])}: memory can be shared; "
     findings = [Finding(f"GPU {ordinal}", Level.OK, f"{text}network cards {reach} it")]
     if gpu.uuid.startswith("MIG-"):
         findings.append(Finding(f"GPU {ordinal}", Level.NOTE, "a MIG instance, on which kvd was never tried"))

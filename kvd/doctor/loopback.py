@@ -15,6 +15,7 @@ from kvd.doctor.finding import Finding, Level
 from kvd.plan import Descriptors
 from kvd.transport.nixl.ucx import nixl_name
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.units import size
 
 BYTES: Final = 64 * limits.MIB
 _BLOCK: Final = limits.MIB
@@ -83,9 +84,7 @@ def _transports(endpoints: UcxEndpoints) -> Finding:
 
 def _judge(path: str, rate: float, *, arrived: bool) -> Finding:
     over = path or "transports that UCX does not name"
-    text = (
-        f"{BYTES // limits.MIB} MiB at {rate / 1e9:.1f} GB/s over {over}, by NIXL over loopback, as from another host"
-    )
+    text = f"{size(BYTES)} at {rate / 1e9:.1f} GB/s over {over}, by NIXL over loopback, as from another host"
     if not arrived:
         return Finding(_SUBJECT, Level.BROKEN, f"{text}: bytes differ", "please report this")
     return Finding(_SUBJECT, Level.OK, text)

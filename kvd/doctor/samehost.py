@@ -24,6 +24,7 @@ from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.process_memory import copy
+from kvd.units import size
 
 BYTES: Final = 64 * limits.MIB
 _BLOCK: Final = limits.MIB
@@ -76,7 +77,7 @@ async def _lend(seconds: float) -> Finding:
 
 
 def _judge(result: _Result) -> Finding:
-    text = f"{BYTES // limits.MIB} MiB of another process at {result.rate / 1e9:.1f} GB/s"
+    text = f"{size(BYTES)} of another process at {result.rate / 1e9:.1f} GB/s"
     if not result.arrived:
         return Finding(_SUBJECT, Level.BROKEN, f"{text}: bytes differ", "please report this")
     if not result.stamps:

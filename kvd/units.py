@@ -1,0 +1,11 @@
+"""Quantities for people."""
+
+
+def size(count: float) -> str:
+    """Bytes with three significant digits: `1.5 GiB`."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if count < 999.5:  # what is rounded up to 1000 has four digits
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,22 @@
+import pytest
+
+from kvd.limits import GIB, KIB, MIB
+from kvd.units import size
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (256 * KIB, "256 KiB"),
+        (999.4 * KIB, "999 KiB"),
+        (999.7 * KIB, "0.976 MiB"),
+        (64 * MIB, "64 MiB"),
+        (1.5 * GIB, "1.5 GiB"),
+        (1024 * GIB, "1 TiB"),
+    ],
+)
+def test_sizes_have_three_digits_and_no_exponent(count: float, text: str) -> None:
+    assert size(count) == text
