@@ -10,7 +10,7 @@ import msgspec
 
 from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
-from kvd.client.events import Event, Offered, OfferRefused
+from kvd.client.events import Event, Offered, OfferRefused, Released
 from kvd.client.pool import PoolMap
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.limits import SECRET_BYTES
@@ -219,6 +219,9 @@ class Session:
                 return ticket
             case OfferRefused(_, code, text):
                 raise error_from_code(code, text)
+            case Released(_, reason):
+                text = f"the daemon's answer was lost, and the offer {offer!r} has ended ({reason}); make it again"
+                raise refusal(ErrorCode.DAEMON_LOST, f"{text} under another name")
         return None
 
     def _offer_overdue(self, offer: str, timeout: float) -> KvdError:

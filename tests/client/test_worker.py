@@ -193,6 +193,17 @@ class TestOffers:
         daemon.notify(1, wire.Released("req-1", "withdrawn"))
         assert wait_for(worker, 2) == [Offered("req-1", "late"), Released("req-1", "withdrawn")]
 
+    def test_waiting_for_a_ticket_ends_with_the_offer_whose_answer_was_lost(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        daemon.expect(wire.Offer)
+        daemon.notify(1, wire.Released("req-1", "expired"))
+        with pytest.raises(Unavailable, match="the daemon's answer was lost") as caught:
+            worker._until(lambda: worker._take_offer("req-1"), worker._deadline(MOMENT))
+        assert caught.value.code is ErrorCode.DAEMON_LOST
+        assert worker.poll() == []
+
     def test_an_offer_without_an_answer_that_never_stood_is_refused(
         self, daemon: ScriptedDaemon, worker: Worker
     ) -> None:
