@@ -2,11 +2,12 @@ import pytest
 
 from kvd.actors.handshake import peer_table as peer
 from kvd.actors.leases import claim, lease
+from kvd.actors.pools import pool
 from kvd.actors.runtime.machine import Step
 from kvd.actors.scheduler import pull, transfer
 from kvd.errors import InternalError
 
-MODULES = (pull, transfer, claim, lease, peer)
+MODULES = (pull, transfer, claim, lease, peer, pool)
 MACHINES = pytest.mark.parametrize("module", MODULES, ids=[module.TABLE.name for module in MODULES])
 
 
@@ -58,7 +59,7 @@ def test_every_state_has_an_answer_to_every_event_that_can_come(module):
     assert without == IMPOSSIBLE[table.name]
 
 
-T, C, L, P, U = transfer, claim, lease, peer, pull
+T, C, L, P, U, M = transfer, claim, lease, peer, pull, pool
 IMPOSSIBLE = {
     "pull": {
         # A route is made once, and one that waits asks its producers before it waits again.
@@ -134,6 +135,46 @@ IMPOSSIBLE = {
     },
     "lease": set(),
     "peer": set(),
+    "pool": {
+        # Whoever uses a pool is asked only there, and one that is forsaken is not to end.
+        *(
+            (state, event)
+            for state in M.State
+            if state not in (M.State.QUIESCING, M.State.FORSAKEN, M.State.RENEWING)
+            for event in (M.Event.QUIET, M.Event.SPENT)
+        ),
+        (M.State.FORSAKEN, M.Event.SPENT),
+        # The transport and the memory answer what was asked of them.
+        *((state, M.Event.UNREGISTERED) for state in M.State if state not in (M.State.MAKING, M.State.RENEWING)),
+        *((state, M.Event.DEREGISTERED) for state in M.State if state not in (M.State.RENEWING, M.State.ENDING)),
+        *((state, M.Event.FREED) for state in M.State if state not in (M.State.MAKING, M.State.ENDING)),
+        # What a pool goes on as is decided when it is registered or quiet, and for one that is kept by an attach or
+        # an operator. An attach that finds one awaited is refused, or has whoever waits refused first.
+        *(
+            (state, M.Event.LEND)
+            for state in (M.State.LENT, M.State.AWAITED, M.State.FORSAKEN, M.State.ENDING, M.State.GONE)
+        ),
+        *((state, M.Event.AWAIT) for state in M.State if state not in (M.State.KEPT, M.State.RENEWING)),
+        *(
+            (state, M.Event.CLEAR)
+            for state in (M.State.LENT, M.State.AWAITED, M.State.QUIESCING, M.State.ENDING, M.State.GONE)
+        ),
+        *(
+            (state, M.Event.UNWANTED)
+            for state in M.State
+            if state not in (M.State.MAKING, M.State.FORSAKEN, M.State.RENEWING)
+        ),
+        *((state, M.Event.RENEWED) for state in M.State if state is not M.State.RENEWING),
+        # Nobody waits.
+        *((state, M.Event.UNAWAITED) for state in (M.State.LENT, M.State.KEPT, M.State.FORSAKEN)),
+        # A worker whose session is gone detaches from nothing.
+        *((state, M.Event.DETACH) for state in (M.State.KEPT, M.State.AWAITED, M.State.FORSAKEN)),
+        # The actor has forgotten it.
+        *(
+            (M.State.GONE, event)
+            for event in (M.Event.DETACH, M.Event.LEFT, M.Event.PROCESS_ENDED, M.Event.RENEW, M.Event.TIME)
+        ),
+    },
 }
 
 
@@ -231,3 +272,43 @@ def test_a_peer_that_is_lost_is_told_to_whoever_waits():
     for (_, event), step in peer.TABLE.steps.items():
         if event in (P.Event.UNREACHABLE, P.Event.SILENT):
             assert P.Effect.LOSE in step.effects
+
+
+def test_a_pool_goes_to_a_worker_only_new_quiet_or_back_to_the_process_that_had_it():
+    """Read off the table: nobody gets one whose leases or reads go on, or that another process may write to."""
+    into_lent = {way for way, step in pool.TABLE.steps.items() if step.state is M.State.LENT}
+    assert into_lent == {
+        (M.State.MAKING, M.Event.LEND),
+        (M.State.KEPT, M.Event.LEND),
+        (M.State.QUIESCING, M.Event.LEND),
+        (M.State.RENEWING, M.Event.LEND),
+        (M.State.RENEWING, M.Event.RENEWED),
+    }
+
+
+def test_memory_of_a_pool_is_given_back_only_quiet_and_out_of_every_peers_reach():
+    steps = pool.TABLE.steps
+    assert {way for way, step in steps.items() if M.Effect.FREE in step.effects} == {
+        (M.State.ENDING, M.Event.DEREGISTERED)
+    }
+    for (state, event), step in steps.items():
+        if step.state is M.State.ENDING and state is not M.State.ENDING:
+            assert (event, step.effects) in (
+                (M.Event.SPENT, (M.Effect.DEREGISTER,)),
+                (M.Event.UNREGISTERED, (M.Effect.CLOSE,)),
+            )
+
+
+def test_whoever_uses_a_pool_is_asked_by_every_step_that_quiesces_it():
+    asked = {M.State.QUIESCING: M.Effect.QUIESCE, M.State.RENEWING: M.Effect.BREAK}
+    for (state, _), step in pool.TABLE.steps.items():
+        entered = step.state if step.state is not state else None
+        assert set(step.effects) & set(asked.values()) == ({asked[entered]} if entered in asked else set())
+
+
+def test_every_pool_that_nobody_has_or_waits_for_ends_in_time():
+    for state in M.UNUSED:
+        assert pool.TABLE.step(state, M.Event.TIME).effects == (M.Effect.LOOK_AGAIN,)
+        assert pool.TABLE.step(state, M.Event.CLEAR).state is M.State.QUIESCING
+    entering = [step for (state, _), step in pool.TABLE.steps.items() if step.state in M.UNUSED and step.state != state]
+    assert all(step.effects == (M.Effect.LINGER,) for step in entering)

@@ -19,8 +19,11 @@ from kvd.actors.leases.claims import Claims
 from kvd.actors.leases.offers import Offers
 from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
-from kvd.actors.pools.actor import PoolsActor, PoolState
-from kvd.actors.pools.record import PoolRecord
+from kvd.actors.pools.actor import PoolsActor
+from kvd.actors.pools.pool import Event as PoolEvent
+from kvd.actors.pools.pool import PoolRecord
+from kvd.actors.pools.pool import State as PoolState
+from kvd.actors.pools.waits import Waits
 from kvd.actors.runtime import blocks
 from kvd.actors.runtime import deferred as deadlines
 from kvd.actors.runtime.blocks import BlocksInUse
@@ -382,7 +385,7 @@ def successors_do_not_wait(monkeypatch):
         record = self._records.get(request.worker)
         if record is not None and record.state is PoolState.KEPT:
             record.request = request
-            self._lend(record)
+            self._step(record, PoolEvent.LEND)
         else:
             original(self, request)
 
@@ -401,14 +404,14 @@ def a_daemon_knows_no_processes_of_the_run_before_it(monkeypatch):
 
 @mutation(Promise.SURVIVES, needs=Piece.IDLE_PROCESSES)
 def a_pool_is_given_up_though_its_process_lives(monkeypatch):
-    original = PoolsActor._linger
+    original = Waits.linger
 
     def linger(self, record):
         held, record.held = record.held, False
         original(self, record)
         record.held = held
 
-    monkeypatch.setattr(PoolsActor, "_linger", linger)
+    monkeypatch.setattr(Waits, "linger", linger)
 
 
 @mutation(Promise.SURVIVES, first=280, needs=Piece.CROWDED_HOSTS)
@@ -418,12 +421,11 @@ def a_pool_makes_room_though_its_process_lives(monkeypatch):
 
 @mutation(Promise.SURVIVES, first=80, needs=Piece.DYING_SUCCESSORS)
 def a_successor_that_dies_takes_the_pool_along(monkeypatch):
-    monkeypatch.setattr(PoolRecord, "forsaken", property(lambda self: False))
     original = PoolsActor._stop_waiting
 
     def stop_waiting(self, record):
-        original(self, record)
         record.ending = record.state is PoolState.QUIESCING
+        original(self, record)
 
     monkeypatch.setattr(PoolsActor, "_stop_waiting", stop_waiting)
 
@@ -479,9 +481,9 @@ def a_pool_that_is_taken_still_counts_as_unclaimed(monkeypatch):
 def the_end_of_a_process_is_waited_for_though_nothing_tells_it(monkeypatch):
     def succeed(self, record, request):
         if record.is_held_beside(request):
-            self._await_end(record)
+            self._step(record, PoolEvent.AWAIT)
         else:
-            self._quiesce(record, PoolState.QUIESCING)
+            self._step(record, PoolEvent.CLEAR)
 
     monkeypatch.setattr(PoolsActor, "_succeed", succeed)
 
@@ -493,8 +495,8 @@ def a_pool_is_kept_for_good_for_a_process_whose_end_nothing_tells(monkeypatch):
         linger_then(self, record)
         record.request = request
 
-    linger_then = PoolsActor._linger
-    monkeypatch.setattr(PoolsActor, "_linger", linger)
+    linger_then = Waits.linger
+    monkeypatch.setattr(Waits, "linger", linger)
 
 
 @mutation(Promise.SURVIVES, needs=Piece.SEVERAL_HOSTS)

@@ -9,7 +9,9 @@ its rights, the pools that it has keys of are quiesced by force, registered agai
 fabrics check no keys, and at the old address they find zeros.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import MappingProxyType
 
 import structlog
 from msgspec.structs import replace
@@ -17,12 +19,12 @@ from msgspec.structs import replace
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.pools.bounds import Bounds, Lack
 from kvd.actors.pools.memory import PoolMemory
-from kvd.actors.pools.record import PoolRecord, PoolState
+from kvd.actors.pools.pool import TABLE, Effect, Event, PoolRecord, State
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent, User, Watcher, Workers
+from kvd.actors.pools.waits import Waits
 from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.blocks import BlocksInUse
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
@@ -30,9 +32,6 @@ from kvd.memory.interface import MemoryProvider, PoolStore
 from kvd.transport.interface import Transport
 
 _log = structlog.get_logger("kvd.pools")
-
-_LAST_LOOK = 0.1
-"""Seconds for which a pool is kept beyond its time: its worker may have asked for it while this process was paused."""
 
 
 class PoolsActor(Actor):
@@ -56,22 +55,39 @@ class PoolsActor(Actor):
         leased: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(context.dispatcher)
-        self._context = context
         self._completion = completion
         self._workers = workers
         self._watchers: list[Watcher] = []
         self._users: dict[str, User] = {}
+        self._waits = Waits(self, context, self._users, overdue=self._overdue, expired=self._expired)
         self._provider = provider
         self._transport = transport
         self.memory = PoolMemory(
-            self, context, provider, transport, background=background, store=store, up=self._up, gone=self._gone
+            self, context, provider, transport, background=background, store=store, up=self._up, step=self._step
+        )
+        self._effects: Mapping[Effect, Callable[[PoolRecord], None]] = MappingProxyType(
+            {
+                Effect.LEND: self._lend,
+                Effect.TELL_RENEWED: self._tell_renewed,
+                Effect.LINGER: self._waits.linger,
+                Effect.AWAIT: self._await_end,
+                Effect.QUIESCE: self._waits.quiesce,
+                Effect.BREAK: partial(self._waits.quiesce, force=True),
+                Effect.HURRY: self._hurry,
+                Effect.REFUSE: self._refuse_for_process,
+                Effect.LOOK_AGAIN: self._waits.look_again,
+                Effect.OPEN: self._open,
+                Effect.DEREGISTER: self.memory.deregister,
+                Effect.MOVE: self.memory.move,
+                Effect.CLOSE: self.memory.close,
+                Effect.FREE: self.memory.free,
+                Effect.FORGET: self._forget,
+            }
         )
         self._records: dict[str, PoolRecord] = {}
         end, refuse = self._end_for, self._refuse
         self._bounds = Bounds(provider, store, self._records, leased=leased, end=end, refuse=refuse)
         self._last_id = 0
-        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: self.call(self._overdue, worker))
-        """How long a pool is kept, or may take to quiesce, by worker."""
 
     def watch(self, watcher: Watcher) -> None:
         """Tells `watcher` of pools from now on."""
@@ -81,6 +97,13 @@ class PoolsActor(Actor):
         """Tells `user` of pools from now on, and has no pool go to another worker, or end, before `user` says so."""
         self.watch(user)
         self._users[user.name] = user
+
+    def _step(self, record: PoolRecord, event: Event) -> None:
+        """Carries an event out."""
+        step = TABLE.step(record.state, event)
+        record.state = step.state
+        for effect in step.effects:
+            self._effects[effect](record)
 
     # --- a worker comes ---------------------------------------------------------------------------------------------
 
@@ -93,12 +116,12 @@ class PoolsActor(Actor):
         except KvdError as error:
             self._refuse(request, error)
             return
-        if record is not None and record.state is PoolState.KEPT and record.is_own(request):
-            if record.waiting is not None:
+        if record is not None and record.state is not State.FORSAKEN and record.is_own(request):
+            if record.state is State.AWAITED:
                 self._refuse_waiting(record, f"{record.holder}, which had it, has come back")
             self._close_descriptor(request)
             self._give_to(record, request)
-            self._lend(record)
+            self._step(record, Event.LEND)
         elif lack := self._bounds.lack(request):  # before the predecessor's pool is ended for it
             self._bounds.make_room(request, lack)
         elif record is None:
@@ -110,19 +133,18 @@ class PoolsActor(Actor):
     def _succeed(self, record: PoolRecord, request: AttachPool) -> None:
         """Quiesces the pool for a successor; first waits until the predecessor's process has ended."""
         if not record.is_held_beside(request):
-            self._quiesce(record, PoolState.QUIESCING)
+            self._step(record, Event.CLEAR)
         elif record.request.watched:
-            self._await_end(record)
+            self._step(record, Event.AWAIT)
         else:
             text = "a pool goes to a successor though nothing tells whether its predecessor has ended"
             _log.warning(text, pool=record.pool.worker, predecessor=record.holder)
             record.held = False
-            self._quiesce(record, PoolState.QUIESCING)
+            self._step(record, Event.CLEAR)
 
     def _await_end(self, record: PoolRecord) -> None:
         _log.info("a successor waits for a process to end", pool=record.pool.worker, predecessor=record.holder)
-        record.state = PoolState.KEPT
-        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
+        self._waits.begin(record)
 
     def _make(self, request: AttachPool) -> None:
         number = self._next_id()
@@ -137,38 +159,39 @@ class PoolsActor(Actor):
         """The pool can be used, and goes to whoever waits for it."""
         for watcher in self._watchers:
             call(watcher.pool_up, record.pool, metadata)
-        renewed = record.state is PoolState.RENEWING
+        renewed = record.state is State.RENEWING
         if renewed:
             _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
         if record.ending or isinstance(record.waiting, DetachPool):
-            self._quiesce(record, PoolState.QUIESCING)
+            self._step(record, Event.CLEAR)
         elif record.waiting is None:
-            self._keep(record)
-        elif record.waiting is record.request and renewed:
-            record.state, record.waiting = PoolState.LENT, None
-            self._workers.renewed(record.pool)
+            self._step(record, Event.UNWANTED)
         elif record.waiting is record.request:
-            self._lend(record)
+            self._step(record, Event.RENEWED if renewed else Event.LEND)
         elif record.is_held_beside(record.waiting):
-            self._await_end(record)  # it was registered anew meanwhile
+            self._step(record, Event.AWAIT)  # it was registered anew meanwhile
         else:
             self._close_descriptor(record.waiting)
             if not record.is_own(record.waiting):
                 record.tenancy = self._next_id()
             self._give_to(record, record.waiting)
-            self._lend(record)
+            self._step(record, Event.LEND)
+
+    def _tell_renewed(self, record: PoolRecord) -> None:
+        record.waiting = None
+        self._workers.renewed(record.pool)
 
     def _give_to(self, record: PoolRecord, request: AttachPool) -> None:
         before, record.request = record.request, request
         self._workers.released(before.connection)
 
     def _lend(self, record: PoolRecord) -> None:
-        record.state, record.waiting, record.held = PoolState.LENT, None, True
-        self._patience.unset(record.pool.worker)
+        record.waiting, record.held = None, True
+        self._waits.end(record)
         self.memory.lent(record)
         connection = record.request.connection
-        self._workers.lent(Lent(connection, record.pool, record.mapped, record.kept, record.tenancy))
-        record.kept = True
+        self._workers.lent(Lent(connection, record.pool, record.mapped, record.preserved, record.tenancy))
+        record.preserved = True
 
     # --- it goes ----------------------------------------------------------------------------------------------------
 
@@ -178,8 +201,7 @@ class PoolsActor(Actor):
         if record is None or record.request.connection != request.connection:
             return  # it was lost meanwhile, and its worker has been told
         record.waiting, record.ending = request, True
-        if record.state is PoolState.LENT:
-            self._quiesce(record, PoolState.QUIESCING)
+        self._step(record, Event.DETACH)
 
     def worker_gone(self, worker: str, connection: int) -> None:
         """A session ended without a detach. The pool is kept for a successor, for a while: leases and reads go on."""
@@ -189,8 +211,8 @@ class PoolsActor(Actor):
         record = self._records.get(worker)
         if record is None or record.request.connection != connection:
             self._workers.released(connection)
-        elif record.state is PoolState.LENT:
-            self._keep(record)
+        else:
+            self._step(record, Event.LEFT)
 
     def worker_ended(self, connection: int) -> None:
         """The process that opened a session which is gone has ended, too, and writes to no memory any more.
@@ -200,30 +222,14 @@ class PoolsActor(Actor):
         for record in self._records.values():
             if record.request.connection == connection:
                 record.held = False
-                if record.state is PoolState.KEPT and record.waiting is not None:
-                    self._quiesce(record, PoolState.QUIESCING)
-                else:
-                    self._linger(record)
+                self._step(record, Event.PROCESS_ENDED)
 
     def _stop_waiting(self, record: PoolRecord) -> None:
         if isinstance(record.waiting, AttachPool) and record.waiting is not record.request:
             self._close_descriptor(record.waiting)
         record.waiting = None
-        self._linger(record)
-
-    def _keep(self, record: PoolRecord) -> None:
-        record.state = PoolState.KEPT
-        self._linger(record)
-
-    def _linger(self, record: PoolRecord) -> None:
-        """Keeps a pool that nobody waits for as long as its process lives, which may map it, and for a while after."""
-        if record.waiting is not None or not (record.state is PoolState.KEPT or record.forsaken):
-            return
-        record.overdue, record.kept_since = False, self.loop.time()
-        if record.held and record.request.watched:
-            self._patience.unset(record.pool.worker)
-        else:
-            self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.pool_linger)
+        if not record.ending:
+            self._step(record, Event.UNAWAITED)
 
     def end(self, request: DetachPool, uid: int | None) -> None:
         """Ends a pool whose worker is gone, as an operator of this user asks; None may end everybody's."""
@@ -237,11 +243,11 @@ class PoolsActor(Actor):
             return
         _log.info("a pool is ended by command", pool=request.worker)
         record.waiting, record.ending = request, True
-        self._quiesce(record, PoolState.QUIESCING)
+        self._step(record, Event.CLEAR)
 
     def _end_for(self, record: PoolRecord, request: AttachPool) -> None:
         record.waiting = request
-        self._quiesce(record, PoolState.QUIESCING)
+        self._step(record, Event.CLEAR)
 
     # --- it is quiesced ---------------------------------------------------------------------------------------------
 
@@ -251,23 +257,11 @@ class PoolsActor(Actor):
         One that is being made or is about to end has none that anybody knows.
         """
         record = self._records.get(worker)
-        if record is None or record.state not in (PoolState.LENT, PoolState.KEPT, PoolState.QUIESCING):
+        if record is None:
             return
-        if record.state is PoolState.LENT:
+        if record.state is State.LENT:
             record.waiting = record.request
-        self._quiesce(record, PoolState.RENEWING)
-
-    def _quiesce(self, record: PoolRecord, state: PoolState) -> None:
-        record.state = state
-        record.users = set(self._users)
-        self._tell_quiesce(record, force=state is PoolState.RENEWING)
-
-    def _tell_quiesce(self, record: PoolRecord, *, force: bool) -> None:
-        renewing = record.state is PoolState.RENEWING
-        why = "the pool is registered anew: a peer lost its rights" if renewing else "the worker is gone"
-        for user in self._users.values():
-            call(user.quiesce, record.pool, why, force=force)
-        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
+        self._step(record, Event.RENEW)
 
     def quiesced(self, pool: Pool, user: str) -> None:
         """Nothing of `user` uses the pool any more; an answer for an earlier epoch says nothing of this one."""
@@ -277,57 +271,51 @@ class PoolsActor(Actor):
         record.users.remove(user)
         if record.users:
             return
-        self._patience.unset(record.pool.worker)
+        self._waits.end(record)
         for watcher in self._watchers:
             call(watcher.pool_down, record.pool)
         if record.ends:
-            record.state = PoolState.ENDING
+            self._step(record, Event.SPENT)
         else:
             record.pool = replace(record.pool, epoch=self._next_id())
-        if record.state is PoolState.QUIESCING:
-            self._up(record, self._transport.metadata)
-        else:
-            self.memory.deregister(record)
+            self._step(record, Event.QUIET)
+
+    def _open(self, record: PoolRecord) -> None:
+        self._up(record, self._transport.metadata)
 
     def _overdue(self, worker: str) -> None:
         """Nobody came for a kept pool, or a pool did not quiesce in time."""
-        record = self._records[worker]
-        if record.state is PoolState.KEPT and record.waiting is not None:
-            self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process")
-        elif (record.state is PoolState.KEPT or record.forsaken) and not record.overdue:
-            record.overdue = True
-            self._patience.set(worker, self.loop.time() + _LAST_LOOK)
-        elif record.state is PoolState.KEPT or record.forsaken:
-            _log.info("nobody came for a pool", pool=worker, uid=record.request.uid, bytes=record.pool.size)
-            record.ending = True
-            self._quiesce(record, PoolState.QUIESCING)
-        elif "leases" in record.users:
+        self._step(self._records[worker], Event.TIME)
+
+    def _expired(self, record: PoolRecord) -> None:
+        _log.info("nobody came for a pool", pool=record.pool.worker, uid=record.request.uid, bytes=record.pool.size)
+        record.ending = True
+        self._step(record, Event.CLEAR)
+
+    def _hurry(self, record: PoolRecord) -> None:
+        if "leases" in record.users:
             # Breaking a lease is safe (its fences fail from here on); an open write into the pool is not.
-            self._tell_quiesce(record, force=True)
+            self._waits.ask(record, force=True)
         elif record.users:
             self._give_up(record)
 
     def _give_up(self, record: PoolRecord) -> None:
         """The transport may still write into the pool: a worker that waits for it is refused, and the pool waits on."""
-        self._patience.set(record.pool.worker, self.loop.time() + self._context.settings.attach_wait)
+        self._waits.begin(record)
         if record.waiting is not None and record.waiting is not record.request:
             self._refuse_waiting(record, "it is in quarantine, as a read into it has not ended")
 
+    def _refuse_for_process(self, record: PoolRecord) -> None:
+        self._refuse_waiting(record, f"{record.holder} had it and has not ended; end that process")
+
     def _refuse_waiting(self, record: PoolRecord, why: str) -> None:
         assert record.waiting is not None  # noqa: S101 - it is asked for only then
-        pool = f"the pool {record.pool.worker!r}"
-        if isinstance(record.waiting, DetachPool):
-            text = f"{pool} ends later: {why}"
-        else:
-            guest = "" if record.waiting.worker == record.pool.worker else ", which was to make room,"
-            text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
-        error = refusal(ErrorCode.POOL_BUSY, text)
-        self._workers.refused(record.waiting.connection, error)
+        self._workers.refused(record.waiting.connection, record.refusal(why))
         self._stop_waiting(record)
 
-    def _gone(self, record: PoolRecord, error: KvdError | None) -> None:
+    def _forget(self, record: PoolRecord) -> None:
         """The pool has no memory any more. A successor that wants another size or layout gets a new pool."""
-        waiting = record.waiting
+        waiting, error = record.waiting, record.error
         del self._records[record.pool.worker]
         self._workers.released(record.request.connection)
         self._completion.forget(record.pool.worker)

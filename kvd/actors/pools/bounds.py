@@ -10,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from kvd import limits
-from kvd.actors.pools.record import PoolRecord, PoolState
+from kvd.actors.pools.pool import PoolRecord, State
 from kvd.actors.pools.requests import AttachPool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
@@ -100,8 +100,8 @@ class Bounds:
 
     def _unlent(self, request: AttachPool) -> list[PoolRecord]:
         """Other pools of this user that no worker has or is about to get."""
-        states = (PoolState.KEPT, PoolState.QUIESCING, PoolState.ENDING)
-        return [record for record in self._others(request) if record.state in states]
+        states = (State.KEPT, State.QUIESCING, State.ENDING)
+        return [record for record in self._others(request) if record.shown in states]
 
     def _bytes(self, records: list[PoolRecord]) -> int:
         return sum(self._provider.footprint(record.pool.size) for record in records)

@@ -6,7 +6,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from kvd.actors.pools.record import PoolRecord, PoolState
+from kvd.actors.pools.pool import Event, PoolRecord, State
 from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
@@ -18,10 +18,7 @@ _log = structlog.get_logger("kvd.pools")
 
 
 class PoolMemory(Component):
-    """Calls `up(record, metadata)` when a pool is registered and `gone(record, error)` when it has no memory any more.
-
-    `error` says why a pool could not be made or registered; it is None if the pool was to end.
-    """
+    """Calls `up(record, metadata)` when a pool is registered, and `step(record, event)` when other things happen."""
 
     def __init__(
         self,
@@ -33,7 +30,7 @@ class PoolMemory(Component):
         background: Background,
         store: PoolStore,
         up: Callable[[PoolRecord, bytes], None],
-        gone: Callable[[PoolRecord, KvdError | None], None],
+        step: Callable[[PoolRecord, Event], None],
     ) -> None:
         self.actor = actor
         self._context = context
@@ -42,7 +39,7 @@ class PoolMemory(Component):
         self._background = background
         self._store = store
         self._up = up
-        self._gone = gone
+        self._step = step
         self._by_id: dict[int, PoolRecord] = {}
 
     def make(self, record: PoolRecord) -> None:
@@ -70,12 +67,12 @@ class PoolMemory(Component):
     def _adopt(
         self, record: PoolRecord, descriptor: int, done: Callable[[PoolRecord, Memory | KvdError], None]
     ) -> None:
-        record.kept = True
+        record.preserved = True
         work = partial(self._provider.adopt, descriptor, record.pool.size)
         self._background(work, lambda result: self.actor.call(done, record, result))
 
     def _allocate(self, record: PoolRecord) -> None:
-        record.kept = False
+        record.preserved = False
         work = partial(self._provider.allocate, record.pool.worker, record.pool.size)
         self._background(work, lambda result: self.actor.call(self._made, record, result))
 
@@ -93,7 +90,8 @@ class PoolMemory(Component):
     def _made(self, record: PoolRecord, result: Memory | KvdError) -> None:
         if isinstance(result, KvdError):
             del self._by_id[record.pool.id]
-            self._gone(record, result)
+            record.error = result
+            self._step(record, Event.FREED)
             return
         record.memory = result
         request = record.request
@@ -112,25 +110,25 @@ class PoolMemory(Component):
         self._up(self._by_id[event.pool], event.metadata)
 
     def register_failed(self, event: RegisterFailed) -> None:
-        """Closes the memory but does not free it: a worker may bring it back."""
+        """The memory is of no use here."""
         record = self._by_id[event.pool]
-        if record.state is PoolState.RENEWING:
+        if record.state is State.RENEWING:
             _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
-        self._release(record, record.mapped.close, refusal(ErrorCode.TRANSPORT, text))
+        record.error = refusal(ErrorCode.TRANSPORT, text)
+        self._step(record, Event.UNREGISTERED)
 
     def deregister(self, record: PoolRecord) -> None:
-        """Takes the pool's keys back; then a pool that is renewed is moved and registered, any other is given back."""
+        """Takes the pool's keys back."""
         self._transport.deregister(record.pool.id)
 
     def deregistered(self, event: Deregistered) -> None:
         """No peer can reach the memory any more."""
-        record = self._by_id[event.pool]
-        if record.state is PoolState.RENEWING:
-            move = record.mapped.move
-            self._background(move, lambda result: self.actor.call(self._moved, record, result))
-        else:
-            self._release(record, record.mapped.free, None)
+        self._step(self._by_id[event.pool], Event.DEREGISTERED)
+
+    def move(self, record: PoolRecord) -> None:
+        """Maps the memory at another address and registers it."""
+        self._background(record.mapped.move, lambda result: self.actor.call(self._moved, record, result))
 
     def _moved(self, record: PoolRecord, error: KvdError | None) -> None:
         if error is not None:
@@ -138,14 +136,21 @@ class PoolMemory(Component):
             _log.error("a pool keeps its address, so that old keys may read it", pool=pool, reason=error.text)
         self._register(record)
 
-    def _release(self, record: PoolRecord, release: Callable[[], None], refusal: KvdError | None) -> None:
-        record.state = PoolState.ENDING
-        self._background(release, lambda result: self.actor.call(self._released, record, refusal, result))
+    def close(self, record: PoolRecord) -> None:
+        """Unmaps the memory but does not free it: a worker may bring it back."""
+        self._release(record, record.mapped.close)
 
-    def _released(self, record: PoolRecord, refusal: KvdError | None, error: KvdError | None) -> None:
+    def free(self, record: PoolRecord) -> None:
+        """Gives the memory back."""
+        self._release(record, record.mapped.free)
+
+    def _release(self, record: PoolRecord, release: Callable[[], None]) -> None:
+        self._background(release, lambda result: self.actor.call(self._released, record, result))
+
+    def _released(self, record: PoolRecord, error: KvdError | None) -> None:
         if error is not None:
             _log.error("memory is not given back", pool=record.pool.worker, reason=error.text)
         self._context.metrics.pool_bytes.labels(record.mapped.backing).dec(record.pool.size)
         self._store.drop(record.pool.worker)
         del self._by_id[record.pool.id]
-        self._gone(record, refusal)
+        self._step(record, Event.FREED)

@@ -1,4 +1,4 @@
-from kvd.actors.pools.record import PoolState
+from kvd.actors.pools.pool import State
 from kvd.actors.pools.requests import DetachPool
 from kvd.actors.runtime.actor import call
 from kvd.protocol.peer import Fence
@@ -25,8 +25,8 @@ def test_a_quiesced_of_an_earlier_epoch_says_nothing_of_the_pool_as_it_is():
     earlier = record.pool
     stage.hang_up()
     stage.attach(connection=2, instance=b"j" * 16)  # the same memory, another epoch
-    record.state, record.users, record.waiting = PoolState.QUIESCING, {"leases", "scheduler"}, DetachPool(2, "w")
+    record.state, record.users, record.waiting = State.QUIESCING, {"leases", "scheduler"}, DetachPool(2, "w")
     for name in ("leases", "scheduler"):
         call(stage.actors.pools.quiesced, earlier, name)
     stage.run()
-    assert (record.state, record.users) == (PoolState.QUIESCING, {"leases", "scheduler"})
+    assert (record.state, record.users) == (State.QUIESCING, {"leases", "scheduler"})

@@ -13,7 +13,7 @@ from kvd.actors.gateway.admission import Policy, Rule
 from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases.actor import LAST_CALL_SECONDS
 from kvd.actors.leases.claim import OfferKey
-from kvd.actors.pools.record import PoolState
+from kvd.actors.pools.pool import State as PoolState
 from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.settings import Settings
@@ -164,7 +164,7 @@ class Daemon:
     def _is_full(self) -> bool:
         if Piece.CROWDED_HOSTS in self.world.pieces:
             pools = self.actors.pools
-            if any(record.state is PoolState.KEPT and record.waiting is None for record in pools._records.values()):
+            if any(record.state is PoolState.KEPT for record in pools._records.values()):
                 return True
         return self.world.chance(self.world.knobs.allocation_fails)
 
