@@ -49,7 +49,7 @@ class Parts:
 
 
 class Shutdown:
-    """Runs once. `failed` says whether the daemon's state may be wrong: then nothing is waited for."""
+    """Runs once. `failed` says whether the daemon's state may be wrong: then running work is not waited for."""
 
     def __init__(self, failed: Callable[[], bool]) -> None:
         self._failed = failed
@@ -76,8 +76,8 @@ class Shutdown:
         no longer write to their pools. If a part does not stop (a driver that never returns from a copy), the end of
         the process ends it, and tells the workers.
         """
+        call(actors.gateway.drain)
         if not self._failed():
-            call(actors.gateway.drain)
             await self._drain(actors.leases, actors.scheduler, seconds=grace)
         try:
             async with asyncio.timeout(STOP_SECONDS):
@@ -91,9 +91,13 @@ class Shutdown:
         call(actors.scheduler.stop)
         call(actors.leases.stop)
         await self._flush(actors)
-        if not self._failed():
-            await self._drain(actors.completion, seconds=_ACKNOWLEDGE_SECONDS)
-        parts.peers.close()
+        failed = self._failed()
+        if failed:
+            parts.peers.close()  # what it would answer them may be wrong
+        # Workers hear why their pulls have failed, though: the end of their sessions could overtake that.
+        await self._drain(actors.completion, seconds=_ACKNOWLEDGE_SECONDS)
+        if not failed:
+            parts.peers.close()
         await self._stop_each(parts.transport)
         self._part = "the workers' socket"
         call(actors.gateway.stop)

@@ -73,16 +73,33 @@ async def test_a_second_signal_ends_the_wait_for_running_work():
     assert ("scheduler", "stop") in events
 
 
-async def test_a_daemon_that_failed_waits_for_nothing():
-    events = []
-    assert await Shutdown(lambda: True).run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
-    assert not any(message == "drain" for _, message in events)
+async def test_a_daemon_that_failed_takes_nothing_new_and_does_not_wait_for_running_work():
+    events, ending = [], Shutdown(lambda: True)
+    ending.hurry()
+    assert await ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6) == ""
+    assert events[0] == ("gateway", "drain")
+    assert not {("leases", "drain"), ("scheduler", "drain")} & set(events)
+
+
+async def test_a_daemon_that_failed_answers_no_peer_while_it_tells_its_workers_why():
+    events, ending = [], Shutdown(lambda: True)
+    run = asyncio.ensure_future(ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6))
+    while ("completion", "drain") not in events:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert ("peers", "closed") in events
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert ("workers", "closed") not in events
+    ending.is_idle("completion")
+    assert await run == ""
+    assert events[-1] == ("workers", "closed")
 
 
 async def test_what_does_not_stop_is_named(monkeypatch):
     monkeypatch.setattr(shutdown, "STOP_SECONDS", 0.01)
-    events, never = [], asyncio.Event()
-    left = await Shutdown(lambda: True).run(Actors(events), parts(events, never.wait), grace=1.0)
+    events, never, ending = [], asyncio.Event(), Shutdown(lambda: True)
+    ending.hurry()
+    left = await ending.run(Actors(events), parts(events, never.wait), grace=1.0)
     assert left == "the transport"
     assert ("workers", "closed") not in events
 

@@ -225,8 +225,18 @@ class PoolRecord:
 
     @property
     def ends(self) -> bool:
-        """Whether the memory, once quiesced, is given back: its time is over, or whoever waits wants other memory."""
-        return self.ending or (isinstance(self.waiting, AttachPool) and not self.suits(self.waiting))
+        """Whether the memory, once quiesced, is given back: its time is over, or whoever waits wants other memory.
+
+        Not beside a process that may have it mapped: one that is renewed meanwhile goes on waiting for that.
+        """
+        if self.ending or not isinstance(self.waiting, AttachPool):
+            return self.ending
+        return not self.suits(self.waiting) and not self.is_held_beside(self.waiting)
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the process that had it last lives, and its end will be told: the pool is kept until then."""
+        return self.held and self.request.watched
 
     @property
     def shown(self) -> State:
@@ -298,7 +308,7 @@ class PoolRecord:
         text = f"the pool {self.pool.worker!r} is {self.shown}"
         if self.state not in UNUSED:
             raise refusal(ErrorCode.POOL_BUSY, f"{text}: a worker has it or waits for it; stop that, or try again")
-        if self.held and self.request.watched:
+        if self.outlived:
             raise refusal(ErrorCode.POOL_BUSY, f"{text}, but {self.holder}, which had it, lives: end that first")
 
     def refusal(self, why: str) -> KvdError:

@@ -31,8 +31,9 @@ class Waits(Component):
         self._loop = context.loop
         self._settings = context.settings
         self._users = users
+        self._overdue = overdue
         self._expired = expired
-        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: actor.call(overdue, worker))
+        self._patience: Deadlines[str] = Deadlines(context.loop, lambda worker: call(self._waited, worker))
 
     def quiesce(self, record: PoolRecord, *, force: bool = False) -> None:
         """Waits until nothing uses the pool; `force` has claims broken."""
@@ -58,15 +59,19 @@ class Waits(Component):
     def linger(self, record: PoolRecord) -> None:
         """Keeps a pool that nobody waits for as long as its process lives, which may map it, and for a while after."""
         record.kept_since = self._loop.time()
-        if record.held and record.request.watched:
+        if record.outlived:
             self._patience.unset(record.pool.worker)
         else:
             self._patience.set(record.pool.worker, self._loop.time() + self._settings.pool_linger)
+
+    def _waited(self, worker: str) -> None:
+        if worker not in self._patience:  # else it waits for something else since, before this call was made
+            self._overdue(worker)
 
     def look_again(self, record: PoolRecord) -> None:
         """Has a pool that nobody came for expire in a moment."""
         self.actor.later(_LAST_LOOK, self._looked, record, record.kept_since)
 
     def _looked(self, record: PoolRecord, kept_since: float) -> None:
-        if record.state in UNUSED and record.kept_since == kept_since:
+        if record.state in UNUSED and record.kept_since == kept_since and not record.outlived:
             self._expired(record)

@@ -272,3 +272,29 @@ def test_a_pool_that_quiesced_for_a_client_that_is_gone_still_waits_for_the_proc
     assert len(stage.on_sessions) == 2
     stage.process_ends()
     assert isinstance(stage.on_sessions[-1], Attached)
+
+
+def test_a_pool_that_is_renewed_while_a_successor_with_another_layout_waits_for_a_process_keeps_its_memory():
+    stage = Stage(attach_wait=60.0, pool_linger=5.0)
+    stage.attach(pid=7)
+    stage.hang_up()
+    first, stage.memory = stage.memory, Memory(OTHER.spec.pool_bytes)
+    stage.attach(connection=2, instance=b"j" * 16, pid=8, raw=OTHER.raw)
+    call(stage.actors.pools.renew, "w")
+    stage.run()
+    assert not first.closed
+    stage.process_ends(1)
+    assert first.closed
+    assert isinstance(stage.on_sessions[-1], Attached)
+
+
+def test_a_deadline_that_passes_as_a_successor_leaves_does_not_end_the_pool_of_a_process_that_lives():
+    stage = Stage(attach_wait=1.0, pool_linger=600.0)
+    stage.attach(pid=7)
+    stage.hang_up()
+    stage.attach(connection=2, instance=b"j" * 16, pid=8)
+    pools = stage.actors.pools
+    call(pools.worker_gone, "w", 2)
+    call(pools._overdue, "w")  # in the turn in which it left
+    stage.run(1.0)
+    assert not stage.memory.closed
