@@ -12,8 +12,8 @@ DAEMON_VENV ?= /opt/kvd
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick test test-vllm test-all test-untimed test-timed test-vllm-all test-deploy \
-  check lock clean
+.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick test test-pure test-real test-vllm test-all test-untimed \
+  test-timed test-vllm-all test-deploy check lock clean
 
 setup: $(VENV)/installed
 
@@ -55,11 +55,18 @@ demo-vllm: setup-vllm
 quick: setup
 	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,layout plan state protocol actors client)
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants.
+# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
+# other waits for real processes.
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM"
+
+test-pure: setup
+	$(BIN)/python -m pytest -m "not slow and not real"
+
+test-real: setup
+	$(BIN)/python -m pytest -m "not slow and real"
 
 # A real vLLM: the main path, three minutes.
 test-vllm: setup-vllm
