@@ -53,7 +53,7 @@ demo-vllm: setup-vllm
 
 # The rules: layouts, plans, tables, messages, actors, the client. Half a minute, for while you write.
 quick: setup
-	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,layout plan state protocol actors client)
+	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,layout plan protocol actors client)
 
 # Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
 # other waits for real processes.

@@ -66,6 +66,7 @@ def test_a_daemon_serves_as_soon_as_a_killed_predecessor_that_got_no_processor_i
     assert worker.call("offer", name="r", ids=[1])
 
 
+@pytest.mark.sample(2)  # it waits for a quarter of a minute
 def test_a_daemon_that_another_one_keeps_from_its_places_ends_with_an_error_that_says_so(fleet, flags):
     daemon = fleet.daemon("p", **flags)
     daemon.serving()
