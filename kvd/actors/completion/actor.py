@@ -131,9 +131,9 @@ class CompletionActor(Actor):
             self._context.idle(self.name)
 
     def upcoming(self, worker: str) -> int:
-        """The sequence number of the next notification of a worker that is connected."""
-        log = self._logs[worker]
-        return log.first + len(log.items)
+        """The sequence number of a worker's next notification; 0 if it has lost its pool, which it hears next."""
+        log = self._logs.get(worker)
+        return 0 if log is None else log.first + len(log.items)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Notifications that are kept, by worker: its part of a status."""

@@ -3,7 +3,8 @@ import pytest
 from kvd.actors.pools.requests import DetachPool
 from kvd.actors.runtime.actor import call
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.net.interface import SessionClosed, SessionOpened
+from kvd.net.interface import SessionClosed, SessionOpened, WorkerFrame
+from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Release
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Attach, Attached, Cancel, Detach, Detached, Notifications, Offer, Released
@@ -204,6 +205,24 @@ def test_a_detach_of_a_pool_that_was_lost_meanwhile_is_refused(stage):
     assert refused.code == ErrorCode.TRANSPORT
     stage.dependencies.transport.register = register
     assert isinstance(stage.attach(connection=2), Attached)
+
+
+def test_a_cancel_that_comes_as_its_worker_loses_its_pool_is_refused_and_ends_nothing_else(stage):
+    stage.attach()
+    stage.dependencies.transport.register = lambda pool, region: None
+    call(stage.actors.pools.renew, "w")
+    stage.run()
+
+    def background(work, done):
+        done(work())
+        stage.actors.gateway.received(WorkerFrame(b"\1" * 16, codec.encode(Cancel(5, "nothing")), 1000))
+
+    stage.actors.pools.memory._background = background
+    call(stage.actors.pools.memory.register_failed, RegisterFailed(1, "no keys"))
+    stage.run()
+    refused = stage.to_workers[-1][1]
+    assert (refused.call, refused.code, refused.upcoming) == (5, ErrorCode.UNKNOWN_REQUEST, 0)
+    assert stage.hung_up == [1]
 
 
 def test_a_detach_of_a_connection_that_does_not_have_the_pool_changes_nothing(stage):
