@@ -12,8 +12,8 @@ DAEMON_VENV ?= /opt/kvd
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick test test-pure test-real test-vllm test-all test-untimed \
-  test-timed test-vllm-all test-deploy check lock clean
+.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick quick-plans quick-actors test test-pure test-real test-vllm \
+  test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all test-deploy check lock clean
 
 setup: $(VENV)/installed
 
@@ -51,9 +51,15 @@ demo: setup
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
 
-# The rules: layouts, plans, tables, messages, actors, the client. Half a minute, for while you write.
+# The rules: layouts, plans, tables, messages, actors, the client. 20 seconds on two cores, for while you write.
 quick: setup
-	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,layout plan protocol actors client)
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target quick-plans quick-actors
+
+quick-plans quick-actors: setup
+	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix tests/,$(FOLDERS))
+
+quick-plans: FOLDERS := layout plan protocol
+quick-actors: FOLDERS := actors client
 
 # Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
 # other waits for real processes.
@@ -77,7 +83,13 @@ test-vllm: setup-vllm
 test-all: test-untimed test-timed test-vllm-all
 
 test-untimed: setup
-	$(BIN)/python -m pytest -m "not timed"
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real
+
+test-untimed-pure: setup
+	$(BIN)/python -m pytest -m "not timed and not real"
+
+test-untimed-real: setup
+	$(BIN)/python -m pytest -m "not timed and real"
 
 test-timed: setup
 	$(BIN)/python -m pytest -m timed

@@ -2,28 +2,22 @@
 
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvd import foreign, limits
+from tests.support.closing import threads, wait_until_closed
 from tests.support.lingering import DeafFileSystem, lingering_socket
-from tests.support.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)
 def _all_closed() -> Iterator[None]:
     yield
-    for thread in threads():
-        thread.join(PATIENCE)
+    wait_until_closed()
     assert threads() == []
     assert foreign._owners == {}
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == foreign.NAME]
 
 
 def closed_by(uid: int) -> bool:

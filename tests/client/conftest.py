@@ -1,7 +1,6 @@
 """A small scripted daemon over the real sockets, in a thread: it does what a test tells it and nothing else."""
 
 import asyncio
-import gc
 import os
 import queue
 import subprocess
@@ -25,6 +24,7 @@ from kvd.net.workers import WorkerSockets
 from kvd.protocol import codec
 from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Notification, Notifications, Refused
+from tests.support.closing import wait_until_closed
 from tests.support.patience import MOMENT
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
 
     threads, before = threading.enumerate(), kept()
     yield
-    gc.collect()
+    wait_until_closed()
     assert os.listdir(tmp_path) == []
     assert kept() - before == Counter()
     assert [thread.name for thread in threading.enumerate() if thread not in threads] == []

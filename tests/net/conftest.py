@@ -1,7 +1,6 @@
 """Both loops that kvd runs on, a driver that waits for events and never sleeps, and a check that nothing is left."""
 
 import asyncio
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvd import foreign
 from kvd.net.interface import PeerAsked
-from tests.support.patience import MOMENT, PATIENCE
+from tests.support.closing import wait_until_closed
+from tests.support.patience import MOMENT
 
 HERE = Path(__file__).parent
 
@@ -38,10 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     before = threading.enumerate()
     yield
-    for thread in threading.enumerate():
-        if thread.name == foreign.NAME:
-            thread.join(PATIENCE)
-    gc.collect()
+    wait_until_closed()
     assert sorted(os.listdir(tmp_path)) == []
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
     sockets = []

@@ -560,7 +560,8 @@ def test_a_ticket_with_a_generation_that_no_lease_has_had_is_made_up_which_is_co
 
 @pytest.mark.parametrize("kind", ["renew", "settle", "fence"])
 def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_nobody_else(kind, monkeypatch):
-    burst, second = limits.MAX_RENEWALS, limits.MAX_UNKNOWN_CLAIMS_PER_SECOND
+    size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]
+    burst, second = 16 * size, limits.MAX_UNKNOWN_CLAIMS_PER_SECOND
     monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(second, burst))
     stage = Stage()
     stage.attach()
@@ -577,7 +578,6 @@ def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_n
         fences = tuple(Fence(each.claim, rank.generation, each) for each in claims)
         return Settle(fences) if kind == "settle" else fences[0]
 
-    size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]
     assert sum(len(stage.asked_by_peer(about_nothing(), b"idle#1")) for _ in range(2 * burst // size)) == burst // size
     assert stage.asked_by_peer(about_nothing(), b"idle#2") == []
     assert isinstance(stage.asked_by_peer(claim(1), b"idle#1")[0], Grant)
