@@ -16,11 +16,17 @@ from kvd.protocol.types import VERSION, Code, Count, Message, Name, Proof, Reque
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Introduces the consumer. Answered by `Welcome`, or by `Refuse` with claim 0 if the versions differ."""
+    """Introduces the consumer. Answered by `Welcome`, or by `Refuse` with claim 0 if the versions differ.
+
+    While the producer's transport to other hosts starts again, a consumer of another host is answered by a `Pong` of
+    number 0, and says hello again with its next heartbeat; if that transport does not come back, by `Refuse`.
+    """
 
     daemon: Name
     incarnation: Count
     version: int = VERSION
+    host: Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)] = ""
+    """Identifies the running kernel, as in `Welcome`."""
 
 
 class Claim(Message, frozen=True, tag="claim"):

@@ -108,7 +108,7 @@ def test_a_transport_that_is_killed_in_mid_transfer_costs_its_own_pulls_and_no_d
     assert ended["kind"] == "Failed"
     assert ended["code"] in ("transport", "peer_lost"), ended
     stage.arrived("d1", *spared)
-    assert not any(process.child.wait(0) for process in (*stage.daemons.values(), *stage.workers.values()))
-    stage.mend()  # on a busy machine the next process takes its time, and pulls fail until it is there
+    stage.recover("p0", "d0")
     assert transport_of(stage.daemons[victim]) != before
     assert {name: daemon.child.pid for name, daemon in stage.daemons.items()} == pids
+    assert not any(process.child.wait(0) for process in (*stage.daemons.values(), *stage.workers.values()))

@@ -150,7 +150,8 @@ class HandshakeActor(Actor):
             self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata, peer.address)
         else:
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
-            self._port.ask(peer.link, codec.encode(Hello(settings.daemon, settings.incarnation)))
+            hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
+            self._port.ask(peer.link, codec.encode(hello))
 
     def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""

@@ -16,7 +16,6 @@ from kvd import limits
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Timer
 from kvd.actors.runtime.pace import RateLimit, TokenBuckets
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode
@@ -31,8 +30,8 @@ _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
 
 _KEPT_MAPPING: Final = "a daemon of this host may have it mapped, and reads it until it ends: detach its worker"
 
-_RETURN_SECONDS: Final = 5.0
-"""What the transport to other hosts may take to start again before peers are greeted without it: usually 1 s."""
+_RETURN_SECONDS: Final = 30.0
+"""What the transport to other hosts may take to start again before peers that need it are refused: usually 1 s."""
 
 Rights = Callable[[str], tuple[str, ...]]
 """Patterns of the pools that a peer may read, by the public key that it proved (hexadecimal, empty without CURVE)."""
@@ -92,10 +91,8 @@ class PeerServer(Component):
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
         """By peer."""
-        self._returning: Timer | None = None
-        """Set while the transport to other hosts is being started again."""
-        self._held: dict[bytes, Greeting] = {}
-        """Hellos by sender, that wait for that: its new keys are worth a moment."""
+        self._network_lost: float | None = None
+        """When the transport to other hosts ended, while it is being started again."""
         self._told: set[tuple[str, str]] = set()
         """(key of a peer, pool that it was told of)."""
 
@@ -127,27 +124,20 @@ class PeerServer(Component):
             call(self._pools_actor.renew, pool)
 
     def network_down(self) -> None:
-        """Lets hellos wait for its keys, but not for ever: daemons of this host need none."""
+        """Has peers of other hosts wait for its new keys; daemons of this host need none."""
         self._keys_changed(self._transport.metadata)
-        self._returning = self.actor.later(_RETURN_SECONDS, self._let_go)
+        if self._network_lost is None:
+            self._network_lost = self._context.loop.time()
 
     def network_up(self, event: NetworkUp) -> None:
-        """Tells peers that say hello from now on, and those that wait, what they need."""
+        """Tells peers that say hello from now on what they need."""
         self._keys_changed(event.metadata)
-        self._let_go()
+        self._network_lost = None
 
     def _keys_changed(self, metadata: bytes) -> None:
         self._metadata = metadata
         self._parts.clear()
         self._welcomes.clear()
-
-    def _let_go(self) -> None:
-        if self._returning is not None:
-            self._returning.cancel()
-        self._returning = None
-        held, self._held = self._held, {}
-        for greeting in held.values():
-            self._introduce(greeting)
 
     # --- hello and ping ---------------------------------------------------------------------------------------------
 
@@ -164,10 +154,18 @@ class PeerServer(Component):
             self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
             text = f"{daemon} speaks version {VERSION} of the protocol, {hello.daemon} {hello.version}"
             self._answer(greeting.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
-        elif self._returning is not None:
-            self._held[greeting.sender] = greeting
+        elif self._network_lost is not None and hello.host != self._context.settings.host:
+            self._answer(greeting.sender, self._not_yet(self._context.loop.time() - self._network_lost))
         else:
             self._introduce(greeting)
+
+    def _not_yet(self, seconds: float) -> Pong | Refuse:
+        """What a peer hears that cannot read here until the transport to other hosts is back."""
+        if seconds < _RETURN_SECONDS:
+            return Pong(0, self._context.settings.incarnation)
+        which = f"the transport of {self._context.settings.daemon} to other hosts"
+        text = f"{which} ended {seconds:.0f} s ago and has not come back; its log says why"
+        return Refuse(0, ErrorCode.TRANSPORT, text)
 
     def _introduce(self, greeting: Greeting) -> None:
         patterns = self._rights(greeting.key)

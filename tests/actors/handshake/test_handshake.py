@@ -60,6 +60,16 @@ def test_a_peer_is_greeted_every_heartbeat_until_it_answers(stage):
     assert len(stage.asks(Ping)) == 1
 
 
+def test_a_peer_that_lives_and_is_not_ready_yet_is_waited_for(stage):
+    stage.pull(timeout=60.0)
+    for _ in range(10):
+        stage.peer_says(Pong(0, 9))
+        stage.run(1.0)
+    assert stage.notified == []
+    stage.peer_says(welcome_of())
+    assert len(stage.asks(Claim)) == 1
+
+
 def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
     stage.pull(timeout=60.0)
     for _ in range(5):

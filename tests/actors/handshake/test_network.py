@@ -6,7 +6,7 @@ from kvd.protocol.peer import Hello, Ping, Pong
 from kvd.transport.interface import NetworkDown, NetworkUp
 from tests.actors.stage import INCARNATION, Stage
 
-HELLO = Hello("peer", 3)
+HELLO = Hello("peer", 3, host="another")
 
 
 @pytest.fixture
@@ -21,25 +21,29 @@ def happens(stage, event):
     stage.run()
 
 
-def test_a_hello_waits_for_the_new_keys_and_a_ping_for_nothing(stage):
+def test_a_hello_of_another_host_hears_that_the_daemon_lives_until_the_new_keys_are_there(stage):
     happens(stage, NetworkDown("signal SIGSEGV"))
-    assert stage.asked_by_peer(HELLO) == []
+    assert stage.asked_by_peer(HELLO) == [Pong(0, INCARNATION)]
     assert stage.asked_by_peer(Ping(1)) == [Pong(1, INCARNATION)]
-    stage.answers.clear()
     happens(stage, NetworkUp(b"new keys"))
-    ((_, welcome),) = stage.answers
-    assert welcome.metadata == b"new keys"
     (welcome,) = stage.asked_by_peer(HELLO)
     assert welcome.metadata == b"new keys"
 
 
-def test_peers_of_this_host_wait_no_longer_than_a_moment_for_a_transport_that_does_not_come_back(stage):
+def test_peers_of_this_host_do_not_wait_for_a_transport_that_they_do_not_need(stage):
     happens(stage, NetworkDown("signal SIGSEGV"))
-    assert stage.asked_by_peer(HELLO) == []
-    stage.run(6.0)
-    ((_, welcome),) = stage.answers
+    (welcome,) = stage.asked_by_peer(Hello("peer", 3, host=stage.context.settings.host))
     assert welcome.metadata == b"meta", "what the transport said when it went down"
+
+
+def test_a_transport_that_does_not_come_back_is_said_to_peers_of_other_hosts_and_forgotten_when_it_does(stage):
     happens(stage, NetworkDown("signal SIGSEGV"))
+    stage.run(20.0)
+    happens(stage, NetworkDown("signal SIGSEGV"))
+    stage.run(11.0)
+    (refuse,) = stage.asked_by_peer(HELLO)
+    assert refuse.code == "transport"
+    assert "to other hosts ended 31 s ago" in refuse.text
     happens(stage, NetworkUp(b"new keys"))
     (welcome,) = stage.asked_by_peer(HELLO)
     assert welcome.metadata == b"new keys"
