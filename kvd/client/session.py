@@ -222,7 +222,8 @@ class Session:
             case Released(_, reason):
                 text = f"the daemon's answer was lost, and the offer {offer!r} has ended ({reason}); make it again"
                 raise refusal(ErrorCode.DAEMON_LOST, f"{text} under another name")
-        return None
+            case _:
+                return None
 
     def _offer_overdue(self, offer: str, timeout: float) -> KvdError:
         self._driver.core.abandon(offer)

@@ -97,4 +97,5 @@ def _outcome(error: KvdError) -> Outcome:
             return Outcome.BROKEN_OFF
         case Unavailable(code=ErrorCode.OVERLOADED):
             return Outcome.OVERLOADED
-    return Outcome.FAILED
+        case _:
+            return Outcome.FAILED

@@ -92,8 +92,9 @@ class HttpServer:
             case "GET", "/readyz" | "/health":  # the second is vLLM's
                 reasons = await self._health.reasons()
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
-        text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
-        return error_answer(refusal(ErrorCode.UNKNOWN_REQUEST, text))
+            case _:
+                text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
+                return error_answer(refusal(ErrorCode.UNKNOWN_REQUEST, text))
 
     def _scraped(self, accept: str) -> web.Response:
         try:

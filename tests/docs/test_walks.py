@@ -1,4 +1,7 @@
-"""The walks of docs/walks.md: every function is there, and calls the next one unless a hand-over is between them."""
+"""The walks of docs/walks.md: every function is there, and calls the next one unless a hand-over is between them.
+
+And the places of docs/adding.md are there.
+"""
 
 import ast
 import re
@@ -11,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "walks.md"
+PLACES = re.findall(r"`([\w/]+\.\w+)(?::([\w.]+))?`", (ROOT / "docs" / "adding.md").read_text())
 STEP = re.compile(r"^\d+\. (\*\*(?:socket|mailbox|thread)\*\* )?`(kvd/[\w/]+\.py):([\w.]+)`", re.MULTILINE)
 
 
@@ -35,14 +39,24 @@ WALKS = walks()
 
 
 @cache
-def function(path: str, name: str) -> ast.AST:
-    """The definition of a function, or of a method of a class."""
+def definition(path: str, name: str) -> ast.stmt:
+    """The definition of a function, a class, a method of a class, or a constant."""
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for part in name.split("."):
-        found = [node for node in body if getattr(node, "name", None) == part]
+        found = [node for node in body if part in (getattr(node, "name", None), *assigned(node))]
         assert found, f"{path} has no {name}"
         node = found[-1]
         body = getattr(node, "body", [])
+    return node
+
+
+def assigned(node: ast.stmt) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def function(path: str, name: str) -> ast.AST:
+    node = definition(path, name)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef), f"{path}:{name} is no function"
     return node
 
@@ -70,6 +84,14 @@ def test_every_function_of_a_walk_calls_the_next_one(title: str) -> None:
         called = following.name.rpartition(".")[2]
         if not following.handed_over:
             assert called in names_in(function(step.path, step.name)), f"{step} does not call {following}"
+
+
+def test_every_place_where_something_is_added_is_there() -> None:
+    assert len(PLACES) > 30
+    for path, name in PLACES:
+        assert (ROOT / path).exists(), path
+        if name:
+            definition(path, name)
 
 
 def test_a_hand_over_is_not_claimed_where_there_is_a_call() -> None:

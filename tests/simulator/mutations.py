@@ -23,6 +23,7 @@ from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.pool import Event as PoolEvent
 from kvd.actors.pools.pool import PoolRecord
 from kvd.actors.pools.pool import State as PoolState
+from kvd.actors.pools.requests import AttachPool
 from kvd.actors.pools.waits import Waits
 from kvd.actors.runtime import blocks
 from kvd.actors.runtime import deferred as deadlines
@@ -404,19 +405,16 @@ def a_daemon_knows_no_processes_of_the_run_before_it(monkeypatch):
 
 @mutation(Promise.SURVIVES, needs=Piece.IDLE_PROCESSES)
 def a_pool_is_given_up_though_its_process_lives(monkeypatch):
-    original = Waits.linger
-
-    def linger(self, record):
-        held, record.held = record.held, False
-        original(self, record)
-        record.held = held
-
-    monkeypatch.setattr(Waits, "linger", linger)
+    monkeypatch.setattr(PoolRecord, "outlived", property(lambda self: False))
 
 
 @mutation(Promise.SURVIVES, first=280, needs=Piece.CROWDED_HOSTS)
 def a_pool_makes_room_though_its_process_lives(monkeypatch):
+    def ends(self):
+        return self.ending or (isinstance(self.waiting, AttachPool) and not self.suits(self.waiting))
+
     monkeypatch.setattr(PoolRecord, "is_spare", property(lambda self: self.state is PoolState.KEPT))
+    monkeypatch.setattr(PoolRecord, "ends", property(ends))  # it looks once more at whose process lives
 
 
 @mutation(Promise.SURVIVES, first=80, needs=Piece.DYING_SUCCESSORS)

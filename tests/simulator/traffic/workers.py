@@ -283,6 +283,8 @@ class Worker(Ledger):
                 self.cancel(self._holds.pop(request, ""))
             case events.Freed(request):
                 self.blocks_are_free(request)
+            case _:
+                pass
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

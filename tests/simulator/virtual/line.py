@@ -139,7 +139,8 @@ class SimConnection(Connection):
                 return attached, descriptors[0], _PROCESS
             case Detached() as detached:
                 return detached
-        raise BadRequest(ErrorCode.BAD_MESSAGE, "an answer that nothing was asked for by")
+            case _:
+                raise BadRequest(ErrorCode.BAD_MESSAGE, "an answer that nothing was asked for by")
 
     def attach(self, attached: Attached, process: int) -> None:
         assert self.session is not None
