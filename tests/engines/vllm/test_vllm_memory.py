@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
-from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
-from kvd.errors import BadRequest, InternalError
+from kvd.client import Worker
+from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, pool_tensor, warn_of_restarts
+from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache, cache_spec
+from kvd.errors import BadRequest, ErrorCode, InternalError, Unavailable, refusal
 from kvd.layout import Full, Shard
 
 PAGES = Pages(
@@ -33,6 +34,32 @@ FACTS = WorkerCache(
     groups=(CacheGroup(window=Full(), block_tokens=4, pages=(PAGES,)),),
     shard=Shard(stages=((0, 2),)),
 )
+
+
+def test_an_engine_that_waits_for_its_pool_says_what_for(monkeypatch, caplog) -> None:
+    waits = []
+
+    def attach_later(_socket: str, *, name: str, spec: object, timeout: float) -> str:
+        waits.append(timeout)
+        if len(waits) == 1:
+            raise refusal(ErrorCode.POOL_BUSY, f"the pool {name!r} is lent: another worker has it")
+        return "attached"
+
+    monkeypatch.setattr(Worker, "attach", attach_later)
+    assert attach("kvd.sock", "vllm-0-0", cache_spec(FACTS), 60.0) == "attached"
+    assert waits == [5.0, 55.0]
+    (record,) = caplog.records
+    expected = "no KV cache from kvd yet (the pool 'vllm-0-0' is lent: another worker has it); trying for 55 s more"
+    assert record.getMessage() == expected
+
+
+def test_an_engine_that_may_wait_for_a_moment_only_waits_no_longer(monkeypatch) -> None:
+    def refuse(_socket: str, *, name: str, **_: object) -> None:
+        raise refusal(ErrorCode.POOL_BUSY, name)
+
+    monkeypatch.setattr(Worker, "attach", refuse)
+    with pytest.raises(Unavailable):
+        attach("kvd.sock", "vllm-0-0", cache_spec(FACTS), 2.0)
 
 
 def test_only_the_caches_allocation_is_answered_and_only_once() -> None:
