@@ -2,8 +2,8 @@
 
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
-a stamp, that the producer does not hear of the proven read). Over TCP a paused producer stalls the read itself.
-Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading.
+a stamp, that the producer does not hear of the proven read). Over TCP its transport's process is paused, too, which
+stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import signal
 
 import pytest
 
-from tests.support.fleet import Fleet, RemoteError, send, until, without_lease
+from tests.support.fleet import Fleet, RemoteError, paused, send, until, without_lease
 from tests.support.gpu import standin_machine
+from tests.support.transports import transport_of
 
 pytestmark = pytest.mark.real
 
@@ -143,9 +144,12 @@ class Stage:
 
     def _hold_while_reading(self, step, held):
         for _ in until(f"a pull is caught {step}"):
+            transport = transport_of(self.producer) if self.way == "tcp" else None
             self.start_pull()
             if self.wait_for("reading"):
                 pause = held.enter_context(contextlib.ExitStack())
+                if transport is not None:
+                    pause.enter_context(paused(transport))
                 pause.enter_context(self.producer.paused())
                 if self.wait_for(step):
                     return

@@ -60,7 +60,7 @@ class Daemon:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        with paused(self.child):
+        with paused(self.child.pid):
             yield
 
     def serving(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Worker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        with paused(self.child):
+        with paused(self.child.pid):
             yield
 
 
@@ -180,13 +180,13 @@ def send(child: Child, number: int) -> None:
 
 
 @contextmanager
-def paused(child: Child) -> Iterator[None]:
-    send(child, signal.SIGSTOP)
+def paused(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
-            send(child, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
 
 
 def until(what: str, seconds: float = PATIENCE) -> Iterator[None]:
