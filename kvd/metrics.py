@@ -9,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import kvd
 from kvd import limits
+from kvd.protocol.status import Totals
 
 S = TypeVar("S", bound=str)
 
@@ -117,16 +118,17 @@ class Metrics:
             self.held_blocks.labels(state).set_function(partial(_part, of, state, 0))
             self.held_bytes.labels(state).set_function(partial(_part, of, state, 1))
 
-    def totals(self) -> dict[str, object]:
-        """The counters in a status: `kvd.protocol.status.Totals` without the time."""
-        return {
-            "read_bytes": sum(_values(self.read_bytes).values()),
-            "read_descriptors": sum(_values(self.read_descriptors).values()),
-            "pulls": _values(self.pulls),
-            "refused": sum(_values(self.refused).values()),
-            "peers_lost": sum(_values(self.peers_lost).values()),
-            "pull_buckets": _values(self.pull_seconds, "_bucket"),
-        }
+    def totals(self, seconds: float) -> Totals:
+        """The counters in a status, at the time `seconds` of any clock."""
+        return Totals(
+            seconds=seconds,
+            read_bytes=sum(_values(self.read_bytes).values()),
+            read_descriptors=sum(_values(self.read_descriptors).values()),
+            pulls=_values(self.pulls),
+            refused=sum(_values(self.refused).values()),
+            peers_lost=sum(_values(self.peers_lost).values()),
+            pull_buckets=_values(self.pull_seconds, "_bucket"),
+        )
 
 
 def _part(of: Callable[[S], tuple[int, int]], state: S, index: int) -> int:

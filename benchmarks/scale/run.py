@@ -46,6 +46,7 @@ from tests.simulator.simulated_peers import (
     LoopbackWorkers,
     PlainProvider,
 )
+from tests.support.statuses import process_status
 
 _SPEC = flat_spec(64, 16 * limits.KIB)
 _RAW_SPEC = _SPEC.encode()
@@ -153,7 +154,7 @@ class _Daemon:
             provider=PlainProvider(),
             background=lambda work, done: done(work()),
             draw_session=lambda: next(session).to_bytes(16, "little"),
-            describe=lambda: {"daemon": "self"},
+            describe=lambda: process_status("self"),
             transport_died=lambda _reason: None,
             policy=Policy(_UID),
             stamps=HostStamps(),

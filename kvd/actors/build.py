@@ -25,6 +25,7 @@ from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps
 from kvd.net.interface import PeerPort, WorkerPort
+from kvd.protocol.status import ProcessStatus
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -53,7 +54,7 @@ class Dependencies:
     provider: MemoryProvider
     background: Background
     draw_session: Callable[[], bytes]
-    describe: Callable[[], dict[str, object]]
+    describe: Callable[[], ProcessStatus]
     transport_died: Callable[[str], None]
     policy: Policy
     stamps: StampMemory

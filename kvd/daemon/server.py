@@ -36,6 +36,7 @@ from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import DESCRIPTORS_PER_LINK, PeerSockets
 from kvd.net.trust import Trust
+from kvd.protocol.status import ProcessStatus
 
 _ROUND_SECONDS = 1.0
 """Between rounds of the watchdog."""
@@ -208,21 +209,21 @@ class Daemon:
         """A callback raised, which is a bug. Logs it without the arguments that asyncio shows: some are messages."""
         self._log.error("a callback of the loop failed", what=context["message"], exc_info=context.get("exception"))
 
-    def _describe(self, parts: Opened) -> dict[str, object]:
+    def _describe(self, parts: Opened) -> ProcessStatus:
         config = self.config
-        return {
-            "daemon": config.name,
-            "version": kvd.__version__,
-            "incarnation": self.incarnation,
-            "pid": os.getpid(),
-            "address": parts.peers.address,
-            "http": parts.http.address,
-            "device": config.device,
-            "ready": not self.health.reasons,
-            "not_ready": self.health.reasons,
-            "processor": parts.processor.status(),
-            "totals": {"seconds": time.monotonic(), **self.metrics.totals()},
-        }
+        return ProcessStatus(
+            daemon=config.name,
+            version=kvd.__version__,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            address=parts.peers.address,
+            http=parts.http.address,
+            device=config.device,
+            ready=not self.health.reasons,
+            not_ready=self.health.reasons,
+            processor=parts.processor.status(),
+            totals=self.metrics.totals(time.monotonic()),
+        )
 
 
 def _in_order(parts: Opened) -> Parts:

@@ -1,4 +1,4 @@
-"""The JSON in `Status.report`, as a reader decodes it; unknown fields are ignored."""
+"""The JSON in `Status.report`: what each room of a daemon tells of itself. Readers ignore unknown fields."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from kvd.errors import ErrorCode, refusal
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """A pool; `state` is one of `kvd.actors.pools.record.PoolState`, `device` the UUID of the GPU that has it."""
+    """A pool; `state` is one of `kvd.actors.pools.pool.State`, `device` the UUID of the GPU that has it."""
 
     worker: str
     bytes: int
@@ -15,6 +15,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
     state: str
     uid: int
     device: str = ""
+    epoch: int = 0
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     slow: str | None = None
     last_loss: str = ""
     unreached_seconds: float | None = None
+    incarnation: int | None = None
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):
@@ -41,12 +43,14 @@ class LeaseStatus(msgspec.Struct, frozen=True):
     claims_held: int
     claims_waiting: int
     blocks: dict[str, int] = {}
+    last_generation: int = 0
 
 
 class PullStatus(msgspec.Struct, frozen=True):
     """Pulls without an outcome, their transfers by state, and ended pulls whose blocks may still be written to.
 
-    `blocks` are those of pulls by what they stand for, `busy_blocks` those of each worker.
+    `blocks` are those of pulls by what they stand for, `busy_blocks` those of each worker. `connecting` pulls wait for
+    a peer; `routes` between layouts are kept.
     """
 
     pulls: int
@@ -54,12 +58,15 @@ class PullStatus(msgspec.Struct, frozen=True):
     quarantined: int
     busy_blocks: dict[str, int]
     blocks: dict[str, int] = {}
+    connecting: int = 0
+    routes: int = 0
 
 
 class LogStatus(msgspec.Struct, frozen=True):
-    """Notifications that one worker has not acknowledged."""
+    """Notifications that one worker has not acknowledged, and the number of the next one."""
 
     kept: int
+    next: int = 0
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -96,8 +103,8 @@ class ProcessorStatus(msgspec.Struct, frozen=True):
         return max(self.waited.values(), default=0.0) > limits.STARVED_SHARE * self.seconds
 
 
-class StatusReport(msgspec.Struct, frozen=True):
-    """One daemon at one moment."""
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon's process tells of itself; `not_ready` says why, by condition."""
 
     daemon: str
     version: str
@@ -107,14 +114,20 @@ class StatusReport(msgspec.Struct, frozen=True):
     device: str
     ready: bool
     not_ready: dict[str, str]
+    totals: Totals
+    processor: ProcessorStatus = ProcessorStatus(0.0, {})
+    incarnation: int = 0
+
+
+class StatusReport(ProcessStatus, frozen=True, kw_only=True):
+    """One daemon at one moment: its process, and each of its actors by name."""
+
     workers: list[str]
     pools: list[PoolStatus]
     handshake: list[PeerStatus]
     leases: LeaseStatus
     scheduler: PullStatus
     completion: dict[str, LogStatus]
-    totals: Totals
-    processor: ProcessorStatus = ProcessorStatus(0.0, {})
     worker_pids: dict[str, int] = {}
     """In the daemon's PID namespace; 0 for a worker that is outside of it."""
 

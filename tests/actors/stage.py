@@ -28,6 +28,7 @@ from kvd.transport.interface import Deregistered, Described, Landed, PeerAdded, 
 from tests.simulator.virtual.cache import make_cache
 from tests.simulator.virtual.loop import VirtualLoop
 from tests.simulator.virtual.memory import SimStamps
+from tests.support.statuses import process_status
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
 INCARNATION = 1 << 20
@@ -92,7 +93,7 @@ class Stage:
             provider=_Provider(self),
             background=_at_once,
             draw_session=self._draw,
-            describe=lambda: {"daemon": "d"},
+            describe=lambda: process_status("d"),
             transport_died=self.failures.append,
             policy=Policy(1000, rules),
             stamps=SimStamps(lambda _words: STAMPS),

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvd.actors.scheduler import peer_requests
+
 _ROOT = str(Path(__file__).resolve().parents[2] / "kvd") + os.sep
 
 
@@ -59,6 +61,7 @@ def _name(value: object) -> str:
 def main() -> None:
     _, out, _python, _module, module, *arguments = sys.argv
     walk = Walk()
+    peer_requests.CLAIM_AFTER = 60.0  # a read that lasts is claimed, and on a busy machine a small one may last
     signal.signal(signal.SIGUSR1, walk.begin)
     signal.signal(signal.SIGUSR2, lambda *_: walk.end(Path(out)))
     threading.setprofile(walk.profile)

@@ -438,7 +438,7 @@ def lost_requests_are_not_sent_again(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_resend", lambda self, late: None)
 
 
-@mutation(Promise.SURVIVES, first=84)
+@mutation(Promise.SURVIVES, first=596)
 def lasting_reads_are_not_claimed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 

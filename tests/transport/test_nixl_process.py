@@ -330,11 +330,23 @@ os.kill(os.getpid(), 9)
 """
 
 
+class SaysAllAtOnce(Script):
+    """Its first word and its last one come together."""
+
+    script = f"""
+import os, socket
+words = {pack(messages.encode(Opened(b"first"))) + pack(messages.encode([Answered(7)]))!r}
+socket.socket(fileno=0).sendall(words)
+os.kill(os.getpid(), 9)
+"""
+
+
 @pytest.mark.real
+@pytest.mark.parametrize("child", [Dies, SaysAllAtOnce])
 async def test_what_a_process_said_last_is_heard_and_what_it_has_started_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, child: type[Child]
 ) -> None:
-    monkeypatch.setattr(keeper, "Child", Dies)
+    monkeypatch.setattr(keeper, "Child", child)
     heard: list[Event] = []
     ended = asyncio.get_running_loop().create_future()
     kept = Keeper(

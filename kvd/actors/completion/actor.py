@@ -8,6 +8,7 @@ from kvd import limits
 from kvd.actors.completion.sessions import Sessions
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
+from kvd.protocol.status import LogStatus
 from kvd.protocol.worker import Notification, Notifications
 
 _RESEND_AFTER = 0.05
@@ -135,6 +136,6 @@ class CompletionActor(Actor):
         log = self._logs.get(worker)
         return 0 if log is None else log.first + len(log.items)
 
-    def report(self) -> dict[str, dict[str, int]]:
+    def report(self) -> dict[str, LogStatus]:
         """Notifications that are kept, by worker: its part of a status."""
-        return {worker: {"next": self.upcoming(worker), "kept": len(log.items)} for worker, log in self._logs.items()}
+        return {worker: LogStatus(len(log.items), self.upcoming(worker)) for worker, log in self._logs.items()}

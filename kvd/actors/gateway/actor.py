@@ -17,6 +17,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerPort
+from kvd.protocol.status import ProcessStatus, StatusReport
 from kvd.protocol.worker import Status
 
 
@@ -42,14 +43,18 @@ class GatewayActor(Actor):
         completion: CompletionActor,
         peer_address: Callable[[], str],
         draw_session: Callable[[], bytes],
-        describe: Callable[[], dict[str, object]],
+        describe: Callable[[], ProcessStatus],
         policy: Policy,
         background: Background,
     ) -> None:
         super().__init__(context.dispatcher)
         self._describe = describe
         self._sessions = sessions
-        self._reporters = (pools, handshake, leases, scheduler, completion)
+        self._pools = pools
+        self._handshake = handshake
+        self._leases = leases
+        self._scheduler = scheduler
+        self._completion = completion
         self._admission = Admission(policy, context.loop)
         self.connections = Connections(
             self,
@@ -92,9 +97,17 @@ class GatewayActor(Actor):
 
     def _status(self, number: int) -> Status:
         """The answer to the request for a status of that number."""
-        workers = {"workers": self._sessions.workers, "worker_pids": self._sessions.pids}
-        sections = {reporter.name: reporter.report() for reporter in self._reporters}
-        return Status(number, msgspec.json.encode({**self._describe(), **workers, **sections}))
+        report = StatusReport(
+            **msgspec.structs.asdict(self._describe()),
+            workers=self._sessions.workers,
+            worker_pids=self._sessions.pids,
+            pools=self._pools.report(),
+            handshake=self._handshake.report(),
+            leases=self._leases.report(),
+            scheduler=self._scheduler.report(),
+            completion=self._completion.report(),
+        )
+        return Status(number, msgspec.json.encode(report))
 
     def drain(self) -> None:
         """Nothing new is accepted; what was accepted still gets its outcome."""

@@ -23,6 +23,7 @@ from kvd.net.interface import PeerPort
 from kvd.protocol import codec
 from kvd.protocol.address import key_of
 from kvd.protocol.peer import Hello, Pong, Refuse, Welcome
+from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
 
@@ -347,6 +348,6 @@ class HandshakeActor(Actor):
 
     # --- status -----------------------------------------------------------------------------------------------------
 
-    def report(self) -> list[dict[str, object]]:
+    def report(self) -> list[PeerStatus]:
         """The peers that we connect to, a bounded number, those in trouble first: its part of a status."""
         return self._peers.reports(self.loop.time())

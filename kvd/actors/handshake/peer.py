@@ -10,6 +10,7 @@ from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.records import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
+from kvd.protocol.status import PeerStatus
 from kvd.transport.interface import PeerAdded
 from kvd.transport.path import Kind, kind_of, why_slow
 
@@ -194,16 +195,16 @@ class Peer:
             stamps=int.from_bytes(welcome.stamps, "little") if reached.stamps else 0,
         )
 
-    def report(self, now: float) -> dict[str, object]:
+    def report(self, now: float) -> PeerStatus:
         """Its entry in a status."""
-        return {
-            "address": self.address,
-            "daemon": self.welcome.daemon if self.welcome else None,
-            "incarnation": self.welcome.incarnation if self.welcome else None,
-            "state": self.state,
-            "path": self.path,
-            "slow": self.slow,
-            "silent_seconds": round(now - self.silent_from, 3),
-            "last_loss": self.loss,
-            "unreached_seconds": None if self.unreached_from is None else round(now - self.unreached_from, 3),
-        }
+        return PeerStatus(
+            address=self.address,
+            daemon=self.welcome.daemon if self.welcome else None,
+            state=self.state,
+            silent_seconds=round(now - self.silent_from, 3),
+            path=self.path,
+            slow=self.slow,
+            last_loss=self.loss,
+            unreached_seconds=None if self.unreached_from is None else round(now - self.unreached_from, 3),
+            incarnation=self.welcome.incarnation if self.welcome else None,
+        )

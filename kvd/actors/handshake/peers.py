@@ -15,6 +15,7 @@ from kvd.actors.runtime.records import PeerView
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec
+from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import Message
 
 
@@ -63,7 +64,7 @@ class Peers:
         """The peers whose memory is reached, or about to be, by this agent."""
         return [peer for peer in self.by_address.values() if peer.agent == agent]
 
-    def reports(self, now: float) -> list[dict[str, object]]:
+    def reports(self, now: float) -> list[PeerStatus]:
         """Their entries in a status: a bounded number, those in trouble first."""
         well = (peer for peer in self.by_address.values() if peer.link not in self._troubled)
         told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)

@@ -17,6 +17,7 @@ from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import LeaseAnswer
+from kvd.protocol.status import LeaseStatus
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Cancel, Offer, Offered
 
@@ -140,6 +141,6 @@ class LeasesActor(Actor):
         """Ends every lease; their consumers are told."""
         self._offers.end_all("shutdown", claimed=True)
 
-    def report(self) -> dict[str, object]:
-        """Counts, and the last generation: its part of a status."""
-        return self._offers.report() | self.claims.report()
+    def report(self) -> LeaseStatus:
+        """Its part of a status."""
+        return self._offers.report(claims_held=self.claims.held, claims_waiting=self.claims.waiting)

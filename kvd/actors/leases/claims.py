@@ -369,6 +369,12 @@ class Claims(Component):
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)
 
-    def report(self) -> dict[str, object]:
-        """As a status tells of them."""
-        return {"claims_held": self._held, "claims_waiting": len(self._waiting)}
+    @property
+    def held(self) -> int:
+        """How many are granted, and hold their leases."""
+        return self._held
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their offers."""
+        return len(self._waiting)

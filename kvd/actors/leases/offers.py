@@ -19,6 +19,7 @@ from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
 from kvd.protocol.peer import Claim
+from kvd.protocol.status import LeaseStatus
 from kvd.protocol.worker import Offer, Released
 
 _HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
@@ -259,11 +260,13 @@ class Offers:
         if self._draining and not self._standing:
             self._context.idle(self._owner)
 
-    def report(self) -> dict[str, object]:
-        """The counts of a status, and the last generation."""
-        return {
-            "active": self._standing.total(),
-            "claimed": self._in_claim,
-            "blocks": self._held.report(),
-            "last_generation": self._last_generation,
-        }
+    def report(self, *, claims_held: int, claims_waiting: int) -> LeaseStatus:
+        """The leases' part of a status, with what the claims tell."""
+        return LeaseStatus(
+            active=self._standing.total(),
+            claimed=self._in_claim,
+            claims_held=claims_held,
+            claims_waiting=claims_waiting,
+            blocks=self._held.report(),
+            last_generation=self._last_generation,
+        )

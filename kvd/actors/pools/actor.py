@@ -29,6 +29,7 @@ from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
+from kvd.protocol.status import PoolStatus
 from kvd.transport.interface import Transport
 
 _log = structlog.get_logger("kvd.pools")
@@ -344,6 +345,6 @@ class PoolsActor(Actor):
         if request.descriptor >= 0:
             self._provider.discard(request.descriptor)
 
-    def report(self) -> list[dict[str, object]]:
+    def report(self) -> list[PoolStatus]:
         """Each pool's size, memory and state: its part of a status."""
         return [record.report() for record in self._records.values()]

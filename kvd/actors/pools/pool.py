@@ -22,6 +22,7 @@ from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.records import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.interface import Memory
+from kvd.protocol.status import PoolStatus
 
 
 class State(StrEnum):
@@ -320,14 +321,14 @@ class PoolRecord:
         text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
         return refusal(ErrorCode.POOL_BUSY, text)
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> PoolStatus:
         """Its entry in a status."""
-        return {
-            "worker": self.pool.worker,
-            "bytes": self.pool.size,
-            "backing": self.memory.backing if self.memory else None,
-            "device": self.memory.device if self.memory else "",
-            "state": self.shown,
-            "epoch": self.pool.epoch,
-            "uid": self.request.uid,
-        }
+        return PoolStatus(
+            worker=self.pool.worker,
+            bytes=self.pool.size,
+            backing=self.memory.backing if self.memory else None,
+            state=self.shown,
+            uid=self.request.uid,
+            device=self.memory.device if self.memory else "",
+            epoch=self.pool.epoch,
+        )

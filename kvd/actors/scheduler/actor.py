@@ -29,6 +29,7 @@ from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol import worker as protocol
+from kvd.protocol.status import PullStatus
 from kvd.protocol.ticket import Ticket
 from kvd.protocol.worker import Cancelled, Done, Failed, Freed
 from kvd.transport.interface import Transport
@@ -362,14 +363,14 @@ class SchedulerActor(Actor):
         """Fails the pulls that have not ended."""
         self._fail(list(self._pulls.values()), refusal(ErrorCode.SHUTTING_DOWN, "the daemon stops"))
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> PullStatus:
         """Transfers by state, and what is in quarantine: its part of a status."""
-        return {
-            "pulls": len(self._pulls),
-            "connecting": sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
-            "transfers": self.transfers.states(),
-            "quarantined": self._quarantined,
-            "blocks": self._held.report(),
-            "busy_blocks": self._targets.busy_blocks(),
-            "routes": self._producers.routes,
-        }
+        return PullStatus(
+            pulls=len(self._pulls),
+            transfers=self.transfers.states(),
+            quarantined=self._quarantined,
+            busy_blocks=self._targets.busy_blocks(),
+            blocks=self._held.report(),
+            connecting=sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
+            routes=self._producers.routes,
+        )

@@ -72,7 +72,7 @@ class Transfers(Component):
         """Whether a transfer of this peer is open."""
         return any(transfer.address == address for transfer in self._open.values())
 
-    def states(self) -> dict[State, int]:
+    def states(self) -> dict[str, int]:
         """How many are in each state."""
         states = [transfer.state for transfer in self._open.values()]
         return {state: states.count(state) for state in State if state in states}

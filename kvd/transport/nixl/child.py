@@ -60,6 +60,8 @@ class Child:
             ours.close()
             raise
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._early: list[Frame] = []
+        """What came together with its first word."""
         self.fault = ""
         """Why it was ended by us; empty if it was not."""
 
@@ -71,13 +73,16 @@ class Child:
             if frames is None:
                 return None
             if frames:
-                return messages.first_word(frames[0].content)
+                first, *self._early = frames
+                return messages.first_word(first.content)
         self.kill(f"it did not start within {seconds:g} s")
         return None
 
     def watch(self, loop: asyncio.AbstractEventLoop, hear: Callable[[], object], ended: Callable[[], None]) -> None:
         """Calls `hear` on the loop when it says something, and `ended` once no thread of it runs any more."""
         self._loop = loop
+        if self._early:
+            loop.call_soon(hear)  # nothing more may come
         loop.add_reader(self._stream.fileno(), hear)
         loop.add_reader(self._exit, ended)
 
@@ -85,8 +90,9 @@ class Child:
         """The frames that have come; None if it has hung up or is at fault, and then it is ended."""
         if self.fault:
             return None
+        early, self._early = self._early, []
         try:
-            frames = self._stream.receive()
+            frames = early or self._stream.receive()
         except KvdError as error:
             self.kill(f"it sent what is no message: {error.text}")
             return None

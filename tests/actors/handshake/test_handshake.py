@@ -349,7 +349,7 @@ def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble()
             stage.peer_says(welcome_of(), number)
     report = stage.actors.handshake.report()
     assert len(report) == limits.MAX_REPORTED_PEERS
-    assert report[0]["address"] == f"tcp://peer-{last}:1"
+    assert report[0].address == f"tcp://peer-{last}:1"
 
 
 def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_heartbeat():

@@ -122,7 +122,7 @@ def test_a_fence_on_such_a_pool_does_not_hold_without_a_claim(firm):
     [broken] = firm.stage.asked_by_peer(fence, b"bob", BOB)
     assert isinstance(broken, Broken)
     assert firm.stage.asked_by_peer(Settle((fence,)), b"bob", BOB) == [Settled((1,))]
-    assert firm.stage.actors.leases._offers.report()["claimed"] == 0
+    assert firm.stage.actors.leases.report().claimed == 0
     assert not any(isinstance(item, Released) for item in firm.stage.notified)
 
 

@@ -138,7 +138,7 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
         if log.items:
             world.violate(Promise.NOTIFIED, f"{daemon.name}: {name} has not acknowledged {log.items}")
     leases = daemon.actors.leases
-    if standing := leases._offers.report()["active"]:
+    if standing := leases.report().active:
         world.violate(Promise.SOUND, f"{daemon.name}: {standing} leases stand")
 
 

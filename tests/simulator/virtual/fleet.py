@@ -31,6 +31,7 @@ from tests.simulator.virtual.memory import SimPidfds, SimProvider, SimStamps
 from tests.simulator.virtual.network import UID, Network, SimPeerPort, SimWorkerPort
 from tests.simulator.virtual.systemd import Systemd
 from tests.simulator.virtual.world import World
+from tests.support.statuses import process_status
 
 HEARTBEAT = 0.3
 CLAIM_TTL = 0.6
@@ -131,7 +132,7 @@ class Daemon:
             provider=provider,
             background=self._background,
             draw_session=self._draw_session,
-            describe=lambda: {"daemon": name},
+            describe=lambda: process_status(name),
             transport_died=self.fail,
             policy=Policy(UID, self._rules),
             stamps=self._stamps,
