@@ -32,6 +32,7 @@ class Served:
         self.place = host, int(port)
 
     def get(self, path: str) -> tuple[int, str]:
+        self.health.beat()  # no event loop is here that could hang
         try:
             with urllib.request.urlopen(f"http://{self.server.address}{path}", timeout=MOMENT) as answer:
                 return answer.status, answer.read().decode()
