@@ -148,6 +148,16 @@ class TestAttaching:
             worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
         assert worker.poll() == []
 
+    def test_detaching_closes_also_where_the_daemon_cannot_be_reached(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        daemon.stop()
+        wait_for(worker, 1)
+        with pytest.raises(Unavailable, match="the daemon cannot be reached, so it cannot take the pool back"):
+            worker.detach()
+        with pytest.raises(BadRequest, match="the worker is closed"):
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
+
     def test_memory_that_is_still_looked_at_stays_mapped_after_closing(self, worker: Worker) -> None:
         tensor = worker.pool[:8]
         worker.close()
