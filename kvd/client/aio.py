@@ -83,8 +83,8 @@ class AsyncWorker(Session):
     async def detach(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109
         """Like `Worker.detach`."""
         until = self._deadline(timeout)
-        self._driver.detach()
         try:
+            self._driver.detach()
             if await self._until(self._take_detached, until) is None:
                 raise refusal(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
         finally:

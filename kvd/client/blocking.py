@@ -96,8 +96,8 @@ class Worker(Session):
 
         """
         until = self._deadline(timeout)
-        self._driver.detach()
         try:
+            self._driver.detach()
             if self._until(self._take_detached, until) is None:
                 raise refusal(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
         finally:

@@ -130,23 +130,28 @@ class Connection:
             foreign.close(descriptors)
 
     def attach(self, attached: Attached, process: int) -> None:
-        """Connects the request socket with the session id from the daemon; owns the pidfd `process` from now on.
+        """Connects the request socket with the session id from the daemon; owns the pidfd `process` if that succeeds.
 
         Raises:
             BadRequest: `BAD_MESSAGE`, the endpoint is invalid.
+            Unavailable: `OVERLOADED`, no descriptor is left.
 
         """
-        if self._daemon is not None:
-            os.close(self._daemon)
-        self._daemon, self._lent_by = process, self._connected_to
         self._close_dealer()
-        self._dealer = self._context.socket(zmq.DEALER)
+        try:
+            self._dealer = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            text = f"no socket for requests: {error}; close descriptors of this process, or raise its limit (ulimit -n)"
+            raise refusal(ErrorCode.OVERLOADED, text) from error
         apply(self._dealer, Kind.WORKER_DEALER)
         try:
             self._dealer.setsockopt(zmq.ROUTING_ID, attached.session)
             self._dealer.connect(attached.endpoint)
         except zmq.ZMQError as error:
             raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r}: {error}") from error
+        if self._daemon is not None:
+            os.close(self._daemon)
+        self._daemon, self._lent_by = process, self._connected_to
         self.phase = Phase.ATTACHED
         self._unread = True
 

@@ -82,6 +82,8 @@ class Driver:
         self._closed = False
         self._outbox: deque[bytes] = deque()
         self._last_error: KvdError | None = None
+        self._lent_by = 0
+        """The run of the daemon that this worker was attached to last; 0 if it never was."""
         self._attached_at = 0.0
         self._retry_at = 0.0
         self._retry_after = 0.0
@@ -225,12 +227,12 @@ class Driver:
     def _attached(self, attached: Attached, descriptor: int, process: int, now: float) -> None:
         try:
             self._take(attached, descriptor)
+            self._connection.attach(attached, process)
         except KvdError:
             self._connection.discard(process)
             raise
-        self._connection.attach(attached, process)
         self._watch(self._connection.filenos())
-        self._attached_at, self._last_error = now, None
+        self._lent_by, self._attached_at, self._last_error = attached.incarnation, now, None
         self.core.on_attached(attached)
 
     def _take(self, attached: Attached, descriptor: int) -> None:
@@ -252,7 +254,7 @@ class Driver:
             raise refusal(ErrorCode.BAD_POOL, text)
         if self.pool is None:
             return
-        if attached.incarnation != self.core.attached.incarnation and not self._connection.daemon_exited():
+        if self._lent_by not in (0, attached.incarnation) and not self._connection.daemon_exited():
             text = f"another daemon answers at {self._path}, but the process of the one before may still write"
             raise refusal(ErrorCode.DAEMON_LOST, text)
         if not self.pool.is_same(descriptor):

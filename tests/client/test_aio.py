@@ -183,6 +183,17 @@ async def test_detaching_gives_the_pool_back_and_closes(daemon: ScriptedDaemon, 
         worker.cancel("pull-1")
 
 
+async def test_detaching_closes_also_where_the_daemon_cannot_be_reached(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    await script(daemon.stop)
+    await wait_for(worker, 1)
+    with pytest.raises(Unavailable, match="the daemon cannot be reached, so it cannot take the pool back"):
+        await worker.detach()
+    with pytest.raises(BadRequest, match="the worker is closed"):
+        worker.cancel("pull-1")
+
+
 async def test_closing_ends_whoever_waits(worker: AsyncWorker) -> None:
     waiting = asyncio.create_task(worker.wait(MOMENT))
     await asyncio.sleep(0)

@@ -1,3 +1,4 @@
+import errno
 import math
 import os
 import signal
@@ -146,6 +147,16 @@ class TestAttaching:
         with pytest.raises(BadRequest, match="the worker is closed"):
             worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
         assert worker.poll() == []
+
+    def test_detaching_closes_also_where_the_daemon_cannot_be_reached(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        daemon.stop()
+        wait_for(worker, 1)
+        with pytest.raises(Unavailable, match="the daemon cannot be reached, so it cannot take the pool back"):
+            worker.detach()
+        with pytest.raises(BadRequest, match="the worker is closed"):
+            worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
 
     def test_memory_that_is_still_looked_at_stays_mapped_after_closing(self, worker: Worker) -> None:
         tensor = worker.pool[:8]
@@ -631,6 +642,50 @@ class TestLosingTheDaemon:
             taken.append(time.thread_time() - before)
             worker.wait(0.001)
         assert statistics.median(taken) < 0.001  # what a virtual machine was deprived of counts in a few of them
+
+
+class TestWithoutDescriptors:
+    """The engine has no descriptor left for the socket of requests, once."""
+
+    @pytest.fixture(autouse=True)
+    def refused(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many more sockets of workers ZMQ refuses."""
+        left, make = [0], zmq.Context.socket
+
+        def refuse(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+            if kind == zmq.DEALER and left[0]:
+                left[0] -= 1
+                raise zmq.ZMQError(errno.EMFILE)
+            return make(context, kind)
+
+        monkeypatch.setattr(connection.zmq.Context, "socket", refuse)
+        return left
+
+    def test_the_first_attach_is_tried_again(self, daemon: ScriptedDaemon, refused: list[int]) -> None:
+        refused[0] = 1
+        with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT) as worker:
+            worker.pool[:4] = b"work"
+            assert worker.connected
+
+    def test_a_worker_that_lost_its_session_tries_again(
+        self, daemon: ScriptedDaemon, worker: Worker, refused: list[int]
+    ) -> None:
+        refused[0] = 1
+        daemon.hang_up()
+        events = wait_for(worker, 2)
+        assert [type(event) for event in events] == [Disconnected, Reattached]
+        assert refused == [0]
+
+    def test_so_does_one_whose_daemon_was_restarted(
+        self, daemon: ScriptedDaemon, worker: Worker, refused: list[int]
+    ) -> None:
+        refused[0] = 1
+        daemon.stop()
+        successor = ScriptedDaemon(daemon.path, incarnation=2)
+        lost, back = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert back == Reattached(2, same=False)
+        successor.stop()
 
 
 class TestGarbage:

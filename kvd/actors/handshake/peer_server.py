@@ -154,8 +154,6 @@ class PeerServer(Component):
             self._context.metrics.refused.labels("peer", ErrorCode.BAD_VERSION).inc()
             text = f"{daemon} speaks version {VERSION} of the protocol, {hello.daemon} {hello.version}"
             self._answer(greeting.sender, Refuse(0, ErrorCode.BAD_VERSION, text))
-        elif self._network_lost is not None and hello.host != self._context.settings.host:
-            self._answer(greeting.sender, self._not_yet(self._context.loop.time() - self._network_lost))
         else:
             self._introduce(greeting)
 
@@ -168,6 +166,10 @@ class PeerServer(Component):
         return Refuse(0, ErrorCode.TRANSPORT, text)
 
     def _introduce(self, greeting: Greeting) -> None:
+        """Answers a hello, also one that waited: by what holds now."""
+        if self._network_lost is not None and greeting.hello.host != self._context.settings.host:
+            self._answer(greeting.sender, self._not_yet(self._context.loop.time() - self._network_lost))
+            return
         patterns = self._rights(greeting.key)
         if patterns == EVERY_POOL:
             self._welcome(greeting, (), self._metadata, tuple(self._pools.values()))
@@ -184,7 +186,7 @@ class PeerServer(Component):
         self._waiting[numbers][greeting.sender] = greeting
 
     def described(self, event: Described) -> None:
-        """Answers the hellos that waited for this metadata, by the rights that hold now."""
+        """Answers the hellos that waited for this metadata; it may be empty, if its process has ended meanwhile."""
         self._parts[event.pools] = event.metadata
         for greeting in self._waiting.pop(event.pools, {}).values():
             self._introduce(greeting)

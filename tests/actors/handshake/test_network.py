@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.protocol.peer import Hello, Ping, Pong
-from kvd.transport.interface import NetworkDown, NetworkUp
+from kvd.transport.interface import Described, NetworkDown, NetworkUp
 from tests.actors.stage import INCARNATION, Stage
 
 HELLO = Hello("peer", 3, host="another")
@@ -28,6 +28,19 @@ def test_a_hello_of_another_host_hears_that_the_daemon_lives_until_the_new_keys_
     happens(stage, NetworkUp(b"new keys"))
     (welcome,) = stage.asked_by_peer(HELLO)
     assert welcome.metadata == b"new keys"
+
+
+def test_a_hello_that_waits_for_its_keys_as_the_transport_ends_hears_that_too_and_gets_no_keys_that_are_none():
+    stage = Stage(rights=lambda _key: ("w",))
+    stage.attach()
+    asked = []
+    stage.dependencies.transport.describe = asked.append
+    assert stage.asked_by_peer(HELLO) == []
+    before = len(stage.answers)
+    stage.dependencies.transport.on_event(NetworkDown("signal SIGSEGV"))
+    for pools in asked:
+        happens(stage, Described(pools, b""))
+    assert [reply for _, reply in stage.answers[before:]] == [Pong(0, INCARNATION)]
 
 
 def test_peers_of_this_host_do_not_wait_for_a_transport_that_they_do_not_need(stage):
