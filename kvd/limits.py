@@ -81,6 +81,9 @@ MAX_POOLS: Final = 1024
 MAX_METADATA_BYTES: Final = MIB
 """A daemon's transport metadata: 1 KiB, and some hundred bytes per pool."""
 
+MAX_OWN_METADATA_BYTES: Final = MAX_METADATA_BYTES - 8 * KIB
+"""What the transport's process may say of itself: beside it there is what daemons of this host need."""
+
 MAX_ROUTE_STEPS: Final = 1 << 15
 """Ranks of the producing engine, times those of the consuming one, times the head counts of their views: the event
 loop works out who reads from whom once for each peer, in a few microseconds each if every rank holds the same heads."""

@@ -144,6 +144,8 @@ class FrameStream:
         self._splitter = FrameSplitter(bound)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outgoing_bytes = 0
+        self.sent = 0
+        """Bytes that the kernel has taken, since the beginning."""
 
     def fileno(self) -> int:
         """The socket's descriptor, for a loop to watch; -1 once closed."""
@@ -204,6 +206,7 @@ class FrameStream:
                 raise
             foreign.close(descriptors)
             self._outgoing_bytes -= sent
+            self.sent += sent
             if sent == len(data):
                 self._outgoing.popleft()
             else:

@@ -22,12 +22,19 @@ The rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from kvd import limits
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
+
+OwnMetadata = Annotated[bytes, Meta(max_length=limits.MAX_OWN_METADATA_BYTES)]
+_Text = Annotated[str, Meta(max_length=2 * limits.MAX_ERROR_TEXT)]
+_Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""Bounds for decoders: a process that says more, or what is no number, is not heard."""
 
 
 class Region(Struct, frozen=True, gc=False):
@@ -71,28 +78,28 @@ class Registered(Struct, frozen=True, gc=False, tag=True):
     """Memory is registered. `metadata` is what peers need to reach everything this agent has registered now."""
 
     pool: int
-    metadata: bytes
+    metadata: OwnMetadata
 
 
 class Deregistered(Struct, frozen=True, gc=False, tag=True):
     """Memory is no longer registered and may be unmapped."""
 
     pool: int
-    metadata: bytes
+    metadata: OwnMetadata
 
 
 class Described(Struct, frozen=True, gc=False, tag=True):
     """What peers need to reach these registrations and no others; registrations that have ended are left out."""
 
     pools: tuple[int, ...]
-    metadata: bytes
+    metadata: OwnMetadata
 
 
 class RegisterFailed(Struct, frozen=True, gc=False, tag=True):
     """Memory could not be registered."""
 
     pool: int
-    reason: str
+    reason: _Text
 
 
 class PeerAdded(Struct, frozen=True, gc=False, tag=True):
@@ -104,7 +111,7 @@ class PeerAdded(Struct, frozen=True, gc=False, tag=True):
 
     agent: str
     metadata: bytes
-    path: str = ""
+    path: _Text = ""
     same_host: bool = False
     stamps: bool = False
     detour: str = ""
@@ -115,7 +122,7 @@ class PeerFailed(Struct, frozen=True, gc=False, tag=True):
     """The metadata of `agent` was unusable, or the connection broke: the peer is forgotten."""
 
     agent: str
-    reason: str
+    reason: _Text
 
 
 class Landed(Struct, frozen=True, gc=False, tag=True):
@@ -126,7 +133,7 @@ class Landed(Struct, frozen=True, gc=False, tag=True):
     """
 
     read: int
-    seconds: float
+    seconds: _Seconds
     stamp: int = 0
 
 
@@ -137,7 +144,7 @@ class ReadFailed(Struct, frozen=True, gc=False, tag=True):
     """
 
     read: int
-    reason: str
+    reason: _Text
     aborted: bool = False
     unproven: bool = False
 

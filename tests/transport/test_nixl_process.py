@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvd import limits
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.net.stream import Frame, pack
 from kvd.transport.interface import (
@@ -52,7 +54,9 @@ class ScriptedChild:
 
     def __init__(self, _agent: str, _held: tuple[int, ...]) -> None:
         self.pid, self.fault = len(self.born) + 1, ""
-        self.told: list[messages.Command] = []
+        self.commands: list[messages.Command] = []
+        self.told = self.taken = 0
+        self.reads = True
         self._frames: list[Frame] | None = []
         self.born.append(self)
 
@@ -63,7 +67,10 @@ class ScriptedChild:
         self._hear, self._ended = hear, ended
 
     def send(self, command: messages.Command, _descriptors: tuple[int, ...] = ()) -> None:
-        self.told.append(command)
+        self.commands.append(command)
+        self.told += len(messages.encode(command))
+        if self.reads:
+            self.taken = self.told
 
     def receive(self) -> list[Frame] | None:
         frames, self._frames = self._frames, None
@@ -170,7 +177,7 @@ async def test_the_next_process_gets_the_pools_and_whoever_was_asked_for_meanwhi
     refused = ReadFailed(9, "the transport to other hosts is being started again")
     assert run.taken() == [Deregistered(2, b""), Described((1,), b""), refused, Answered(5)]
     child = await run.reborn()
-    assert child.told == [
+    assert child.commands == [
         Register(1, 1 << 30, 4096, 4096),
         Register(3, 3 << 30, 4096, 4096),
         ExpectReaders(True),
@@ -204,6 +211,9 @@ async def test_a_pool_that_cannot_be_registered_anew_costs_the_process_and_not_t
         RegisterFailed(4711, ""),
         Deregistered(4711, b""),
         Described((4711,), b""),
+        PeerAdded("q", b""),
+        PeerFailed("q", ""),
+        Answered(4711),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -214,8 +224,62 @@ async def test_a_process_that_tells_of_what_nobody_asked_for_is_ended_and_not_he
     assert run.taken() == []
 
 
+async def test_a_peer_that_was_removed_meanwhile_may_be_told_of_but_not_without_end(run: Run) -> None:
+    run.transport.add_peer("p", PEER)
+    run.transport.remove_peer("p")
+    run.child.says([PeerAdded("p", PEER), PeerFailed("p", "")])
+    assert not run.child.fault
+    run.child.says([PeerFailed("p", "")])
+    assert run.child.fault == "it told of what nobody asked for: PeerFailed"
+    assert run.taken() == []
+
+
 @pytest.mark.parametrize(
-    "nonsense", [b"nonsense", ["nonsense"], [{"type": "TransportDied", "reason": ""}], NOT_UNICODE], ids=range(4)
+    "event",
+    [
+        Landed(1, 0.0, stamp=7),
+        ReadFailed(1, "", unproven=True),
+        PeerAdded("p", PEER, same_host=True),
+        PeerAdded("p", PEER, stamps=True),
+        PeerAdded("p", PEER, detour="it is far"),
+    ],
+    ids=repr,
+)
+async def test_a_process_that_tells_what_only_copies_within_the_host_can_is_not_believed(
+    run: Run, event: Event
+) -> None:
+    run.transport.add_peer("p", PEER)
+    run.transport.read(request(1, descriptors([(0, 0, 1)])))
+    run.child.says([event])
+    assert run.child.fault.startswith("it told of copies within the host")
+    assert run.taken() == []
+
+
+LONG = "x" * limits.MIB
+HUGE = bytes(limits.MAX_METADATA_BYTES)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"nonsense",
+        ["nonsense"],
+        [{"type": "TransportDied", "reason": ""}],
+        NOT_UNICODE,
+        [],
+        [Answered(0)] * (messages.MAX_EVENTS + 1),
+        [ReadFailed(1, LONG)],
+        [PeerFailed("p", LONG)],
+        [RegisterFailed(1, LONG)],
+        [PeerAdded("p", PEER, LONG)],
+        [Registered(1, HUGE)],
+        [Deregistered(1, HUGE)],
+        [Described((1,), HUGE)],
+        [Landed(1, math.nan)],
+        [Landed(1, math.inf)],
+        [Landed(1, -1.0)],
+    ],
+    ids=range(16),
 )
 async def test_a_process_that_sends_what_is_no_message_is_ended(run: Run, nonsense: object) -> None:
     run.child.says(nonsense)
@@ -237,6 +301,28 @@ async def test_a_process_that_leaves_pings_unanswered_is_ended_and_one_that_answ
     assert not run.child.fault
     run.transport.ping(0)
     assert run.child.fault == f"it did not answer {HUNG_PINGS} pings"
+
+
+async def test_a_process_that_says_much_and_answers_no_ping_is_ended(run: Run) -> None:
+    run.transport.add_peer("p", PEER)
+    for read in range(HUNG_PINGS):
+        run.transport.ping(read)
+        run.transport.read(request(read, descriptors([(0, 0, 1)])))
+        run.child.says([Landed(read, 0.0)])
+    assert not run.child.fault
+    run.transport.ping(HUNG_PINGS)
+    assert run.child.fault == f"it did not answer {HUNG_PINGS} pings"
+
+
+async def test_a_process_that_does_not_read_and_guesses_which_pings_it_was_sent_is_ended(run: Run) -> None:
+    run.transport.ping(1)
+    run.child.says([Answered(1)])
+    run.child.reads = False
+    run.transport.ping(2)
+    assert not run.child.fault
+    run.child.says([Answered(2)])
+    assert run.child.fault == "it told of what nobody asked for: Answered"
+    assert run.taken() == [Answered(1)]
 
 
 async def test_a_process_that_does_not_open_is_tried_again(run: Run) -> None:
@@ -358,6 +444,7 @@ async def test_what_a_process_said_last_is_heard_and_what_it_has_started_is_not_
         ended=ended.set_result,
     )
     kept.start()
+    kept.ping(7)
     async with asyncio.timeout(PATIENCE):
         assert await ended == "signal SIGKILL"
     assert heard == [Answered(7)]

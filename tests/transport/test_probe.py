@@ -56,6 +56,8 @@ async def test_metadata_that_loads_has_no_fault_and_one_process_tries_many(ask: 
         (b"hang", "ended the process that tried it first: signal SIGALRM"),
         (b"greedy", "MemoryError"),
         (b"refused", "ValueError: NIXL_ERR_MISMATCH"),
+        (b"endless answer", f"answer nonsense: {0xFFFFFFFF} bytes, the bound is"),
+        (b"answer without text", "answer nonsense: 'utf-8' codec"),
     ],
 )
 async def test_metadata_that_does_harm_is_found_fault_with_and_the_next_is_tried_by_another_process(

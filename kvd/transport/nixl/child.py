@@ -65,6 +65,16 @@ class Child:
         self.fault = ""
         """Why it was ended by us; empty if it was not."""
 
+    @property
+    def taken(self) -> int:
+        """Bytes of commands that the kernel has taken, since the beginning."""
+        return self._stream.sent
+
+    @property
+    def told(self) -> int:
+        """The same, and those that wait until it reads."""
+        return self._stream.sent + self._stream.waiting
+
     def open(self, seconds: float) -> Opened | NotOpened | None:
         """Waits for its first word; None if it ended without one, or said none in time and is ended for that."""
         deadline = time.monotonic() + seconds

@@ -10,6 +10,7 @@ from typing import Final
 import structlog
 
 from kvd.errors import BadRequest, ErrorCode, refusal
+from kvd.transport.interface import Answered, Deregistered, Registered, RegisterFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.messages import NotOpened, Opened
@@ -24,6 +25,9 @@ network. A process that is killed in the middle of reads has ended those that it
 
 HUNG_PINGS: Final = 25
 """In a row to which it may say nothing. The watchdog sends one a second, and gives a daemon that hangs longer."""
+
+_SIGNS_OF_LIFE: Final = (Answered, Registered, RegisterFailed, Deregistered)
+"""What it says while it gets to no ping, as it registers one large pool after the other."""
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 30.0
@@ -68,7 +72,9 @@ class Keeper:
         self._began = loop.time()
         self._pause = FIRST_PAUSE
         self._pings = 0
-        """Since its last word."""
+        """Since its last sign of life."""
+        self._pinged: dict[int, int] = {}
+        """Pings that it has not answered, and how many bytes it was told up to each."""
         self._stopped = False
 
     @staticmethod
@@ -110,6 +116,8 @@ class Keeper:
         if self._pings > HUNG_PINGS:
             self.accuse(f"it did not answer {HUNG_PINGS} pings")
         self.tell(messages.Ping(number))
+        if self._child is not None and self.running:
+            self._pinged[number] = self._child.told
 
     def accuse(self, fault: str) -> None:
         """Ends the process."""
@@ -143,12 +151,28 @@ class Keeper:
         if not self.running:
             self._first_heard(child, messages.first_word(content))
             return
-        self._pings = 0
         for event in messages.events(content):
             if self._stopped or child.fault:
                 return
-            if not self._on_heard(event):
+            if not messages.is_of_network(event):
+                child.kill(f"it told of copies within the host, which it does not make: {type(event).__name__}")
+            elif not (self._was_asked(child, event) and self._on_heard(event)):
                 child.kill(f"it told of what nobody asked for: {type(event).__name__}")
+            elif isinstance(event, _SIGNS_OF_LIFE):
+                self._pings = 0
+
+    def _was_asked(self, child: Child, event: messages.Reported) -> bool:
+        """Whether an answer is to a ping that the kernel has taken: a process that does not read could guess numbers.
+
+        Of all other events the transport knows.
+        """
+        if not isinstance(event, Answered):
+            return True
+        told = self._pinged.get(event.number)
+        if told is None or told > child.taken:
+            return False
+        self._pinged = {number: end for number, end in self._pinged.items() if end > told}
+        return True
 
     def _first_heard(self, child: Child, word: Opened | NotOpened) -> None:
         if isinstance(word, NotOpened):
@@ -170,6 +194,7 @@ class Keeper:
         how = child.wait()
         child.close()
         self._child, self.running, self._pings = None, False, 0
+        self._pinged.clear()
         if self._loop.time() - self._began > STEADY_SECONDS:
             self._pause = FIRST_PAUSE
         _log.warning("the transport's process ended", pid=child.pid, how=how, again_in=self._pause)

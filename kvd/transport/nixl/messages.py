@@ -9,20 +9,22 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvd import limits
 from kvd.plan import Descriptors
 from kvd.protocol.codec import Decoder
+from kvd.protocol.types import Text
 from kvd.transport.interface import (
     Answered,
     Deregistered,
     Described,
     Landed,
+    OwnMetadata,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -33,6 +35,9 @@ from kvd.transport.interface import (
 
 INLINE_BYTES: Final = 64 * limits.KIB
 """Longer tables of descriptors travel as a memfd."""
+
+MAX_EVENTS: Final = 4096
+"""Events in one frame: the daemon's loop takes them in milliseconds."""
 
 
 class Message(Struct, frozen=True, gc=False, tag=True, array_like=True):
@@ -132,24 +137,38 @@ Command = (
 class Opened(Message, frozen=True):
     """The first word of the process: its agent runs, and has this metadata."""
 
-    metadata: bytes
+    metadata: OwnMetadata
 
 
 class NotOpened(Message, frozen=True):
     """Its first and last word: UCX does not start."""
 
-    reason: str
+    reason: Text
 
 
 Reported = (
     Registered | Deregistered | Described | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered
 )
 """The events that the process may tell of."""
+Reports = Annotated[list[Reported], Meta(min_length=1, max_length=MAX_EVENTS)]
 
 encode = msgspec.msgpack.Encoder().encode
 command: Callable[[bytes], Command] = Decoder[Command](Command).decode
 first_word: Callable[[bytes], Opened | NotOpened] = Decoder[Opened | NotOpened](Opened | NotOpened).decode
-events: Callable[[bytes], list[Reported]] = Decoder[list[Reported]](list[Reported]).decode
+events: Callable[[bytes], list[Reported]] = Decoder[list[Reported]](Reports).decode
+
+
+def is_of_network(event: Reported) -> bool:
+    """Whether an event says nothing that only copies within the host can tell: of stamps, or that they are those."""
+    match event:
+        case Landed():
+            return not event.stamp
+        case ReadFailed():
+            return not event.unproven
+        case PeerAdded():
+            return not (event.same_host or event.stamps or event.detour)
+        case _:
+            return True
 
 
 def read_command(request: ReadRequest) -> tuple[Read, tuple[int, ...]]:

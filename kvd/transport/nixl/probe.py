@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from kvd.limits import MIB
+from kvd.limits import MAX_ERROR_TEXT, MIB
 from kvd.transport.nixl.ucx import environment_of, make_agent
 
 START_SECONDS: Final = 30.0
@@ -41,6 +41,9 @@ SPARE_BYTES: Final = 256 * MIB
 """How much memory one try may allocate: NIXL believes the count of regions in the metadata."""
 
 _SIZE: Final = struct.Struct("<I")
+
+_ANSWER_BYTES: Final = 4 * MAX_ERROR_TEXT
+"""The longest answer. Whoever has written to the process through its port may have it send any."""
 
 
 _SUSPECTS: Final = 1024
@@ -117,7 +120,7 @@ class Probe:
 
     async def _warm_up(self) -> None:
         async with self._turn:
-            with contextlib.suppress(TimeoutError, EOFError, OSError):  # the first try will report it
+            with contextlib.suppress(TimeoutError, EOFError, OSError, ValueError):  # the first try will report it
                 await self._started()
 
     async def _try_next(self) -> None:
@@ -132,7 +135,7 @@ class Probe:
     async def _try(self, known: bytes, metadata: bytes) -> str:
         try:
             process = await self._started()
-        except (TimeoutError, EOFError, OSError) as error:
+        except (TimeoutError, EOFError, OSError, ValueError) as error:
             await self._end()
             return f"its metadata could not be tried: no process started ({type(error).__name__}: {error})"
         assert process.stdin is not None  # noqa: S101 - piped
@@ -140,6 +143,10 @@ class Probe:
             process.stdin.write(b"".join(_SIZE.pack(len(part)) + part for part in (known, metadata)))
             async with asyncio.timeout(2 * TRY_SECONDS):
                 reason = await _answer(process)
+        except ValueError as error:
+            reason = f"its metadata had the process that tried it first answer nonsense: {error}"
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         except (TimeoutError, EOFError, OSError):
             reason = f"its metadata ended the process that tried it first: {await self._end()}"
             if reason.endswith(signal.SIGALRM.name):
@@ -189,8 +196,17 @@ class Probe:
 
 
 async def _answer(process: Process) -> str:
+    """Waits for an answer.
+
+    Raises:
+        EOFError: The process ends.
+        ValueError: It is too long, or no text.
+
+    """
     assert process.stdout is not None  # noqa: S101 - piped
     (size,) = _SIZE.unpack(await process.stdout.readexactly(_SIZE.size))
+    if size > _ANSWER_BYTES:
+        raise ValueError(f"{size} bytes, the bound is {_ANSWER_BYTES}")
     return (await process.stdout.readexactly(size)).decode()
 
 
@@ -243,7 +259,7 @@ def _next(pairs: BinaryIO) -> bytes | None:
 
 
 def _send(out: BinaryIO, text: str) -> None:
-    content = text.encode()
+    content = text[:MAX_ERROR_TEXT].encode(errors="replace")
     out.write(_SIZE.pack(len(content)) + content)
     out.flush()
 

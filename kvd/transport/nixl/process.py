@@ -35,9 +35,6 @@ from kvd.transport.nixl.ucx import load_nixl
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 _PR_SET_PDEATHSIG: Final = 1
-_BATCH: Final = 4096
-"""Events in one frame."""
-
 _METHODS: Final[dict[type[messages.Command], str]] = {
     messages.Deregister: "deregister",
     messages.Describe: "describe",
@@ -68,7 +65,7 @@ class _Link:
         """Keeps an event for the next frame; those with metadata, which may be long, end theirs."""
         self._events.append(event)
         long = isinstance(event, Registered | Deregistered | Described | PeerAdded)
-        if long or len(self._events) == _BATCH:
+        if long or len(self._events) == messages.MAX_EVENTS:
             self.flush()
 
     def flush(self) -> None:

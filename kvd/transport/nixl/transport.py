@@ -88,6 +88,8 @@ class NixlTransport:
         """Metadata of peers that wait for the process."""
         self._agents: set[str] = set()
         """Peers that it was told of."""
+        self._words = 0
+        """How much more it may say of peers: of each that it is told of that it was added, and that it is lost."""
         self._reads: set[int] = set()
 
     @property
@@ -150,6 +152,7 @@ class NixlTransport:
     def _load(self, agent: str, metadata: bytes) -> None:
         if self._keeper.running:
             self._agents.add(agent)
+            self._words += 2
             self._keeper.tell(messages.AddPeer(agent, metadata))
         else:
             self._joining[agent] = metadata
@@ -230,14 +233,17 @@ class NixlTransport:
                 asked = _strike_off(event.pools, self._describing)
             case Deregistered():
                 asked = _strike_off(event.pool, self._deregistering)
-                self._metadata = event.metadata
+                self._metadata = event.metadata if asked else self._metadata
             case Answered():
-                asked = True
+                asked = True  # or the keeper had not passed it on
         if asked:
             self._on_event(event)
         return asked
 
     def _peer_told(self, event: PeerAdded | PeerFailed) -> bool:
+        if not self._words:
+            return False
+        self._words -= 1
         if event.agent in self._agents:  # else it was removed meanwhile
             if isinstance(event, PeerFailed):
                 self._agents.remove(event.agent)
@@ -247,7 +253,7 @@ class NixlTransport:
 
     def _registered(self, event: Registered) -> bool:
         anew, asked = _strike_off(event.pool, self._missing), _strike_off(event.pool, self._registering)
-        self._metadata = event.metadata
+        self._metadata = event.metadata if anew or asked else self._metadata
         if asked:
             self._on_event(event)
         if anew and not self._missing:
@@ -280,6 +286,7 @@ class NixlTransport:
             self._peers.forget(agent)
             self._on_event(PeerFailed(agent, reason))
         self._agents.clear()
+        self._words = 0
         reads, self._reads = self._reads, set()
         for number in sorted(reads):
             self._on_event(ReadFailed(number, reason))
