@@ -253,9 +253,18 @@ def test_a_pull_is_done_only_when_all_its_transfers_are_proven():
 
 
 def test_a_lease_breaks_its_claims_before_the_worker_may_write():
-    for (state, _), step in lease.TABLE.steps.items():
-        if state is L.State.CLAIMED and L.Effect.RELEASE in step.effects:
+    for (state, event), step in lease.TABLE.steps.items():
+        if state in L.IN_CLAIM and L.Effect.RELEASE in step.effects and event is not L.Event.UNCLAIMED:
             assert step.effects.index(L.Effect.BREAK) < step.effects.index(L.Effect.RELEASE)
+
+
+def test_a_lease_whose_time_is_over_ends_at_once_or_with_its_last_claim_and_is_never_just_offered_again():
+    steps = lease.TABLE.steps
+    assert steps[L.State.OFFERED, L.Event.EXPIRE] == Step(L.State.EXPIRED, (L.Effect.RELEASE,))
+    assert steps[L.State.OVERDUE, L.Event.UNCLAIMED] == Step(L.State.EXPIRED, (L.Effect.RELEASE,))
+    ways = {(state, event): step for (state, event), step in steps.items() if state is L.State.OVERDUE}
+    assert {step.state for step in ways.values()} == {L.State.OVERDUE, *lease.TABLE.final}
+    assert steps[L.State.OVERDUE, L.Event.CLAIM].effects == (L.Effect.GRANT,)
 
 
 def test_a_fence_holds_only_for_a_claim_that_is_held():

@@ -180,7 +180,7 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
             return
         claim = self._records[key]
         claim.lease.claims.pop(key)
-        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED)
+        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED, "expired")
         if self._context.loop.time() >= claim.lease.expires:
             self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
         else:

@@ -5,7 +5,8 @@ The rules, which the table below makes precise:
 - A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only if the lease
   is alive and the generation is that of the grant.
 - It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
-  is over and nobody holds a claim (`expired`), or when the producer takes it back (`revoked`). A consumer has finished
+  is over and nobody holds a claim (`expired`; while somebody does, it is `overdue`), or when the producer takes it back
+  (`revoked`). A consumer has finished
   when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
 - The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
   from then on no fence of theirs can hold.
@@ -30,6 +31,8 @@ class State(StrEnum):
     """nobody yet, or nobody just now"""
     CLAIMED = "claimed"
     """at least one reader"""
+    OVERDUE = "overdue"
+    """at least one reader; its time is over, so that it ends with the last claim"""
     RELEASED = "released"
     """nobody: the consumers that it was for have finished"""
     EXPIRED = "expired"
@@ -65,6 +68,7 @@ class Effect(StrEnum):
 
 
 _S, _E, _F = State, Event, Effect
+IN_CLAIM = (_S.CLAIMED, _S.OVERDUE)
 _ENDED = (_S.RELEASED, _S.EXPIRED, _S.REVOKED)
 
 TABLE: Table[State, Event, Effect] = Table(
@@ -78,14 +82,16 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.OFFERED, _E.REVOKE): Step(_S.REVOKED, (_F.RELEASE,)),
         (_S.CLAIMED, _E.CLAIM): Step(_S.CLAIMED, (_F.GRANT,)),
         (_S.CLAIMED, _E.UNCLAIMED): Step(_S.OFFERED),
-        (_S.CLAIMED, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)),
-        (_S.CLAIMED, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)),
+        (_S.CLAIMED, _E.EXPIRE): Step(_S.OVERDUE),
+        (_S.OVERDUE, _E.CLAIM): Step(_S.OVERDUE, (_F.GRANT,)),
+        (_S.OVERDUE, _E.UNCLAIMED): Step(_S.EXPIRED, (_F.RELEASE,)),
+        **{(state, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
+        **{(state, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
         **{(ended, _E.CLAIM): Step(ended, (_F.REFUSE,)) for ended in _ENDED},
     },
     ignored={
         _S.OFFERED: frozenset({_E.UNCLAIMED}),
-        # Its time may be over: claims keep it alive until they end.
-        _S.CLAIMED: frozenset({_E.EXPIRE}),
+        _S.OVERDUE: frozenset({_E.EXPIRE}),
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },
 )

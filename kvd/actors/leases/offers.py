@@ -21,8 +21,8 @@ from kvd.protocol import ticket
 from kvd.protocol.peer import Claim
 from kvd.protocol.worker import Offer, Released
 
-_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
-_HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
+_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED, State.OVERDUE: Hold.OVERDUE}
+_HOLDS: Final = tuple(_HOLD_OF.values())
 
 
 class Offers:
@@ -160,11 +160,9 @@ class Offers:
 
     def unclaim(self, lease: Lease) -> None:
         """The last claim is gone, and consumers are to come: the lease goes on, unless its end waited for that."""
-        self.step(lease, Event.UNCLAIMED)
+        self.step(lease, Event.UNCLAIMED, "expired")
         if self._draining or lease.pool.id in self._quiescing:
             self.step(lease, Event.REVOKE, "withdrawn")
-        elif self._context.loop.time() >= lease.expires:
-            self.step(lease, Event.EXPIRE, "expired")
 
     def _expired(self, keys: list[OfferKey]) -> None:
         """The time of these offers is over: they end now, or with their last claims."""
@@ -172,8 +170,6 @@ class Offers:
             lease = self._leases.get(key)
             if lease is not None and self._context.loop.time() >= lease.expires:
                 self.step(lease, Event.EXPIRE, "expired")
-                if lease.state is State.CLAIMED:
-                    self._count_held(lease, Hold.OVERDUE)
 
     def step(self, lease: Lease, event: Event, reason: str = "") -> None:
         """Carries an event out. `reason` is for `Released`, if the event ends the lease."""
@@ -206,7 +202,7 @@ class Offers:
             del self._leases[key]
 
     def _enter(self, lease: Lease, state: State) -> None:
-        self._in_claim += (state is State.CLAIMED) - (lease.state is State.CLAIMED)
+        self._in_claim += (state in machine.IN_CLAIM) - (lease.state in machine.IN_CLAIM)
         if state is not lease.state:
             lease.state = state
             self._count_held(lease, _HOLD_OF.get(state))
