@@ -52,6 +52,8 @@ class Event(StrEnum):
     """as many consumers as were offered it have finished, and no other holds a claim"""
     EXPIRE = "expire"
     """the offer's time is over"""
+    GROWN = "grown"
+    """it was extended or closed, and its time begins anew"""
     REVOKE = "revoke"
     """the worker withdraws it, a successor of the worker wants the pool, or the daemon drains"""
 
@@ -85,12 +87,14 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.CLAIMED, _E.EXPIRE): Step(_S.OVERDUE),
         (_S.OVERDUE, _E.CLAIM): Step(_S.OVERDUE, (_F.GRANT,)),
         (_S.OVERDUE, _E.UNCLAIMED): Step(_S.EXPIRED, (_F.RELEASE,)),
+        (_S.OVERDUE, _E.GROWN): Step(_S.CLAIMED),
         **{(state, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
         **{(state, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
         **{(ended, _E.CLAIM): Step(ended, (_F.REFUSE,)) for ended in _ENDED},
     },
     ignored={
-        _S.OFFERED: frozenset({_E.UNCLAIMED}),
+        _S.OFFERED: frozenset({_E.UNCLAIMED, _E.GROWN}),
+        _S.CLAIMED: frozenset({_E.GROWN}),
         _S.OVERDUE: frozenset({_E.EXPIRE}),
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },
