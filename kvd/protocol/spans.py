@@ -6,6 +6,20 @@ from kvd.errors import ErrorCode, refusal
 from kvd.protocol.types import Span, Spans
 
 
+def go_on(stops: dict[int, int], span: Span) -> None:
+    """Notes a span in `stops`, the position behind the last block of each group.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, it does not begin there.
+
+    """
+    group = span.group
+    if stops.get(group, span.first) != span.first:
+        text = f"blocks of group {group} are named from position {span.first} on; those before end at"
+        raise refusal(ErrorCode.BAD_BLOCKS, f"{text} {stops[group]}, and the next ones begin there")
+    stops[group] = span.first + len(span.ids) // 4
+
+
 def joined(parts: Iterable[Spans]) -> Spans:
     """One span a group, in the order in which the groups first appear, from lists of spans that continue each other.
 
@@ -17,14 +31,10 @@ def joined(parts: Iterable[Spans]) -> Spans:
     """
     ids: dict[int, list[bytes]] = {}
     first: dict[int, int] = {}
-    stop: dict[int, int] = {}
+    stops: dict[int, int] = {}
     for spans in parts:
         for span in spans:
-            group = span.group
-            if stop.setdefault(group, span.first) != span.first:
-                text = f"blocks of group {group} are named from position {span.first} on; those before end at"
-                raise refusal(ErrorCode.BAD_BLOCKS, f"{text} {stop[group]}, and the next ones begin there")
-            first.setdefault(group, span.first)
-            stop[group] += len(span.ids) // 4
-            ids.setdefault(group, []).append(span.ids)
+            go_on(stops, span)
+            first.setdefault(span.group, span.first)
+            ids.setdefault(span.group, []).append(span.ids)
     return tuple(Span(group, first[group], b"".join(found)) for group, found in ids.items())

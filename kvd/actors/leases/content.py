@@ -9,12 +9,16 @@ The rules, which the table below makes precise:
   of the blocks, or that asks too early, is told that it has finished.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvd.actors.runtime.machine import Step, Table
-from kvd.protocol.spans import joined
+from kvd.errors import ErrorCode, refusal
+from kvd.layout import Full, Group
+from kvd.protocol.spans import go_on, joined
 from kvd.protocol.types import Spans
+from kvd.protocol.worker import Extend
 
 
 class State(StrEnum):
@@ -69,15 +73,51 @@ class Content:
     tokens: int = 0
     """So many are complete, from the first of the sequence on."""
     parts: list[Spans] = field(default_factory=list)
-    """The blocks of each extension, in order; the last are those of the close."""
+    """The blocks of each extension, in order, the last of them those of the close; empty once the offer has ended."""
     proof: bytes = field(default=b"", repr=False)
     """Over the whole; empty until it is closed."""
+    _stops: dict[int, int] = field(default_factory=dict)
+    """The position behind the last block, by group."""
 
     @property
     def blocks(self) -> Spans:
-        """All blocks that it ever had."""
+        """All that it has."""
         return joined(self.parts)
 
     def since(self, seen: int) -> Spans:
         """The blocks of all parts but the first `seen`."""
         return joined(self.parts[seen:])
+
+    def add(self, tokens: int, spans: Spans) -> None:
+        """Takes one part more."""
+        self.tokens = tokens
+        self.parts.append(spans)
+        for span in spans:
+            go_on(self._stops, span)
+
+    def check(self, more: Extend, groups: Sequence[Group]) -> None:
+        """Checks that an extension goes on where the one before it ended.
+
+        Raises:
+            BadRequest: `WRONG_STATE`, it is closed; `BAD_MESSAGE`, its tokens go back; `BAD_BLOCKS`, its blocks do not
+                begin behind those before them, do not hold its tokens, or may only come with the close.
+
+        """
+        if self.state is State.CLOSED:
+            text = f"the offer {more.offer!r} is closed, with {self.tokens} tokens; make another one"
+            raise refusal(ErrorCode.WRONG_STATE, text)
+        if more.tokens < self.tokens:
+            text = f"the offer {more.offer!r} is extended to token {more.tokens}, and has {self.tokens} already"
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
+        stops = self._stops.copy()
+        for span in more.spans:
+            window = groups[span.group].window
+            if not more.closes and not isinstance(window, Full):
+                text = f"blocks of group {span.group} ({window}) may be rewritten during the prefill; name them at the"
+                raise refusal(ErrorCode.BAD_BLOCKS, f"{text} close")
+            go_on(stops, span)
+        for number, group in enumerate(groups):
+            held = stops.get(number, 0) * group.block_tokens
+            if not more.closes and isinstance(group.window, Full) and held < more.tokens:
+                text = f"{more.tokens} tokens are said to be complete, the blocks of group {number} hold {held}"
+                raise refusal(ErrorCode.BAD_BLOCKS, text)

@@ -10,6 +10,8 @@ The rules, which the table below makes precise:
   when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
 - The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
   from then on no fence of theirs can hold.
+- An offer that grows is one lease from its opening on. Its time begins anew with each extension and with its close; it
+  is taken back if its worker's session ends before it is closed.
 - A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
@@ -17,11 +19,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
-from kvd.actors.runtime.blocks import Hold, Size
+from kvd.actors.leases.content import Content
+from kvd.actors.runtime.blocks import NOTHING, Hold, Size
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.records import Pool
 from kvd.protocol.peer import Claim
-from kvd.protocol.types import Spans
 
 
 class State(StrEnum):
@@ -110,13 +112,16 @@ class Lease:
     generation: int
     proof: bytes = field(repr=False)
     """What a claim has to show."""
-    blocks: Spans
-    """Those that it holds, until it ends."""
-    size: Size
+    secret: bytes = field(repr=False)
+    """The offer's, until it is closed."""
     consumers: int
     """How many may finish before it ends, 0 for any number."""
+    ttl: float
     expires: float
-    stamp: int
+    content: Content = field(default_factory=Content)
+    size: Size = NOTHING
+    """Of all its blocks."""
+    stamp: int = 0
     """The word that holds its stamp while it is alive, 0 for none."""
     state: State = TABLE.initial
     counted: Hold | None = None
