@@ -22,10 +22,10 @@ from kvd import limits
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.records import PeerView
 from kvd.actors.runtime.spans import TransferSpan
-from kvd.actors.scheduler.routes import Source, is_large, plan_read
+from kvd.actors.scheduler.routes import Source, Told, is_large, plan_read
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
-from kvd.protocol.ticket import TicketRank, stamp
+from kvd.protocol.ticket import TicketRank, proof, stamp
 from kvd.protocol.types import Message
 
 if TYPE_CHECKING:
@@ -204,6 +204,8 @@ class Transfer(Struct, eq=False):
     source: Source
     rank: TicketRank
     """The producer rank, as the ticket names it."""
+    told: Told
+    """What is known of its blocks."""
     state: State = TABLE.initial
     generation: int = 0
     """Of the lease, once it is known."""
@@ -251,7 +253,7 @@ class Transfer(Struct, eq=False):
         The ticket must name a lease of the very pool that the producer's daemon has told us about.
         """
         rank = self.rank
-        named = rank.generation != 0 and self.view.told_of(self.source.pool, rank)
+        named = self.told.whole and rank.generation != 0 and self.view.told_of(self.source.pool, rank)
         return named and rank.stamp != 0 and self.view.stamps != 0
 
     def plan(self) -> Descriptors:
@@ -263,18 +265,29 @@ class Transfer(Struct, eq=False):
         """
         if self.descriptors is None:
             pull = self.pull
-            self.descriptors = plan_read(self.source, pull.ticket, pull.blocks, len(pull.pool.spec.groups))
+            self.descriptors = plan_read(self.source, self.told, pull.blocks, len(pull.pool.spec.groups))
         return self.descriptors
 
     @property
     def is_large(self) -> bool:
         """Whether the loop should not plan it."""
-        return is_large(self.source, self.pull.blocks)
+        return is_large(self.source, self.told, self.pull.blocks, self.pull.pool.spec.groups)
+
+    def has_landed(self) -> Event:
+        """What it means that all it was told of is here."""
+        self.told = self.told.landed()
+        return Event.LANDED if self.told.whole else Event.PART
+
+    @property
+    def proof(self) -> bytes:
+        """Over all blocks that it was told of."""
+        rank, told = self.rank, self.told
+        return proof(rank.secret, rank.pool, rank.offer, told.tokens, told.spans)
 
     def expect_stamp(self) -> int:
         """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read."""
-        ticket, rank, stamps = self.pull.ticket, self.rank, self.view.stamps
-        if not stamps or not rank.stamp:
+        word, stamps = self.told.stamp, self.view.stamps
+        if not (self.told.whole and stamps and word):
             return 0
-        self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank), self.source.pool.epoch)
-        return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
+        self.stamp = stamp(self.rank.secret, self.generation, self.proof, self.source.pool.epoch)
+        return stamps + (word - 1) * limits.STAMP_BYTES
