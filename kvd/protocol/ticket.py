@@ -108,6 +108,18 @@ def decode(text: str) -> Ticket:
     return ticket
 
 
+def growing(*, daemon: str, address: str, pool: str, offer: str, secret: bytes, incarnation: int = 0) -> str:
+    """The ticket of an offer that grows, of one rank: whoever chose offer and secret can make it before it is opened.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, a value does not fit.
+
+    """
+    text = Ticket(0, (TicketRank(daemon, address, incarnation, pool, offer, 0, secret),), ((),), grows=True).encode()
+    decode(text)
+    return text
+
+
 def join(texts: Iterable[str]) -> str:
     """Joins the tickets of an engine's ranks, in rank order, into one.
 
