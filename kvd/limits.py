@@ -146,6 +146,10 @@ go while their daemon stays."""
 SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
+MAX_PARTS_PER_WORKER: Final = 1 << 18
+"""Extensions of one worker's offers that stand, which are kept until those end, 250 bytes each: 64 MiB. A prompt of
+100,000 tokens in chunks of 512 makes 200."""
+
 MAX_OFFERED_BLOCKS: Final = 1 << 24
 """Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
 

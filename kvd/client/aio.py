@@ -65,6 +65,22 @@ class AsyncWorker(Session):
             raise self._offer_overdue(offer, timeout)
         return ticket
 
+    async def open_offer(
+        self,
+        offer: str,
+        *,
+        ttl: float,
+        consumers: int = 1,
+        timeout: float = 10.0,  # noqa: ASYNC109
+    ) -> str:
+        """Like `Worker.open_offer`."""
+        until = self._deadline(timeout)
+        self.open_offer_nowait(offer, ttl=ttl, consumers=consumers)
+        ticket = await self._until(lambda: self._take_offer(offer), until)
+        if ticket is None:
+            raise self._offer_overdue(offer, timeout)
+        return ticket
+
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:  # noqa: ASYNC109
         """Like `Worker.status`."""
         until, call = self._deadline(timeout), self._request_status()

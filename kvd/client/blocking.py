@@ -67,6 +67,20 @@ class Worker(Session):
             raise self._offer_overdue(offer, timeout)
         return ticket
 
+    def open_offer(self, offer: str, *, ttl: float, consumers: int = 1, timeout: float = 10.0) -> str:
+        """Opens an offer that grows and returns its ticket (see `open_offer_nowait`). Other events wait for `poll`.
+
+        Raises:
+            KvdError: as `offer`.
+
+        """
+        until = self._deadline(timeout)
+        self.open_offer_nowait(offer, ttl=ttl, consumers=consumers)
+        ticket = self._until(lambda: self._take_offer(offer), until)
+        if ticket is None:
+            raise self._offer_overdue(offer, timeout)
+        return ticket
+
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """The daemon's status, from its JSON.
 

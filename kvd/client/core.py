@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from kvd.client.blocks import Blocks, spans
-from kvd.client.events import DaemonError, Disconnected, Event, Reattached
+from kvd.client.events import DaemonError, Disconnected, Event, NotExtended, Reattached
 from kvd.client.offers import Offers
 from kvd.client.pulls import Pulls
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
-from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.ticket import Ticket, TicketRank, growing
 
 GAP_SECONDS = 1.0
 """How long a notification may be missing before the client attaches again; the daemon repeats within 0.05 s."""
@@ -30,6 +30,8 @@ ACKNOWLEDGE_EVERY = 64
 
 class _Call(Enum):
     OFFER = auto()
+    EXTEND = auto()
+    """of an offer that grows, or its close"""
     PULL = auto()
     CANCEL = auto()
     """the worker's; its outcome is that of what it cancels"""
@@ -73,14 +75,32 @@ class Core:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def offer(
-        self, offer: str, tokens: int, blocks: Iterable[Blocks], ttl: float, *, secret: bytes, consumers: int = 1
+        self,
+        offer: str,
+        tokens: int,
+        blocks: Iterable[Blocks],
+        ttl: float,
+        *,
+        secret: bytes,
+        consumers: int = 1,
+        grows: bool = False,
     ) -> bytes:
-        """The frame of an offer."""
+        """The frame of an offer. One that `grows` has no tokens and no blocks yet."""
         self._check_new(offer)
         call = next(self._calls)
-        frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers))
+        frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers, grows))
         self._await(call, _Call.OFFER, offer)
         self._offers.add(offer)
+        return frame
+
+    def extend(self, offer: str, tokens: int, blocks: Iterable[Blocks], *, closes: bool) -> bytes:
+        """The frame that extends or closes an offer that grows."""
+        self._check_connected()
+        if offer not in self._offers:
+            raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no offer of this worker is called {offer!r}; it may have ended")
+        call = next(self._calls)
+        frame = _checked(wire.Extend(call, offer, tokens, spans(blocks), closes))
+        self._await(call, _Call.EXTEND, offer)
         return frame
 
     def pull(
@@ -127,6 +147,18 @@ class Core:
         attached = self.attached
         rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
         return Ticket(tokens, (rank,), (spans(blocks),)).encode()
+
+    def growing_ticket(self, offer: str, secret: bytes) -> str:
+        """Makes a ticket for this offer, which grows."""
+        attached = self.attached
+        return growing(
+            daemon=attached.daemon,
+            address=attached.address,
+            pool=self._name,
+            offer=offer,
+            secret=secret,
+            incarnation=attached.incarnation,
+        )
 
     def status_answer(self, call: int) -> bytes | None:
         """The report, once it has arrived.
@@ -211,6 +243,10 @@ class Core:
                 kind, request = self._pending.pop(call, (None, ""))
                 if kind is _Call.OFFER:
                     self._events += self._offers.offered(request, ticket)
+            case wire.Extended(call):
+                _, request = self._pending.pop(call, (None, ""))
+                if request:
+                    self._calls_of[request].remove(call)
             case wire.Error() as error:
                 self._refused(error)
             case wire.Status(call, report):
@@ -248,7 +284,7 @@ class Core:
     def take_offer(self, offer: str) -> Event | None:
         """Takes the answer to one offer out of the waiting events, for a caller that waits for it."""
         for position, event in enumerate(self._events):
-            if getattr(event, "offer", None) == offer:
+            if getattr(event, "offer", None) == offer and not isinstance(event, NotExtended):
                 return self._events.pop(position)
         return None
 
@@ -321,6 +357,8 @@ class Core:
                     self._events.append(DaemonError(error.code, error.text))
             case _Call.OFFER:
                 self._events += self._offers.refused(request, error.code, error.text)
+            case _Call.EXTEND:
+                self._events += self._offers.not_extended(request, error.code, error.text)
             case _Call.PULL:
                 self._events += self._pulls.refused(request, error.code, error.text)
             case _Call.SETTLE:

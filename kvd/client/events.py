@@ -27,6 +27,18 @@ class OfferRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class NotExtended:
+    """The daemon refused an `extend_offer` or a `close_offer`: the offer stands as it was before.
+
+    Its readers wait for what comes next. Extend or close it rightly, or cancel it.
+    """
+
+    offer: str
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The offer has ended, and no later read of its blocks will count as done: they are the worker's again.
 
@@ -96,4 +108,16 @@ class DaemonError:
     text: str
 
 
-Event = Offered | OfferRefused | Released | Done | Failed | Cancelled | Freed | Disconnected | Reattached | DaemonError
+Event = (
+    Offered
+    | OfferRefused
+    | NotExtended
+    | Released
+    | Done
+    | Failed
+    | Cancelled
+    | Freed
+    | Disconnected
+    | Reattached
+    | DaemonError
+)

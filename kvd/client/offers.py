@@ -6,7 +6,7 @@ was lost is withdrawn, and stays open until the daemon answers that.
 
 from enum import Enum, auto
 
-from kvd.client.events import Event, Offered, OfferRefused, Released
+from kvd.client.events import Event, NotExtended, Offered, OfferRefused, Released
 from kvd.errors import ErrorCode
 
 LOST_ANSWER = "the daemon's answer was lost and the offer is withdrawn; make it again under another name"
@@ -47,6 +47,11 @@ class Offers:
     def refused(self, offer: str, code: str, text: str) -> list[Event]:
         """The daemon refused it."""
         return [] if self._offers.pop(offer, None) is None else [OfferRefused(offer, code, text)]
+
+    def not_extended(self, offer: str, code: str, text: str) -> list[Event]:
+        """The daemon refused to extend or close it, and not because it has ended, which is told separately."""
+        gone = offer not in self._offers or code in (ErrorCode.OFFER_GONE, ErrorCode.UNKNOWN_REQUEST)
+        return [] if gone else [NotExtended(offer, code, text)]
 
     def unknown(self, offer: str) -> list[Event]:
         """The daemon has no such offer, and all its notifications about it have arrived: it was refused, or lost."""

@@ -115,6 +115,17 @@ class Session:
         """
         return self._driver.core.ticket(offer, tokens, blocks, secret)
 
+    def growing_ticket(self, offer: str, secret: bytes) -> str:
+        """Makes the ticket of an offer that grows, which is to be opened with `secret`, without asking the daemon.
+
+        It is valid only for the current incarnation; `kvd.protocol.ticket.growing` makes one for any.
+
+        Raises:
+            BadRequest: `BAD_TICKET`, a value does not fit.
+
+        """
+        return self._driver.core.growing_ticket(offer, secret)
+
     def offer_nowait(
         self,
         offer: str,
@@ -140,6 +151,48 @@ class Session:
         self._driver.check()
         drawn = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self._driver.request(self._driver.core.offer(offer, tokens, blocks, ttl, secret=drawn, consumers=consumers))
+
+    def open_offer_nowait(self, offer: str, *, ttl: float, consumers: int = 1, secret: bytes | None = None) -> None:
+        """Opens an offer that grows: its blocks are named by `extend_offer` and `close_offer`; `poll` has the answer.
+
+        Whoever has the ticket may pull from now on, and reads each part while the next one is computed. `ttl` begins
+        anew with each extension. An offer that is not closed ends with the session, in which `Released` says so.
+
+        Raises:
+            KvdError: as `offer_nowait`.
+
+        """
+        self._driver.check()
+        drawn = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+        self._driver.request(self._driver.core.offer(offer, 0, (), ttl, secret=drawn, consumers=consumers, grows=True))
+
+    def extend_offer(self, offer: str, *, tokens: int, blocks: Iterable[Blocks] = ()) -> None:
+        """Adds `blocks` to an offer that grows: the first `tokens` tokens of the sequence are complete in what it has.
+
+        Call it when the copy or computation that writes them has ended. Positions go on where they ended before; the
+        last block may be filled up later, behind `tokens`. Name every group that attends to all tokens, and no other.
+        Returns at once; `NotExtended` comes as an event if the daemon refuses.
+
+        Raises:
+            BadRequest: `UNKNOWN_REQUEST`, no open offer has this name: drop it, as it has ended; `BAD_BLOCKS` or
+                `BAD_MESSAGE`, a value cannot be sent.
+            Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.
+
+        """
+        self._extend(offer, tokens, blocks, closes=False)
+
+    def close_offer(self, offer: str, *, tokens: int, blocks: Iterable[Blocks] = ()) -> None:
+        """Like `extend_offer`, for the last time: these are all `tokens`. Groups of any kind may be named.
+
+        Raises:
+            KvdError: as `extend_offer`.
+
+        """
+        self._extend(offer, tokens, blocks, closes=True)
+
+    def _extend(self, offer: str, tokens: int, blocks: Iterable[Blocks], *, closes: bool) -> None:
+        self._driver.check()
+        self._driver.request(self._driver.core.extend(offer, tokens, blocks, closes=closes))
 
     def pull(
         self,

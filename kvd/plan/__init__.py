@@ -4,14 +4,16 @@ from kvd.plan.arrays import Descriptors, Ids, check_ids
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
 from kvd.plan.route import Part, Route, Share, route
-from kvd.plan.units import Span
+from kvd.plan.units import WHOLE, Section, Span
 
 __all__ = [
+    "WHOLE",
     "Descriptors",
     "Ids",
     "Part",
     "Planner",
     "Route",
+    "Section",
     "Share",
     "Span",
     "check_compatible",

@@ -10,7 +10,7 @@ from kvd.limits import MAX_DESCRIPTORS
 from kvd.plan.arrays import Copy, Descriptors, Ints, ascending, join
 from kvd.plan.route import Share
 from kvd.plan.template import Runs, Template, check_runs, make_templates
-from kvd.plan.units import Pairing, Span, Units
+from kvd.plan.units import WHOLE, Pairing, Section, Span, Units
 
 FEW = 16
 """Plans of up to so many descriptors are made without arrays, which take longer (80 us if their code is cold)."""
@@ -51,8 +51,11 @@ class Planner:
         """How many descriptors a plan has at most that fills so many destination blocks."""
         return self._most * blocks
 
-    def plan(self, spans: Sequence[Span], tokens: int | None = None) -> Descriptors:
+    def plan(self, spans: Sequence[Span], tokens: int | None = None, section: Section = WHOLE) -> Descriptors:
         """The descriptors that fill every destination block named, one span a group in the groups' order.
+
+        With a `section` only what is new: plans of sections that follow each other move each byte once, and together
+        those of a plan of the whole. What is wanted and not offered is noticed in the last one.
 
         With `tokens`, the length of the sequence, this also checks that everything needed of the wanted blocks is
         offered. A state group whose block sizes differ needs it.
@@ -66,15 +69,15 @@ class Planner:
             text = f"{len(spans)} spans for {len(self._pairings)} groups"
             raise refusal(ErrorCode.BAD_BLOCKS, text)
         if self._few and self._most * sum(len(span.destination_ids) for span in spans) <= FEW:
-            return self._plan_few(spans, tokens)
-        units = [pairing.units(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
+            return self._plan_few(spans, tokens, section)
+        units = [pairing.units(span, tokens, section) for pairing, span in zip(self._pairings, spans, strict=True)]
         plan = _Plan()
         for template, groups in self._templates:
             plan.add(template, [units[group] for group in groups])
         return plan.descriptors()
 
-    def _plan_few(self, spans: Sequence[Span], tokens: int | None) -> Descriptors:
-        pairs = [pairing.pairs(span, tokens) for pairing, span in zip(self._pairings, spans, strict=True)]
+    def _plan_few(self, spans: Sequence[Span], tokens: int | None, section: Section) -> Descriptors:
+        pairs = [pairing.pairs(span, tokens, section) for pairing, span in zip(self._pairings, spans, strict=True)]
         copies: list[Copy] = []
         for template, offsets, groups in self._few:
             for group in groups:

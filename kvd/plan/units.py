@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import Group, State
+from kvd.layout import Full, Group, State
 from kvd.plan.arrays import Ids, Ints
 
 
@@ -26,6 +26,21 @@ class Span:
     source_ids: Ids
     destination_first: int
     destination_ids: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the sequence, in tokens: what an offer that grows has had since its plan before this one.
+
+    Of groups that attend to every token it has the units that end in it, `start` exclusive and `stop` inclusive, and of
+    others nothing: those come with the last section. That one has no `stop`, and all that the ones before it left out.
+    """
+
+    start: int
+    stop: int | None
+
+
+WHOLE = Section(0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,8 @@ class Pairing:
         self._name = name
         self._source, self._destination = source, destination
         self._is_state = isinstance(source.window, State)
-        unit = min(source.block_tokens, destination.block_tokens)
+        self._unit = unit = min(source.block_tokens, destination.block_tokens)
+        """Tokens of a unit."""
         self._source_units = 1 if self._is_state else source.block_tokens // unit
         self._destination_units = 1 if self._is_state else destination.block_tokens // unit
 
@@ -60,8 +76,8 @@ class Pairing:
         """The units of a destination block."""
         return self._destination_units
 
-    def units(self, span: Span, tokens: int | None) -> Units:
-        """The units of `span` on both sides.
+    def units(self, span: Span, tokens: int | None, section: Section = WHOLE) -> Units:
+        """The units of `span` in `section`, on both sides.
 
         Raises:
             BadRequest: BAD_BLOCKS, if a wanted position is not offered.
@@ -69,7 +85,9 @@ class Pairing:
         """
         if not len(span.destination_ids):
             return _NONE
-        span, low, high = self._range(span, tokens)
+        span, low, high = self._section(span, tokens, section)
+        if low >= high:
+            return _NONE
         source_units, destination_units = self._source_units, self._destination_units
         source_first, destination_first = span.source_first, span.destination_first
         if source_units == destination_units:
@@ -82,11 +100,11 @@ class Pairing:
             *_unit_of_block(positions, destination_units, destination_first, span.destination_ids),
         )
 
-    def pairs(self, span: Span, tokens: int | None) -> list[Pair]:
+    def pairs(self, span: Span, tokens: int | None, section: Section = WHOLE) -> list[Pair]:
         """Like `units`, as tuples."""
         if not len(span.destination_ids):
             return []
-        span, low, high = self._range(span, tokens)
+        span, low, high = self._section(span, tokens, section)
         found = []
         for unit in range(low, high):
             source, source_phase = divmod(unit, self._source_units)
@@ -96,16 +114,34 @@ class Pairing:
             found.append((source_id, source_phase, destination_id, destination_phase))
         return found
 
+    def _section(self, span: Span, tokens: int | None, section: Section) -> tuple[Span, int, int]:
+        """The span to move, and its first and last + 1 position in `section`, counted in units."""
+        if section.stop is None:
+            span, low, high = self._range(span, tokens)
+        elif isinstance(self._source.window, Full):
+            low, high = self._overlap(span)
+            high = min(high, section.stop // self._unit)
+        else:
+            return span, 0, 0
+        if isinstance(self._source.window, Full):
+            low = max(low, section.start // self._unit)
+        return span, low, high
+
+    def _overlap(self, span: Span) -> tuple[int, int]:
+        """The positions that are on both sides, first and last + 1, counted in units."""
+        source_stop = span.source_first + len(span.source_ids)
+        destination_stop = span.destination_first + len(span.destination_ids)
+        low = max(span.source_first * self._source_units, span.destination_first * self._destination_units)
+        high = min(source_stop * self._source_units, destination_stop * self._destination_units)
+        return low, high
+
     def _range(self, span: Span, tokens: int | None) -> tuple[Span, int, int]:
         """The span to move, and its first and last + 1 position, counted in units."""
         if self._is_state and self._source.block_tokens != self._destination.block_tokens:
             span = self._last_state(span, tokens)
-        source_units, destination_units = self._source_units, self._destination_units
-        source_first, destination_first = span.source_first, span.destination_first
-        source_stop = source_first + len(span.source_ids)
+        destination_units, destination_first = self._destination_units, span.destination_first
         destination_stop = destination_first + len(span.destination_ids)
-        low = max(source_first * source_units, destination_first * destination_units)
-        high = min(source_stop * source_units, destination_stop * destination_units)
+        low, high = self._overlap(span)
         if (
             low >= high
             or low // destination_units != destination_first

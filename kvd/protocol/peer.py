@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvd import limits
-from kvd.protocol.types import VERSION, Code, Count, Message, Name, Proof, RequestId, Seconds, Text, TraceParent
+from kvd.protocol.types import VERSION, Code, Count, Message, Name, Proof, RequestId, Seconds, Spans, Text, TraceParent
 
 # --- consumer to producer -------------------------------------------------------------------------------------------
 
@@ -60,6 +60,17 @@ class Renew(Message, frozen=True, tag="renew"):
     claims: Annotated[tuple[Count, ...], Meta(max_length=limits.MAX_RENEWALS)]
 
 
+class Follow(Message, frozen=True, tag="follow"):
+    """Asks what a claimed offer that grows has beyond its first `seen` parts.
+
+    Answered by one `Grown` as soon as there is something, which may be much later, or by `Broken`. The consumer asks
+    again when it has read that: what comes meanwhile is told together.
+    """
+
+    claim: Count
+    seen: Count
+
+
 class Fence(Message, frozen=True, tag="fence"):
     """Asks if the lease was held under this generation until now, after the last byte landed.
 
@@ -70,6 +81,8 @@ class Fence(Message, frozen=True, tag="fence"):
     generation: Count
     unclaimed: Claim | None = None
     """The claim itself, if it was not sent before: the ticket named the generation, so no grant was needed."""
+    proof: Proof | None = None
+    """Over all that was read, if the offer grew; None if the claim's is, as the ticket named all."""
 
 
 class Settle(Message, frozen=True, tag="settle"):
@@ -95,7 +108,7 @@ class Ping(Message, frozen=True, tag="ping"):
     number: Count
 
 
-LeaseRequest = Claim | Renew | Fence | Settle | Release
+LeaseRequest = Claim | Renew | Follow | Fence | Settle | Release
 PeerRequest = Hello | LeaseRequest | Ping
 
 # --- producer to consumer -------------------------------------------------------------------------------------------
@@ -138,6 +151,22 @@ class Grant(Message, frozen=True, tag="grant"):
     incarnation: Count
 
 
+class Grown(Message, frozen=True, tag="grown"):
+    """What a claimed offer holds beyond its first `seen` parts; it has `parts` of them now.
+
+    The first `tokens` tokens of the sequence are complete in the blocks of all parts together. If `closed`, these are
+    all there will be, and the lease's stamp lies in the word number `stamp`, if that is not 0.
+    """
+
+    claim: Count
+    seen: Count
+    parts: Count
+    tokens: Count
+    spans: Spans
+    closed: bool
+    stamp: Annotated[int, Meta(ge=0, le=limits.MAX_STAMPS)] = 0
+
+
 class Refuse(Message, frozen=True, tag="refuse"):
     """The claim (or, with claim 0, the hello) is refused."""
 
@@ -173,5 +202,5 @@ class Pong(Message, frozen=True, tag="pong"):
     incarnation: Count
 
 
-LeaseAnswer = Grant | Refuse | Held | Broken | Settled
+LeaseAnswer = Grant | Grown | Refuse | Held | Broken | Settled
 PeerReply = Welcome | LeaseAnswer | Pong

@@ -48,6 +48,9 @@ class Ticket(Message, frozen=True):
     tokens: Count
     ranks: Annotated[tuple[TicketRank, ...], Meta(min_length=1, max_length=limits.MAX_RANKS)]
     blocks: Annotated[tuple[Spans, ...], Meta(min_length=1, max_length=limits.MAX_RANKS)]
+    grows: bool = False
+    """Its offers grow: they are opened under their secrets, and what they hold is told with the claims. The ticket has
+    no tokens and no spans, so that anybody who knows the secrets can make it before there is an offer."""
 
     def spans(self, rank: TicketRank) -> Spans:
         """The blocks that `rank` offered."""
@@ -94,6 +97,8 @@ def decode(text: str) -> Ticket:
         ticket = _decoder.decode(packed)
     except (binascii.Error, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise refusal(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
+    if ticket.grows and (ticket.tokens or any(ticket.blocks)):
+        raise refusal(ErrorCode.BAD_TICKET, "the ticket is of an offer that grows, and names tokens or blocks")
     for rank in ticket.ranks:
         if rank.blocks >= len(ticket.blocks):
             raise refusal(
@@ -103,18 +108,33 @@ def decode(text: str) -> Ticket:
     return ticket
 
 
+def growing(*, daemon: str, address: str, pool: str, offer: str, secret: bytes, incarnation: int = 0) -> str:
+    """The ticket of an offer that grows, of one rank: whoever chose offer and secret can make it before it is opened.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, a value does not fit.
+
+    """
+    text = Ticket(0, (TicketRank(daemon, address, incarnation, pool, offer, 0, secret),), ((),), grows=True).encode()
+    decode(text)
+    return text
+
+
 def join(texts: Iterable[str]) -> str:
     """Joins the tickets of an engine's ranks, in rank order, into one.
 
     Raises:
-        BadRequest: `BAD_TICKET`, one cannot be read, they differ in `tokens`, two daemons claim one address, or the
-            ranks are on several hosts and one has an address that only its own host reaches.
+        BadRequest: `BAD_TICKET`, one cannot be read, they differ in `tokens`, some of their offers grow and others do
+            not, two daemons claim one address, or the ranks are on several hosts and one has an address that only its
+            own host reaches.
 
     """
     tickets = [decode(text) for text in texts]
-    tokens = {ticket.tokens for ticket in tickets}
+    tokens, grows = {ticket.tokens for ticket in tickets}, {ticket.grows for ticket in tickets}
     if len(tokens) != 1:
         raise refusal(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
+    if len(grows) != 1:
+        raise refusal(ErrorCode.BAD_TICKET, "some tickets of one request are of offers that grow, others are not")
     _check_addresses([rank for ticket in tickets for rank in ticket.ranks])
     blocks: list[Spans] = []
     ranks: list[TicketRank] = []
@@ -124,7 +144,7 @@ def join(texts: Iterable[str]) -> str:
             if spans not in blocks:
                 blocks.append(spans)
             ranks.append(msgspec.structs.replace(rank, blocks=blocks.index(spans)))
-    return Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks)).encode()
+    return Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks), grows=grows.pop()).encode()
 
 
 def _check_addresses(ranks: list[TicketRank]) -> None:

@@ -119,6 +119,25 @@ class Offer(Message, frozen=True, tag="offer"):
     secret: Secret
     consumers: Annotated[int, Meta(ge=0, le=limits.MAX_CONSUMERS)] = 1
     """The offer ends when this many consumers have finished, with all their ranks; 0: only by `ttl` or a cancel."""
+    grows: bool = False
+    """It is only opened: it has no tokens and no `spans` yet, and `Extend` adds them. It ends with the worker's session
+    unless it is closed by then. `ttl` begins anew with each extension, and with the close."""
+
+
+class Extend(Message, frozen=True, tag="extend"):
+    """Adds blocks to an offer that grows. Answered by `Extended`.
+
+    From now on the first `tokens` tokens of the sequence are complete in its blocks: readers may have them at once.
+    Tokens and positions go on where they ended before; the last block may be filled up later, behind `tokens`. If it
+    `closes`, these are the last ones, and readers are done when they have all. Groups that do not attend to every token
+    are named only then: until it ends, a prefill frees and rewrites their blocks.
+    """
+
+    call: Count
+    offer: RequestId
+    tokens: Count
+    spans: Spans
+    closes: bool = False
 
 
 class Pull(Message, frozen=True, tag="pull"):
@@ -160,7 +179,7 @@ class StatusRequest(Message, frozen=True, tag="status"):
     call: Count
 
 
-Request = Offer | Pull | Cancel | Acknowledge | StatusRequest
+Request = Offer | Extend | Pull | Cancel | Acknowledge | StatusRequest
 
 # --- ZMQ, daemon to worker ------------------------------------------------------------------------------------------
 
@@ -170,6 +189,12 @@ class Offered(Message, frozen=True, tag="offered"):
 
     call: Count
     ticket: str
+
+
+class Extended(Message, frozen=True, tag="extended"):
+    """The offer has these blocks, too."""
+
+    call: Count
 
 
 class Error(Message, frozen=True, tag="error"):
@@ -237,6 +262,6 @@ class Status(Message, frozen=True, tag="status"):
     report: bytes
 
 
-Reply = Offered | Error | Notifications | Status
+Reply = Offered | Extended | Error | Notifications | Status
 SessionRequest = Attach | Detach | End | StatusRequest
 SessionReply = Attached | Detached | Refused | Status

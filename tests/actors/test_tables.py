@@ -1,13 +1,13 @@
 import pytest
 
 from kvd.actors.handshake import peer_table as peer
-from kvd.actors.leases import claim, lease
+from kvd.actors.leases import claim, content, lease
 from kvd.actors.pools import pool
 from kvd.actors.runtime.machine import Step
 from kvd.actors.scheduler import pull, transfer
 from kvd.errors import InternalError
 
-MODULES = (pull, transfer, claim, lease, peer, pool)
+MODULES = (pull, transfer, claim, lease, content, peer, pool)
 MACHINES = pytest.mark.parametrize("module", MODULES, ids=[module.TABLE.name for module in MODULES])
 
 
@@ -90,15 +90,18 @@ IMPOSSIBLE = {
         (T.State.NEW, T.Event.REFUSED),
         # A grant is used once, and only where the claim waits for it.
         *((state, T.Event.HOLD) for state in T.State if state is not T.State.CLAIMING),
-        # A plan is waited for once, by a claim that is granted.
-        *((state, T.Event.UNPLANNED) for state in T.State if state is not T.State.CLAIMING),
+        *((state, T.Event.GROWS) for state in T.State if state is not T.State.CLAIMING),
+        # Whoever passes answers on drops what was asked for no more.
+        *((state, T.Event.GREW) for state in T.State if state is not T.State.FOLLOWING),
+        # A plan is waited for once, by a claim that is granted or an offer that has grown.
+        *((state, T.Event.UNPLANNED) for state in T.State if state not in (T.State.CLAIMING, T.State.FOLLOWING)),
         *((state, T.Event.PLANNED) for state in T.State if state is not T.State.PLANNING),
         # The transport speaks only of a read that is open.
         *(
             (state, event)
             for state in T.State
             if state not in (T.State.READING, T.State.DRAINING)
-            for event in (T.Event.LANDED, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE)
+            for event in (T.Event.LANDED, T.Event.PART, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE)
         ),
         # It tells of a pull that was cancelled before its claim was granted, and of no read that is open.
         *(
@@ -112,6 +115,7 @@ IMPOSSIBLE = {
             for state in (
                 T.State.NEW,
                 T.State.CLAIMING,
+                T.State.FOLLOWING,
                 T.State.PLANNING,
                 T.State.HOLDING,
                 T.State.READING,
@@ -133,7 +137,9 @@ IMPOSSIBLE = {
         # Whoever breaks claims knows which ones wait or are held.
         *((state, C.Event.BREAK) for state in claim.TABLE.final),
     },
-    "lease": set(),
+    # An extension of an offer that has ended is refused before.
+    "lease": {(state, L.Event.GROWN) for state in lease.TABLE.final},
+    "content": set(),
     "peer": set(),
     "pool": {
         # Whoever uses a pool is asked only there, and one that is forsaken is not to end.
@@ -198,11 +204,28 @@ def test_no_transfer_contributes_without_a_proof_after_the_last_byte():
     assert into_held == ways | {(T.State.SETTLING, T.Event.PROVEN), (T.State.SETTLING, T.Event.REFUSED)}
 
 
+def test_what_grows_is_fenced_only_after_a_read_that_was_the_last():
+    """Promise 2, read off the table: a part that has landed leads back to the producer, and to no proof."""
+    steps = transfer.TABLE.steps
+    assert steps[T.State.READING, T.Event.PART] == Step(T.State.FOLLOWING, (T.Effect.FOLLOW,))
+    after = {step.state for (state, _), step in steps.items() if state is T.State.FOLLOWING}
+    assert after == {T.State.READING, T.State.PLANNING, T.State.ENDED}
+
+
+def test_an_offer_gets_its_proof_once_when_it_is_closed_and_takes_nothing_afterwards():
+    steps = content.TABLE.steps
+    proved = {way for way, step in steps.items() if content.Effect.PROVE in step.effects}
+    assert proved == {(content.State.GROWING, content.Event.CLOSE)}
+    for event in content.Event:
+        assert steps[content.State.CLOSED, event] == Step(content.State.CLOSED, (content.Effect.REFUSE,))
+
+
 def test_a_read_is_closed_only_on_the_transports_word():
     """Promise 3, read off the table: nothing but the transport's events ends a read that is open."""
+    whole = (T.Event.LANDED, T.Event.PART, T.Event.STAMPED)
     for (state, event), step in transfer.TABLE.steps.items():
         if state in T.OPEN and step.state not in T.OPEN:
-            assert event in (T.Event.LANDED, T.Event.STAMPED, T.Event.UNPROVEN, T.Event.BROKE, T.Event.LEFT)
+            assert event in (*whole, T.Event.UNPROVEN, T.Event.BROKE, T.Event.LEFT)
 
 
 def test_a_read_is_opened_by_every_step_into_an_open_state():
@@ -253,9 +276,19 @@ def test_a_pull_is_done_only_when_all_its_transfers_are_proven():
 
 
 def test_a_lease_breaks_its_claims_before_the_worker_may_write():
-    for (state, _), step in lease.TABLE.steps.items():
-        if state is L.State.CLAIMED and L.Effect.RELEASE in step.effects:
+    for (state, event), step in lease.TABLE.steps.items():
+        if state in L.IN_CLAIM and L.Effect.RELEASE in step.effects and event is not L.Event.UNCLAIMED:
             assert step.effects.index(L.Effect.BREAK) < step.effects.index(L.Effect.RELEASE)
+
+
+def test_a_lease_whose_time_is_over_ends_at_once_or_with_its_last_claim_unless_it_grows():
+    steps = lease.TABLE.steps
+    assert steps[L.State.OFFERED, L.Event.EXPIRE] == Step(L.State.EXPIRED, (L.Effect.RELEASE,))
+    assert steps[L.State.OVERDUE, L.Event.UNCLAIMED] == Step(L.State.EXPIRED, (L.Effect.RELEASE,))
+    ways = {(state, event): step for (state, event), step in steps.items() if state is L.State.OVERDUE}
+    assert ways.pop((L.State.OVERDUE, L.Event.GROWN)) == Step(L.State.CLAIMED)
+    assert {step.state for step in ways.values()} == {L.State.OVERDUE, *lease.TABLE.final}
+    assert steps[L.State.OVERDUE, L.Event.CLAIM].effects == (L.Effect.GRANT,)
 
 
 def test_a_fence_holds_only_for_a_claim_that_is_held():

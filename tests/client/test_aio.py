@@ -68,6 +68,16 @@ async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
     await answered
 
 
+async def test_an_offer_that_grows_is_opened(daemon: ScriptedDaemon, worker: AsyncWorker, script: Script) -> None:
+    answered = script(lambda: daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket")))
+    assert await worker.open_offer("offer-1", ttl=60) == "the ticket"
+    await answered
+    worker.extend_offer("offer-1", tokens=10, blocks=BLOCKS)
+    worker.close_offer("offer-1", tokens=12)
+    sent = [(extend.tokens, extend.closes) for extend in (daemon.expect(wire.Extend), daemon.expect(wire.Extend))]
+    assert sent == [(10, False), (12, True)]
+
+
 async def test_a_refused_offer_is_raised(daemon: ScriptedDaemon, worker: AsyncWorker, script: Script) -> None:
     answered = script(lambda: daemon.send(wire.Error(daemon.expect(wire.Offer).call, "bad_blocks", "not yours")))
     with pytest.raises(BadRequest, match="not yours") as caught:

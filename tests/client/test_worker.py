@@ -22,6 +22,7 @@ from kvd.client import (
     Event,
     Failed,
     Freed,
+    NotExtended,
     Offered,
     OfferRefused,
     Reattached,
@@ -185,6 +186,61 @@ class TestOffers:
         assert (rank.daemon, rank.address, rank.incarnation) == ("daemon-0", "tcp://127.0.0.1:7071", 1)
         assert (rank.pool, rank.offer, decoded.tokens) == ("prefill-0", "req-1", 1000)
         assert rank.secret == bytes(16)
+
+    def test_an_offer_that_grows_is_opened_extended_and_closed(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        worker.open_offer_nowait("req-1", ttl=60, secret=bytes(16))
+        offer = daemon.expect(wire.Offer)
+        assert (offer.tokens, offer.spans, offer.secret, offer.grows) == (0, (), bytes(16), True)
+        daemon.send(wire.Offered(offer.call, "the ticket"))
+        assert wait_for(worker, 1) == [Offered("req-1", "the ticket")]
+        worker.extend_offer("req-1", tokens=40, blocks=BLOCKS)
+        extend = daemon.expect(wire.Extend)
+        assert (extend.offer, extend.tokens, extend.closes, len(extend.spans[0].ids)) == ("req-1", 40, False, 12)
+        daemon.send(wire.Extended(extend.call))
+        worker.close_offer("req-1", tokens=48)
+        close = daemon.expect(wire.Extend)
+        assert (close.tokens, close.spans, close.closes) == (48, (), True)
+        daemon.send(wire.Extended(close.call))
+        daemon.notify(1, wire.Released("req-1", "read"))
+        assert wait_for(worker, 1) == [Released("req-1", "read")]
+        with pytest.raises(BadRequest, match="no offer of this worker is called 'req-1'; it may have ended"):
+            worker.extend_offer("req-1", tokens=50)
+
+    def test_opening_waits_for_the_ticket(self, daemon: ScriptedDaemon, worker: Worker) -> None:
+        with pytest.raises(Unavailable, match="no answer to the offer 'req-1'"):
+            worker.open_offer("req-1", ttl=60, timeout=0.01)
+        assert daemon.expect(wire.Offer).grows
+
+    def test_an_extension_that_is_refused_is_told_once_and_the_offer_stands(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.open_offer_nowait("req-1", ttl=60)
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket"))
+        assert wait_for(worker, 1) == [Offered("req-1", "the ticket")]
+        worker.extend_offer("req-1", tokens=40, blocks=BLOCKS)
+        daemon.send(wire.Error(daemon.expect(wire.Extend).call, "bad_blocks", "they leave a gap"))
+        assert wait_for(worker, 1) == [NotExtended("req-1", "bad_blocks", "they leave a gap")]
+        worker.close_offer("req-1", tokens=40, blocks=BLOCKS)
+        assert daemon.expect(wire.Extend).closes
+
+    def test_an_extension_of_what_has_ended_meanwhile_is_no_news_of_its_own(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.open_offer_nowait("req-1", ttl=60)
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket"))
+        worker.extend_offer("req-1", tokens=40, blocks=BLOCKS)
+        daemon.send(wire.Error(daemon.expect(wire.Extend).call, "offer_gone", "the offer has ended (read)"))
+        daemon.notify(1, wire.Released("req-1", "read"))
+        assert wait_for(worker, 2) == [Offered("req-1", "the ticket"), Released("req-1", "read")]
+
+    def test_the_ticket_of_an_offer_that_grows_names_no_blocks(self, worker: Worker) -> None:
+        from kvd.protocol import ticket  # noqa: PLC0415
+
+        decoded = ticket.decode(worker.growing_ticket("req-1", bytes(range(16))))
+        [rank] = decoded.ranks
+        assert (decoded.grows, decoded.tokens, decoded.blocks) == (True, 0, ((),))
+        assert (rank.daemon, rank.address, rank.incarnation) == ("daemon-0", "tcp://127.0.0.1:7071", 1)
+        assert (rank.pool, rank.offer, rank.secret) == ("prefill-0", "req-1", bytes(range(16)))
 
     def test_a_refused_offer_can_be_made_again(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)

@@ -56,6 +56,6 @@ def test_each_event_and_blocks_is_on_the_page_with_its_fields(kind: type[Any]) -
     assert f"`{kind.__name__}({fields})`" in PAGE
 
 
-def test_blocks_and_all_ten_events_are_records() -> None:
+def test_blocks_and_all_eleven_events_are_records() -> None:
     assert Blocks in RECORDS
     assert len(RECORDS) == len(kvd.client.__all__) - len(("Worker", "AsyncWorker", "Event"))

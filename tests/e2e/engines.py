@@ -47,8 +47,10 @@ class Engine:
     def __init__(self, daemons: Sequence[Daemon], ranks: list[CacheSpec]) -> None:
         self.specs = ranks
         self.workers: list[Worker] = []
+        self.names: list[str] = []
         for spec, daemon in zip(ranks, itertools.cycle(daemons)):
             name = f"worker-{next(NAMES)}"
+            self.names.append(name)
             self.workers.append(Worker.attach(str(daemon.socket), name=name, spec=spec, timeout=PATIENCE))
         self.memory = [np.frombuffer(worker.pool, dtype=np.uint8) for worker in self.workers]
 

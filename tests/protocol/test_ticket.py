@@ -178,3 +178,20 @@ def test_no_secret_makes_a_stamp_that_is_also_one_of_another_pool(secret: bytes,
 def test_what_logs_and_tracebacks_show_of_a_message_gives_no_right_to_read(message: object) -> None:
     assert SECRET.decode() not in repr(message)
     assert SECRET.decode() not in str([message])
+
+
+def test_a_ticket_that_grows_names_no_blocks_and_is_joined_with_its_like_only() -> None:
+    ranks = [
+        ticket.growing(daemon="d", address="tcp://h:1", pool=f"prefill.{rank}", offer="r", secret=bytes([rank]) * 16)
+        for rank in range(2)
+    ]
+    joined = ticket.decode(ticket.join(ranks))
+    assert (joined.grows, joined.tokens, joined.blocks, len(joined.ranks)) == (True, 0, ((),), 2)
+    assert joined.proof(joined.ranks[1]) == ticket.proof(bytes([1]) * 16, "prefill.1", "r", 0, ())
+    other = msgspec.structs.replace(joined, grows=False).encode()
+    with pytest.raises(BadRequest, match="some tickets of one request are of offers that grow, others are not"):
+        ticket.join([ranks[0], other])
+    with pytest.raises(BadRequest, match="is of an offer that grows, and names tokens or blocks"):
+        ticket.decode(msgspec.structs.replace(joined, tokens=3).encode())
+    with pytest.raises(BadRequest, match="the ticket cannot be read"):
+        ticket.growing(daemon="", address="tcp://h:1", pool="p", offer="r", secret=bytes(16))

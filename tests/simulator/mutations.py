@@ -1,5 +1,6 @@
 """Each promise's mechanisms, taken out one at a time: what the simulator must notice."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from kvd.actors.handshake import peer_table as peer_machine
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.leases import claim as claim_machine
+from kvd.actors.leases import content as content_machine
 from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
+from kvd.actors.leases.claim import ClaimRecord
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.content import Content
 from kvd.actors.leases.offers import Offers
 from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
@@ -35,9 +39,11 @@ from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import transfer as transfer_machine
 from kvd.actors.scheduler import transfer as transfers
 from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.routes import Told
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
+from kvd.plan import Section
 from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.transport.routed import RoutedTransport
@@ -181,7 +187,7 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
             return
         claim = self._records[key]
         claim.lease.claims.pop(key)
-        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED)
+        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED, "expired")
         if self._context.loop.time() >= claim.lease.expires:
             self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
         else:
@@ -285,6 +291,51 @@ def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
             self._step(peer, peer_machine.Event.LOADED)
 
     monkeypatch.setattr(HandshakeActor, "added", added)
+
+
+@mutation(Promise.FENCED, needs=Piece.GROWING_OFFERS)
+def the_last_part_of_an_offer_is_not_read_before_the_fence(monkeypatch):
+    more = Told.more
+
+    def told(self, grown):
+        after = more(self, grown)
+        return dataclasses.replace(after, read=after.tokens) if after.whole else after
+
+    monkeypatch.setattr(Told, "more", told)
+
+
+@mutation(Promise.FENCED, needs=Piece.GROWING_OFFERS)
+def a_proof_over_a_part_is_enough(monkeypatch):
+    monkeypatch.setattr(ClaimRecord, "knows_all", lambda self, fence: True)
+    monkeypatch.setattr(transfers.Transfer, "has_landed", lambda self: transfer_machine.Event.LANDED)
+
+
+@mutation(Promise.FENCED, needs=Piece.GROWING_OFFERS)
+def blocks_are_read_before_they_are_full(monkeypatch):
+    def full(tokens):
+        return -(-tokens // 4) * 4
+
+    monkeypatch.setattr(
+        Told, "section", property(lambda self: Section(self.read, None if self.whole else full(self.tokens)))
+    )
+    monkeypatch.setattr(Told, "landed", lambda self: dataclasses.replace(self, read=full(self.tokens)))
+
+
+@mutation(Promise.BAD_INPUT, needs=Piece.GROWING_OFFERS)
+def what_is_closed_is_extended(monkeypatch):
+    check, table = Content.check, content_machine.TABLE
+    closed, tell = content_machine.State.CLOSED, content_machine.Effect.TELL
+
+    def check_less(self, more, groups):
+        was, self.state = self.state, content_machine.State.GROWING
+        try:
+            check(self, more, groups)
+        finally:
+            self.state = was
+
+    monkeypatch.setattr(Content, "check", check_less)
+    changed = {(closed, event): Step(closed, (tell,)) for event in content_machine.Event}
+    steps(monkeypatch, table, steps=changed)
 
 
 # --- 3: nothing is written to free blocks -----------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class GatewayActor(Actor):
             background=background,
             pools=pools,
             scheduler=scheduler,
+            leases=leases,
             completion=completion,
         )
         self._requests = Requests(

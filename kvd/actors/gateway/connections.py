@@ -8,6 +8,7 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission
+from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
 from kvd.actors.runtime.actor import Actor, Component, call, run
@@ -62,6 +63,7 @@ class Connections(Component):
         background: Background,
         pools: PoolsActor,
         scheduler: SchedulerActor,
+        leases: LeasesActor,
         completion: CompletionActor,
     ) -> None:
         self.actor = actor
@@ -75,6 +77,7 @@ class Connections(Component):
         self._background = background
         self._pools = pools
         self._scheduler = scheduler
+        self._leases = leases
         self._completion = completion
         self._by_number: dict[int, Connection] = {}
         self._survivors: set[int] = set()
@@ -239,6 +242,7 @@ class Connections(Component):
         self._sessions.remove(session)
         run(self._completion.session_down, session.pool.worker)
         run(self._scheduler.end_holds, session.pool.worker)
+        run(self._leases.end_growing, session.pool.worker)
 
     def pool_returned(self, number: int) -> None:
         """A detach is complete."""

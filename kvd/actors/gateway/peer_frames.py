@@ -18,7 +18,7 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Fence, Hello, LeaseRequest, Ping, Pong, Refuse, Release, Renew, Settle, Welcome
+from kvd.protocol.peer import Claim, Fence, Follow, Hello, LeaseRequest, Ping, Pong, Refuse, Release, Renew, Settle, Welcome
 
 
 class PeerFrames:
@@ -84,7 +84,7 @@ class PeerFrames:
                 text = f"this daemon may not read the pool {request.pool!r}; name it in its line of `curve_peers` there"
                 self._channel.answer(event.sender, Refuse(request.claim, ErrorCode.NOT_PERMITTED, text))
                 return None
-            case Renew() | Release():  # they name no pool
+            case Renew() | Follow() | Release():  # they name no pool
                 return request
 
     # --- peers that we connect to -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec, ticket
-from kvd.protocol.worker import Acknowledge, Cancel, Offer, Pull, Request, Status, StatusRequest
+from kvd.protocol.worker import Acknowledge, Cancel, Extend, Offer, Pull, Request, Status, StatusRequest
 
 
 class Requests(Component):
@@ -75,6 +75,10 @@ class Requests(Component):
             case Offer():
                 self._check_new(request, session)
                 run(self._leases.offer, session.pool, request)
+            case Extend():
+                self._admission.take_request(session.connection)
+                check_spans(request.spans, session.pool.spec)
+                run(self._leases.extend, worker, request)
             case Acknowledge():
                 run(self._completion.acknowledged, worker, request.sequence)
             case Cancel():

@@ -19,7 +19,7 @@ from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import LeaseAnswer
 from kvd.protocol.status import LeaseStatus
 from kvd.protocol.ticket import Ticket, TicketRank
-from kvd.protocol.worker import Cancel, Offer, Offered
+from kvd.protocol.worker import Cancel, Extend, Extended, Offer, Offered
 
 LAST_CALL_SECONDS = 0.5
 """How long a drain leaves offers that nobody has claimed: their tickets travel, and short reads are not claimed."""
@@ -97,7 +97,24 @@ class LeasesActor(Actor):
             epoch=lease.pool.epoch,
             stamp=lease.stamp,
         )
-        return Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,)).encode()
+        return Ticket(tokens=offer.tokens, ranks=(rank,), blocks=(offer.spans,), grows=offer.grows).encode()
+
+    def extend(self, worker: str, more: Extend) -> None:
+        """Adds blocks to an offer that grows, and perhaps closes it; tells its readers.
+
+        The blocks have been checked.
+        """
+        try:
+            lease = self._offers.extend(worker, more)
+        except KvdError as error:
+            self._sessions.refuse(worker, more.call, error)
+            return
+        self._sessions.answer(worker, Extended(more.call))
+        self.claims.grown(lease)
+
+    def end_growing(self, worker: str) -> None:
+        """Ends the offers that a worker whose session has ended has not closed; its process may be dead."""
+        self._offers.end_growing(worker)
 
     def withdraw(self, worker: str, cancel: Cancel) -> None:
         """Takes an offer back for its worker; `Released` follows, and no fence holds from here on."""

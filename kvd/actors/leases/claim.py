@@ -11,6 +11,7 @@ The rules, which the table below makes precise:
   gets the same answer. A refused or released claim is forgotten at once.
 """
 
+import hmac
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,7 @@ from kvd import limits
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.spans import ClaimSpan
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.protocol.peer import Claim
+from kvd.protocol.peer import Claim, Fence
 
 if TYPE_CHECKING:
     from kvd.actors.leases.lease import Lease
@@ -123,10 +124,17 @@ class ClaimRecord:
     """The lease that it holds, or held to its fence."""
     error: KvdError = NOT_HELD
     """Why it was broken."""
+    follows: int | None = None
+    """How many parts of the offer its consumer knows, if it waits to be told of more."""
 
     def is_of(self, generation: int) -> bool:
         """Whether it holds the lease of this generation, or held it to its fence."""
         return self.lease is not None and self.lease.generation == generation
+
+    def knows_all(self, fence: Fence) -> bool:
+        """Whether the proof of a fence, or its own, is over all blocks of the offer, which has been closed."""
+        proof = fence.proof or self.request.proof
+        return self.lease is not None and hmac.compare_digest(proof, self.lease.content.proof)
 
     @property
     def offer(self) -> OfferKey:

@@ -12,6 +12,7 @@ from kvd import limits
 from kvd.actors.leases import claim as machine
 from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord, Effect, Event, State, WaitingClaims
+from kvd.actors.leases.followers import Followers
 from kvd.actors.leases.lease import Lease
 from kvd.actors.leases.offers import Offers
 from kvd.actors.runtime.actor import Actor, Component
@@ -23,6 +24,7 @@ from kvd.protocol.peer import (
     Broken,
     Claim,
     Fence,
+    Follow,
     Grant,
     Held,
     LeaseAnswer,
@@ -64,6 +66,7 @@ class Claims(Component):
         self._expect_readers = expect_readers
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
+        self._followers = Followers(reply)
         self._held = 0
         self._served = 0
         """Held claims whose reads the transport has a part in."""
@@ -87,6 +90,8 @@ class Claims(Component):
                 self._release(ClaimKey(sender, release.claim), finished=release.finished)
             case _ if self._unknown.is_empty(peer, self._context.loop.time()):
                 self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
+            case Follow() as follow:
+                self._follow(ClaimKey(sender, follow.claim), peer, follow)
             case Fence() as fence:
                 self._fence(ClaimKey(sender, fence.claim), peer, fence)
             case Settle() as settle:
@@ -214,6 +219,19 @@ class Claims(Component):
             self._unknown.charge(peer, now, len(lost))
             self._reply(sender, Broken(tuple(lost), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
 
+    def _follow(self, key: ClaimKey, peer: str, follow: Follow) -> None:
+        claim = self._records.get(key)
+        if claim is None or claim.state is State.BROKEN:
+            self._unknown.charge(peer, self._context.loop.time(), 1)
+            error = NOT_HELD if claim is None else claim.error
+            self._reply(key.sender, Broken((key.claim,), error.code, error.text))
+        elif claim.state is State.HELD:
+            self._followers.ask(claim, follow.seen)
+
+    def grown(self, lease: Lease) -> None:
+        """Tells the readers of an offer that it was extended or closed."""
+        self._followers.grown(lease)
+
     def _settle(self, sender: bytes, peer: str, fences: tuple[Fence, ...]) -> None:
         settled = [self._settle_one(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
         errors = [error for error in settled if error is not None]
@@ -251,9 +269,13 @@ class Claims(Component):
         if claim is None and fence.unclaimed is not None:
             claim = self._add(key, peer, fence.unclaimed)
             error = self._hold_unclaimed(claim, fence.generation)
-        if claim is not None and claim.state is State.HELD and claim.is_of(fence.generation):
-            self._end(claim, Event.FENCE, "held", finished=True)
-        held = claim is not None and claim.state is State.FENCED and claim.is_of(fence.generation)
+        if claim is not None and claim.is_of(fence.generation):
+            if not claim.knows_all(fence):
+                text = f"the offer {claim.request.offer!r} is not closed, or has blocks that were not read"
+                error = refusal(ErrorCode.LEASE_BROKEN, text)
+            elif claim.state is State.HELD:
+                self._end(claim, Event.FENCE, "held", finished=True)
+        held = error is None and claim is not None and claim.state is State.FENCED and claim.is_of(fence.generation)
         self._context.metrics.fences.labels("held" if held else "broken").inc()
         if held:
             return None

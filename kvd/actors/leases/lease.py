@@ -5,10 +5,13 @@ The rules, which the table below makes precise:
 - A lease has a generation that no other lease of this daemon, before or after it, has. A fence holds only if the lease
   is alive and the generation is that of the grant.
 - It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
-  is over and nobody holds a claim (`expired`), or when the producer takes it back (`revoked`). A consumer has finished
+  is over and nobody holds a claim (`expired`; while somebody does, it is `overdue`), or when the producer takes it back
+  (`revoked`). A consumer has finished
   when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
 - The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
   from then on no fence of theirs can hold.
+- An offer that grows is one lease from its opening on. Its time begins anew with each extension and with its close; it
+  is taken back if its worker's session ends before it is closed.
 - A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
@@ -16,11 +19,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
-from kvd.actors.runtime.blocks import Hold, Size
+from kvd.actors.leases.content import Content
+from kvd.actors.runtime.blocks import NOTHING, Hold, Size
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.records import Pool
 from kvd.protocol.peer import Claim
-from kvd.protocol.types import Spans
 
 
 class State(StrEnum):
@@ -30,6 +33,8 @@ class State(StrEnum):
     """nobody yet, or nobody just now"""
     CLAIMED = "claimed"
     """at least one reader"""
+    OVERDUE = "overdue"
+    """at least one reader; its time is over, so that it ends with the last claim"""
     RELEASED = "released"
     """nobody: the consumers that it was for have finished"""
     EXPIRED = "expired"
@@ -49,6 +54,8 @@ class Event(StrEnum):
     """as many consumers as were offered it have finished, and no other holds a claim"""
     EXPIRE = "expire"
     """the offer's time is over"""
+    GROWN = "grown"
+    """it was extended or closed, and its time begins anew"""
     REVOKE = "revoke"
     """the worker withdraws it, a successor of the worker wants the pool, or the daemon drains"""
 
@@ -65,6 +72,7 @@ class Effect(StrEnum):
 
 
 _S, _E, _F = State, Event, Effect
+IN_CLAIM = (_S.CLAIMED, _S.OVERDUE)
 _ENDED = (_S.RELEASED, _S.EXPIRED, _S.REVOKED)
 
 TABLE: Table[State, Event, Effect] = Table(
@@ -78,14 +86,18 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.OFFERED, _E.REVOKE): Step(_S.REVOKED, (_F.RELEASE,)),
         (_S.CLAIMED, _E.CLAIM): Step(_S.CLAIMED, (_F.GRANT,)),
         (_S.CLAIMED, _E.UNCLAIMED): Step(_S.OFFERED),
-        (_S.CLAIMED, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)),
-        (_S.CLAIMED, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)),
+        (_S.CLAIMED, _E.EXPIRE): Step(_S.OVERDUE),
+        (_S.OVERDUE, _E.CLAIM): Step(_S.OVERDUE, (_F.GRANT,)),
+        (_S.OVERDUE, _E.UNCLAIMED): Step(_S.EXPIRED, (_F.RELEASE,)),
+        (_S.OVERDUE, _E.GROWN): Step(_S.CLAIMED),
+        **{(state, _E.FINISHED): Step(_S.RELEASED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
+        **{(state, _E.REVOKE): Step(_S.REVOKED, (_F.BREAK, _F.RELEASE)) for state in IN_CLAIM},
         **{(ended, _E.CLAIM): Step(ended, (_F.REFUSE,)) for ended in _ENDED},
     },
     ignored={
-        _S.OFFERED: frozenset({_E.UNCLAIMED}),
-        # Its time may be over: claims keep it alive until they end.
-        _S.CLAIMED: frozenset({_E.EXPIRE}),
+        _S.OFFERED: frozenset({_E.UNCLAIMED, _E.GROWN}),
+        _S.CLAIMED: frozenset({_E.GROWN}),
+        _S.OVERDUE: frozenset({_E.EXPIRE}),
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },
 )
@@ -100,13 +112,16 @@ class Lease:
     generation: int
     proof: bytes = field(repr=False)
     """What a claim has to show."""
-    blocks: Spans
-    """Those that it holds, until it ends."""
-    size: Size
+    secret: bytes = field(repr=False)
+    """The offer's, until it is closed."""
     consumers: int
     """How many may finish before it ends, 0 for any number."""
+    ttl: float
     expires: float
-    stamp: int
+    content: Content = field(default_factory=Content)
+    size: Size = NOTHING
+    """Of all its blocks."""
+    stamp: int = 0
     """The word that holds its stamp while it is alive, 0 for none."""
     state: State = TABLE.initial
     counted: Hold | None = None

@@ -7,11 +7,12 @@ from typing import Final
 
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
+from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.blocks import HeldBlocks, Hold
+from kvd.actors.runtime.blocks import HeldBlocks, Hold, Size
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.runtime.records import Pool
@@ -20,10 +21,11 @@ from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
 from kvd.protocol.peer import Claim
 from kvd.protocol.status import LeaseStatus
-from kvd.protocol.worker import Offer, Released
+from kvd.protocol.types import Spans
+from kvd.protocol.worker import Extend, Offer, Released
 
-_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED}
-_HOLDS: Final = (Hold.OFFERED, Hold.CLAIMED, Hold.OVERDUE)
+_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED, State.OVERDUE: Hold.OVERDUE}
+_HOLDS: Final = tuple(_HOLD_OF.values())
 
 
 class Offers:
@@ -59,6 +61,8 @@ class Offers:
         self._in_claim = 0
         self._standing: Counter[int] = Counter()
         """Offers that stand, by the id of their pool."""
+        self._parts: Counter[int] = Counter()
+        """Their parts."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
@@ -74,40 +78,106 @@ class Offers:
 
         """
         key = (pool.worker, offer.offer)
-        self._check(key, pool, offer.ttl)
-        pool.blocks.offer(offer.spans)
-        self._last_generation += 1
-        proof = ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans)
+        self._check(key, pool, offer)
         lease = Lease(
             key=key,
             pool=pool,
-            generation=self._last_generation,
-            proof=proof,
-            blocks=offer.spans,
-            size=pool.blocks.size_of(offer.spans),
+            generation=self._last_generation + 1,
+            proof=ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans),
+            secret=offer.secret,
             consumers=offer.consumers,
+            ttl=offer.ttl,
             expires=self._context.loop.time() + offer.ttl,
-            stamp=self._stamps.put(ticket.stamp(offer.secret, self._last_generation, proof, pool.epoch)),
         )
+        if not offer.grows:
+            self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans)
+        self._last_generation += 1
         self._leases[key] = lease
         self._count_held(lease, Hold.OFFERED)
         self._count_standing(pool.id, +1)
         self._due.set(key, lease.expires)
         return lease
 
-    def _check(self, key: OfferKey, pool: Pool, ttl: float) -> None:
+    def _check(self, key: OfferKey, pool: Pool, offer: Offer) -> None:
         if self._draining:
             raise refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; nothing new can be offered")
         if self._pools.get(pool.worker) is not pool or pool.id in self._quiescing:
             raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.worker!r} is being given back")
-        if ttl <= 0:
-            raise refusal(ErrorCode.BAD_MESSAGE, f"an offer's ttl is {ttl} s; it must be above 0")
+        if offer.ttl <= 0:
+            raise refusal(ErrorCode.BAD_MESSAGE, f"an offer's ttl is {offer.ttl} s; it must be above 0")
+        if offer.grows and (offer.tokens or offer.spans):
+            text = f"an offer that grows is opened with {offer.tokens} tokens and {len(offer.spans)} spans"
+            raise refusal(ErrorCode.BAD_MESSAGE, f"{text}; open it without, then extend it")
         known = self._leases.get(key)
         if known is not None and known.state not in machine.TABLE.final:
             raise refusal(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
         if self._standing[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
             text = f"{self._standing[pool.id]} offers of this worker stand, the bound; wait until some are released"
             raise refusal(ErrorCode.OVERLOADED, text)
+
+    # --- it grows ---------------------------------------------------------------------------------------------------
+
+    def extend(self, worker: str, more: Extend) -> Lease:
+        """Adds blocks to an offer, and perhaps closes it.
+
+        Raises:
+            KvdError: the extension is refused; nothing has changed.
+
+        """
+        lease = self.find(worker, more.offer)
+        if lease is None:
+            raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no offer is called {more.offer!r}; open it first")
+        if lease.state in machine.TABLE.final:
+            raise refusal(ErrorCode.OFFER_GONE, f"the offer {more.offer!r} has ended ({lease.reason})")
+        lease.content.check(more, lease.pool.spec.groups)
+        spans = tuple(span for span in more.spans if span.ids)
+        self._check_size(lease, spans)
+        self._add(lease, growth.Event.CLOSE if more.closes else growth.Event.EXTEND, more.tokens, spans)
+        lease.expires = self._context.loop.time() + lease.ttl
+        self._due.set(lease.key, lease.expires)
+        self.step(lease, Event.GROWN)
+        return lease
+
+    def _check_size(self, lease: Lease, spans: Spans) -> None:
+        blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
+        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+        if self._parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
+            text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; extend by more at a time, or wait until some are released")
+
+    def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans) -> None:
+        """Takes one more part, which has been checked.
+
+        Raises:
+            Unavailable: see `BlocksInUse.offer`; nothing has changed.
+
+        """
+        pool, content = lease.pool, lease.content
+        pool.blocks.offer(spans)
+        step = growth.TABLE.step(content.state, event)
+        content.state = step.state
+        content.add(tokens, spans)
+        self._parts[pool.id] += 1
+        counted = lease.counted
+        self._count_held(lease, None)
+        more = pool.blocks.size_of(spans)
+        lease.size = Size(lease.size.blocks + more.blocks, lease.size.bytes + more.bytes)
+        self._count_held(lease, counted)
+        if growth.Effect.PROVE in step.effects:
+            worker, offer = lease.key
+            content.proof = ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
+            lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
+            lease.secret = b""
+
+    def end_growing(self, worker: str) -> None:
+        """Takes back what a worker has not closed: nobody will."""
+        for lease in [lease for lease in self._leases.values() if lease.key[0] == worker]:
+            if lease.content.state is growth.State.GROWING:
+                self.step(lease, Event.REVOKE, "withdrawn")
+
+    # --- it is found ------------------------------------------------------------------------------------------------
 
     def find(self, worker: str, offer: str) -> Lease | None:
         """The lease of an offer, standing or remembered."""
@@ -161,11 +231,9 @@ class Offers:
 
     def unclaim(self, lease: Lease) -> None:
         """The last claim is gone, and consumers are to come: the lease goes on, unless its end waited for that."""
-        self.step(lease, Event.UNCLAIMED)
+        self.step(lease, Event.UNCLAIMED, "expired")
         if self._draining or lease.pool.id in self._quiescing:
             self.step(lease, Event.REVOKE, "withdrawn")
-        elif self._context.loop.time() >= lease.expires:
-            self.step(lease, Event.EXPIRE, "expired")
 
     def _expired(self, keys: list[OfferKey]) -> None:
         """The time of these offers is over: they end now, or with their last claims."""
@@ -173,8 +241,6 @@ class Offers:
             lease = self._leases.get(key)
             if lease is not None and self._context.loop.time() >= lease.expires:
                 self.step(lease, Event.EXPIRE, "expired")
-                if lease.state is State.CLAIMED:
-                    self._count_held(lease, Hold.OVERDUE)
 
     def step(self, lease: Lease, event: Event, reason: str = "") -> None:
         """Carries an event out. `reason` is for `Released`, if the event ends the lease."""
@@ -186,14 +252,19 @@ class Offers:
             self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
-            lease.pool.blocks.release(lease.blocks)
-            lease.blocks = ()
+            self._give_back(lease)
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
             self._remember(lease.key, f"worker {lease.key[0]}")
             self._context.metrics.offers.labels(reason).inc()
             self._completion.notify(lease.key[0], Released(lease.key[1], reason))
             self._check_quiet(lease.pool)
+
+    def _give_back(self, lease: Lease) -> None:
+        parts, lease.content.parts = lease.content.parts, []
+        for spans in parts:
+            lease.pool.blocks.release(spans)
+        self._parts -= Counter({lease.pool.id: len(parts)})
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends the leases that stand: all of them, or those that nobody has claimed."""
@@ -207,7 +278,7 @@ class Offers:
             del self._leases[key]
 
     def _enter(self, lease: Lease, state: State) -> None:
-        self._in_claim += (state is State.CLAIMED) - (lease.state is State.CLAIMED)
+        self._in_claim += (state in machine.IN_CLAIM) - (lease.state in machine.IN_CLAIM)
         if state is not lease.state:
             lease.state = state
             self._count_held(lease, _HOLD_OF.get(state))

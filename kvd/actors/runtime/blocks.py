@@ -186,7 +186,7 @@ class Hold(StrEnum):
     """a pull has ended, and its reads have not: they may still be written to"""
 
 
-_NOTHING: Final = Size(0, 0)
+NOTHING: Final = Size(0, 0)
 
 
 class HeldBlocks:
@@ -207,12 +207,12 @@ class HeldBlocks:
             else:
                 self._sizes[before] = Size(blocks - size.blocks, total - size.bytes)
         if after is not None:
-            blocks, total = self._sizes.get(after, _NOTHING)
+            blocks, total = self._sizes.get(after, NOTHING)
             self._sizes[after] = Size(blocks + size.blocks, total + size.bytes)
 
     def of(self, hold: Hold) -> Size:
         """How much is in one of the states."""
-        return self._sizes.get(hold, _NOTHING)
+        return self._sizes.get(hold, NOTHING)
 
     def report(self) -> dict[str, int]:
         """Blocks by state, as a status tells of them."""

@@ -9,7 +9,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.scheduler.pull import WAS_CANCELLED
 from kvd.actors.scheduler.transfer import TELLING, Event, State, Transfer
-from kvd.protocol.peer import Claim, Fence, Release, Renew, Settle
+from kvd.protocol.peer import Claim, Fence, Follow, Release, Renew, Settle
 from kvd.protocol.types import Message
 
 CLAIM_AFTER = 0.02
@@ -120,6 +120,10 @@ class PeerRequests:
             transfer.claimed = transfer.granted = False
             transfer.released = True
 
+    def follow(self, transfer: Transfer) -> None:
+        """Asks what the offer grows by beyond what is known of it."""
+        self.request(transfer, Follow(transfer.number, transfer.told.parts))
+
     # --- fences -----------------------------------------------------------------------------------------------------
 
     def fence(self, transfer: Transfer) -> None:
@@ -148,7 +152,9 @@ class PeerRequests:
                 self._channel.ask(address, Settle(tuple(fences[start : start + limits.MAX_SETTLED])))
 
     def _fence_of(self, transfer: Transfer) -> Fence:
-        return Fence(transfer.number, transfer.generation, None if transfer.granted else self._claim_of(transfer))
+        unclaimed = None if transfer.granted else self._claim_of(transfer)
+        proof = transfer.proof if transfer.pull.ticket.grows else None
+        return Fence(transfer.number, transfer.generation, unclaimed, proof)
 
     def _leave_of(self, transfer: Transfer) -> Fence:
         return Fence(transfer.number, 0, self._claim_of(transfer))

@@ -1,14 +1,17 @@
 """Which ranks of a producing engine one of our pools reads from, and how: worked out once, used by every pull."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvd import limits, plan
 from kvd.actors.runtime.records import PeerPool, PeerView, Pool
 from kvd.errors import ErrorCode, refusal
+from kvd.layout import Full, Group
 from kvd.plan import Descriptors, Planner
-from kvd.protocol.ticket import Ticket, TicketRank
-from kvd.protocol.types import Span
+from kvd.protocol.peer import Grown
+from kvd.protocol.spans import joined
+from kvd.protocol.ticket import TicketRank
+from kvd.protocol.types import Span, Spans
 
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
@@ -72,26 +75,77 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
     )
 
 
-def is_large(source: Source, wanted: Sequence[Span]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the blocks that one producer rank offers: all of them, or what the offer has had so far."""
+
+    tokens: int
+    spans: Spans
+    whole: bool
+    """No more will come."""
+    parts: int = 0
+    """How many the producer has told of."""
+    stamp: int = 0
+    """The word of the lease's stamp; 0 if there is none."""
+    read: int = 0
+    """So many tokens are read already."""
+
+    @property
+    def section(self) -> plan.Section:
+        """What of it is to be read now."""
+        return plan.Section(self.read, None if self.whole else self.tokens)
+
+    def landed(self) -> "Told":
+        """Once that is read."""
+        return replace(self, read=self.tokens)
+
+    def more(self, grown: Grown) -> "Told":
+        """With what the producer tells now.
+
+        Raises:
+            BadRequest: `BAD_BLOCKS`, it does not go on where it ended; `TOO_LARGE`, it is too much.
+
+        """
+        spans = joined([self.spans, grown.spans])
+        blocks = sum(len(span.ids) for span in spans) // 4
+        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"an offer has grown to {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+        if grown.tokens < self.tokens:
+            raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has gone back from {self.tokens} tokens to {grown.tokens}")
+        return Told(grown.tokens, spans, grown.closed, grown.parts, grown.stamp, self.read)
+
+
+def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> bool:
     """Whether the plan of a read takes longer than the loop should: it is made on a thread."""
     if source.planner is None:
         return False
-    blocks = sum(len(span.ids) for span in wanted) // 4
+    blocks = sum(_new(told, span, groups[span.group]) for span in wanted)
     return max(source.planner.most(blocks), blocks) > limits.MAX_PLANNED_AT_ONCE
 
 
-def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: int) -> Descriptors:
-    """The descriptors that bring the `wanted` blocks from one producer rank; there may be none.
+def _new(told: Told, span: Span, group: Group) -> int:
+    """How many of the blocks of `span` a plan is about, at most."""
+    count = len(span.ids) // 4
+    if not isinstance(group.window, Full):
+        return count if told.whole else 0
+    stop = span.first + count
+    if not told.whole:
+        stop = min(stop, told.tokens // group.block_tokens + 1)
+    return max(0, stop - max(span.first, told.read // group.block_tokens))
+
+
+def plan_read(source: Source, told: Told, wanted: Sequence[Span], groups: int) -> Descriptors:
+    """The descriptors that bring what is new of the `wanted` blocks from one producer rank; there may be none.
 
     Raises:
         BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or the producer's pool has no such block;
-            `BAD_TICKET`, the ticket's block ids are not whole numbers of 4 bytes.
+            `BAD_TICKET`, the block ids are not whole numbers of 4 bytes.
 
     """
     if source.planner is None or not any(len(span.ids) for span in wanted):
         return Descriptors.of(())
-    offered = ticket.spans(ticket.ranks[source.rank])
-    for span in offered:
+    for span in told.spans:
         if len(span.ids) % 4:
             text = (
                 f"the ticket gives {len(span.ids)} bytes of block ids for group {span.group}, which is no multiple of 4"
@@ -99,9 +153,9 @@ def plan_read(source: Source, ticket: Ticket, wanted: Sequence[Span], groups: in
             raise refusal(ErrorCode.BAD_TICKET, text)
         if span.group < len(source.pool.spec.groups):
             plan.check_ids(source.pool.spec.groups[span.group], span.ids)
-    there, here = {span.group: span for span in offered}, {span.group: span for span in wanted}
+    there, here = {span.group: span for span in told.spans}, {span.group: span for span in wanted}
     spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
-    return source.planner.plan(spans, ticket.tokens)
+    return source.planner.plan(spans, told.tokens, told.section)
 
 
 def _pair(there: Span, here: Span) -> plan.Span:

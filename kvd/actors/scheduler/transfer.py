@@ -6,7 +6,9 @@ The rules, which the table below makes precise:
   byte. A transfer is held only by a fence that was sent after the last byte landed, or by the stamp, read after it.
   Anything else ends in `ended`, and its pull in failure.
 - Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
-  (`landed`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
+  (`landed`, `part`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
+- An offer that grows is read part by part, each after the one before it; the last one lands after the offer was closed.
+  Only that one is fenced, by a proof over all blocks that the producer told of.
 - The claim of a pull that has not ended is released only after the read has ended. Of one that has ended it is released
   when the read has, or when that takes long: nobody will use what the read brings.
 """
@@ -20,10 +22,10 @@ from kvd import limits
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.records import PeerView
 from kvd.actors.runtime.spans import TransferSpan
-from kvd.actors.scheduler.routes import Source, is_large, plan_read
+from kvd.actors.scheduler.routes import Source, Told, is_large, plan_read
 from kvd.plan import Descriptors
 from kvd.protocol.peer import Grant
-from kvd.protocol.ticket import TicketRank, stamp
+from kvd.protocol.ticket import TicketRank, proof, stamp
 from kvd.protocol.types import Message
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class State(StrEnum):
     """the producer's grant"""
     HOLDING = "holding"
     """its pull's end: it reads nothing, and its claim is renewed until then"""
+    FOLLOWING = "following"
+    """word from the producer that the offer has grown, or was closed; all that is known of it is read"""
     PLANNING = "planning"
     """the plan of its read, which takes longer than the grant took"""
     READING = "reading"
@@ -68,13 +72,20 @@ class Event(StrEnum):
     """an unclaimed read goes on for so long that its lease should be claimed"""
     GRANTED = "granted"
     UNPLANNED = "unplanned"
-    """granted, and its read is not planned yet"""
+    """granted, or grown, and its read is not planned yet"""
     PLANNED = "planned"
     HOLD = "hold"
     """granted, to a pull that only holds the lease"""
+    GROWS = "grows"
+    """granted, and the blocks of the offer are told by and by"""
+    GREW = "grew"
+    """the producer has told of more blocks, or that the offer is closed; their read is planned"""
+    PART = "part"
+    """landed, and more is to come"""
     REFUSED = "refused"
     """by the producer: it refused the claim or broke the lease; or the peer is lost"""
     LANDED = "landed"
+    """the last byte of all"""
     STAMPED = "stamped"
     """landed, and the lease's stamp was found after the last byte"""
     UNPROVEN = "unproven"
@@ -93,6 +104,8 @@ class Effect(StrEnum):
     """What to do."""
 
     CLAIM = "claim"
+    FOLLOW = "follow"
+    """ask the producer for what the offer grows by"""
     READ = "read"
     FENCE = "fence"
     SETTLE = "settle"
@@ -111,8 +124,8 @@ _S, _E, _F = State, Event, Effect
 
 OPEN = frozenset({_S.READING, _S.DRAINING})
 """Its read is open: something may write to the pull's blocks."""
-READ = frozenset({_S.FENCING, _S.SETTLING, _S.LEAVING, _S.DONE, _S.ENDED})
-"""Its read has ended, or will not begin."""
+READ = frozenset({_S.FOLLOWING, _S.FENCING, _S.SETTLING, _S.LEAVING, _S.DONE, _S.ENDED})
+"""Its read, or that of all it knows of, has ended or will not begin."""
 TELLING = frozenset({_S.SETTLING, _S.LEAVING})
 """The producer is told that its reader has finished."""
 PROVEN = frozenset({_S.SETTLING, _S.DONE})
@@ -130,14 +143,20 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.CLAIMING, _E.GRANTED): Step(_S.READING, (_F.READ,)),
         (_S.CLAIMING, _E.UNPLANNED): Step(_S.PLANNING),
         (_S.CLAIMING, _E.HOLD): Step(_S.HOLDING),
+        (_S.CLAIMING, _E.GROWS): Step(_S.FOLLOWING, (_F.FOLLOW,)),
         (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.CLAIMING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
+        (_S.FOLLOWING, _E.GREW): Step(_S.READING, (_F.READ,)),
+        (_S.FOLLOWING, _E.UNPLANNED): Step(_S.PLANNING),
+        (_S.FOLLOWING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
+        (_S.FOLLOWING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.PLANNING, _E.PLANNED): Step(_S.READING, (_F.READ,)),
         (_S.PLANNING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.PLANNING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.HOLDING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.HOLDING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.READING, _E.PART): Step(_S.FOLLOWING, (_F.FOLLOW,)),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
         (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
@@ -153,6 +172,7 @@ TABLE: Table[State, Event, Effect] = Table(
         # The lease may have ended meanwhile, which does not concern the reader any more.
         (_S.SETTLING, _E.REFUSED): Step(_S.DONE),
         (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.RELEASE,)),
+        (_S.DRAINING, _E.PART): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.UNPROVEN): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE,)),
@@ -163,6 +183,7 @@ TABLE: Table[State, Event, Effect] = Table(
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
         _S.HOLDING: frozenset({_E.GRANTED}),
+        _S.FOLLOWING: frozenset({_E.GRANTED}),
         _S.PLANNING: frozenset({_E.GRANTED}),
         _S.READING: frozenset({_E.GRANTED}),
         _S.FENCING: frozenset({_E.GRANTED}),
@@ -183,6 +204,8 @@ class Transfer(Struct, eq=False):
     source: Source
     rank: TicketRank
     """The producer rank, as the ticket names it."""
+    told: Told
+    """What is known of its blocks."""
     state: State = TABLE.initial
     generation: int = 0
     """Of the lease, once it is known."""
@@ -230,7 +253,7 @@ class Transfer(Struct, eq=False):
         The ticket must name a lease of the very pool that the producer's daemon has told us about.
         """
         rank = self.rank
-        named = rank.generation != 0 and self.view.told_of(self.source.pool, rank)
+        named = self.told.whole and rank.generation != 0 and self.view.told_of(self.source.pool, rank)
         return named and rank.stamp != 0 and self.view.stamps != 0
 
     def plan(self) -> Descriptors:
@@ -242,18 +265,29 @@ class Transfer(Struct, eq=False):
         """
         if self.descriptors is None:
             pull = self.pull
-            self.descriptors = plan_read(self.source, pull.ticket, pull.blocks, len(pull.pool.spec.groups))
+            self.descriptors = plan_read(self.source, self.told, pull.blocks, len(pull.pool.spec.groups))
         return self.descriptors
 
     @property
     def is_large(self) -> bool:
         """Whether the loop should not plan it."""
-        return is_large(self.source, self.pull.blocks)
+        return is_large(self.source, self.told, self.pull.blocks, self.pull.pool.spec.groups)
+
+    def has_landed(self) -> Event:
+        """What it means that all it was told of is here."""
+        self.told = self.told.landed()
+        return Event.LANDED if self.told.whole else Event.PART
+
+    @property
+    def proof(self) -> bytes:
+        """Over all blocks that it was told of."""
+        rank, told = self.rank, self.told
+        return proof(rank.secret, rank.pool, rank.offer, told.tokens, told.spans)
 
     def expect_stamp(self) -> int:
         """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read."""
-        ticket, rank, stamps = self.pull.ticket, self.rank, self.view.stamps
-        if not stamps or not rank.stamp:
+        word, stamps = self.told.stamp, self.view.stamps
+        if not (self.told.whole and stamps and word):
             return 0
-        self.stamp = stamp(rank.secret, self.generation, ticket.proof(rank), self.source.pool.epoch)
-        return stamps + (rank.stamp - 1) * limits.STAMP_BYTES
+        self.stamp = stamp(self.rank.secret, self.generation, self.proof, self.source.pool.epoch)
+        return stamps + (word - 1) * limits.STAMP_BYTES

@@ -23,11 +23,11 @@ from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
 from kvd.actors.scheduler.pull import Event as PullEvent
-from kvd.actors.scheduler.routes import Source
+from kvd.actors.scheduler.routes import Source, Told
 from kvd.actors.scheduler.transfer import Effect, Event, State, Transfer
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.plan import Descriptors
-from kvd.protocol.peer import Broken, Grant, Held, LeaseAnswer, Refuse, Settled
+from kvd.protocol.peer import Broken, Grant, Grown, Held, LeaseAnswer, Refuse, Settled
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
@@ -82,7 +82,9 @@ class Transfers(Component):
     def add(self, pull: Pull, source: Source) -> None:
         """Adds one transfer to a pull; `begin` is called when the pull has all of them."""
         self._last_number += 1
-        transfer = Transfer(self._last_number, pull, source, pull.ticket.ranks[source.rank])
+        ticket, rank = pull.ticket, pull.ticket.ranks[source.rank]
+        told = Told(ticket.tokens, ticket.spans(rank), whole=not ticket.grows, stamp=rank.stamp)
+        transfer = Transfer(self._last_number, pull, source, rank, told)
         if pull.span is not None:
             transfer.span = pull.span.transfer(transfer.rank.daemon, transfer.rank.pool)
         pull.transfers.append(transfer)
@@ -146,6 +148,8 @@ class Transfers(Component):
         match reply:
             case Grant():
                 self._granted(transfer, reply)
+            case Grown():
+                self._grown(transfer, reply)
             case Held():
                 if transfer.state is State.FENCING or transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
@@ -201,14 +205,29 @@ class Transfers(Component):
                 transfer.early_grant = grant
                 call(self._handshake.need, transfer.address, stale=True)
                 return
-            planned = self._plans.plan(transfer)
+            grows = not transfer.told.whole
+            planned = not grows and self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return
         transfer.early_grant = None
         transfer.granted = True
         transfer.generation = grant.generation
-        self._step(transfer, Event.HOLD if transfer.pull.hold else Event.GRANTED if planned else Event.UNPLANNED)
+        read = Event.GROWS if grows else Event.GRANTED if planned else Event.UNPLANNED
+        self._step(transfer, Event.HOLD if transfer.pull.hold else read)
+
+    def _grown(self, transfer: Transfer, grown: Grown) -> None:
+        """Reads what an offer has grown by. An answer to an earlier question is dropped: what it says is known."""
+        if transfer.state is not State.FOLLOWING or grown.seen != transfer.told.parts:
+            return
+        self._requests.answered(transfer)
+        try:
+            transfer.told = transfer.told.more(grown)
+            planned = self._plans.plan(transfer)
+        except KvdError as error:
+            self._fail(transfer, error)
+            return
+        self._step(transfer, Event.GREW if planned else Event.UNPLANNED)
 
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
@@ -251,7 +270,7 @@ class Transfers(Component):
         read = transfer.plan()
         moved, descriptors = read.bytes, read.count  # its plan is dropped when the read has ended
         stamped = transfer.stamp and event.stamp == transfer.stamp
-        self._read_ended(transfer, Event.STAMPED if stamped else Event.LANDED)
+        self._read_ended(transfer, Event.STAMPED if stamped else transfer.has_landed())
         self.actor.call(self._count, event.seconds, moved, descriptors)
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
@@ -310,15 +329,14 @@ class Transfers(Component):
             case Effect.CLAIM:
                 self._requests.claim(transfer)
                 self._effects.put(self._plan_claimed, transfer)  # while all claims of the pull are on their way
+            case Effect.FOLLOW:
+                self._requests.follow(transfer)
             case Effect.READ:
                 self._read(transfer)
             case Effect.FENCE:
                 self._requests.fence(transfer)
             case Effect.SETTLE:
-                self._requests.settle_soon(transfer)
-                if transfer.state is State.LEAVING:
-                    pull = transfer.pull
-                    self._leaving.add(transfer, pull.pool.id, pull.ticket_bytes // len(pull.transfers))
+                self._settle(transfer)
             case Effect.ABORT:
                 self._transport.abort(transfer.number)
             case Effect.RELEASE:
@@ -328,12 +346,18 @@ class Transfers(Component):
             case Effect.CONTRIBUTE:
                 self._check_proven(transfer.pull)
 
+    def _settle(self, transfer: Transfer) -> None:
+        self._requests.settle_soon(transfer)
+        if transfer.state is State.LEAVING:
+            pull = transfer.pull
+            self._leaving.add(transfer, pull.pool.id, pull.ticket_bytes // len(pull.transfers))
+
     def _check_proven(self, pull: Pull) -> None:
         if all(transfer.state in machine.PROVEN for transfer in pull.transfers):
             self._step_pull(pull, PullEvent.PROVEN, None)
 
     def _plan_claimed(self, transfer: Transfer) -> None:
-        if transfer.state is State.CLAIMING:
+        if transfer.state is State.CLAIMING and transfer.told.whole:
             try:
                 self._plans.plan(transfer)
             except KvdError as error:
@@ -347,7 +371,7 @@ class Transfers(Component):
     def _read(self, transfer: Transfer) -> None:
         read, source = transfer.plan(), transfer.source
         if not read.count:
-            self._step(transfer, Event.LANDED)
+            self._step(transfer, transfer.has_landed())
             return
         word = transfer.expect_stamp()
         if not transfer.claimed:

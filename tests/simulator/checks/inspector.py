@@ -30,7 +30,7 @@ def check_offered(world: World, daemon: Daemon) -> None:
     for pull in scheduler._pulls.values():
         written = blocks_of(pull.pool, pull.blocks)
         for lease in standing:
-            both = written & blocks_of(lease.pool, lease.blocks) if lease.pool.id == pull.pool.id else set()
+            both = written & blocks_of(lease.pool, lease.content.blocks) if lease.pool.id == pull.pool.id else set()
             if both:
                 text = f"{daemon.name}: {pull.key} writes to {sorted(both)}, which stand in {lease.key}"
                 world.violate(Promise.FENCED, text)

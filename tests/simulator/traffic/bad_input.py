@@ -153,7 +153,7 @@ class BadInput:
         leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
         standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
         pulls = [(pull.pool.worker, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
-        used = [(lease.pool.worker, wire.Offer, lease.blocks) for lease in standing] + pulls
+        used = [(lease.pool.worker, wire.Offer, lease.content.blocks) for lease in standing] + pulls
         used = [each for each in used if any(span.ids for span in each[2])]
         if not used:
             return
@@ -187,11 +187,15 @@ class BadInput:
         rng = self.world.rng
         offering = source.offers[offer]
         local = source.core.ticket(offer, _TOKENS, offering.blocks, offering.secret)
-        right = msgspec.structs.replace(ticket.decode(offering.ticket or local), tokens=_TOKENS)
-        rank, ids = right.ranks[0], right.blocks[0]
         replace = msgspec.structs.replace
-        wrong = rng.choice(
-            (
+        right = ticket.decode(offering.ticket or local)
+        rank, ids = right.ranks[0], right.blocks[0]
+        changed: tuple[ticket.Ticket, ...]
+        if right.grows:
+            changed = (ticket.decode(local), replace(right, grows=False), replace(right, tokens=_TOKENS))
+        else:
+            right = replace(right, tokens=_TOKENS)
+            changed = (
                 right,
                 right,
                 replace(right, blocks=((replace(ids[0], ids=ids[0].ids[::-1]), *ids[1:]),)),
@@ -199,6 +203,11 @@ class BadInput:
                 replace(right, blocks=((replace(ids[0], ids=b"\1"), *ids[1:]),)),
                 replace(right, blocks=((replace(ids[0], first=3),),)),
                 replace(right, tokens=1 << 62),
+                replace(right, grows=True),
+            )
+        wrong = rng.choice(
+            (
+                *changed,
                 replace(right, ranks=(replace(rank, secret=_GUESS, stamp=rng.randrange(5)),)),
                 replace(right, ranks=(replace(rank, pool="nobody"),)),
                 replace(right, ranks=(replace(rank, offer="nothing"),)),

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -12,11 +13,12 @@ from kvd.layout import Full
 from kvd.limits import SECRET_BYTES
 from kvd.protocol import ticket
 from tests.simulator.checks.ledger import Pulling
+from tests.simulator.traffic.growing import Prefill
 from tests.simulator.traffic.pieces import Piece
 from tests.simulator.traffic.workers import Worker
 from tests.simulator.virtual.cache import make_cache
 from tests.simulator.virtual.fleet import Daemon
-from tests.simulator.virtual.network import alias
+from tests.simulator.virtual.network import alias, session_of
 from tests.simulator.virtual.world import World
 
 MAX_TOKENS = 12
@@ -71,6 +73,10 @@ class Sequence:
     """Its pulls are cancelled soon after they began, which ends its offers."""
     brief: bool = False
     """Offered so briefly that no message may be lost or late."""
+    grows: bool = False
+    """Its offers grow while it is prefilled."""
+    unopened: int = 0
+    """Those of them whose tickets are on their way already."""
     tickets: dict[int, str] = field(default_factory=dict)
     offered: dict[int, tuple[tuple[Blocks, ...], bytes]] = field(default_factory=dict)
     """Blocks and secret, by rank of the source, of those offers whose tickets name their leases: a careless engine
@@ -158,6 +164,7 @@ class Router:
         self._alive.append(sequence)
         brief = calm and not cancelled and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
         sequence.brief = brief
+        sequence.grows = Piece.GROWING_OFFERS in self.world.pieces and self.world.chance(0.5)
         ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
         for rank, worker in enumerate(source.workers):
@@ -174,7 +181,7 @@ class Router:
     @staticmethod
     def _is_over(sequence: Sequence) -> bool:
         """Whether nobody offers it any more."""
-        return not any(sequence.offer in worker.offers for worker in sequence.source.workers)
+        return not sequence.unopened and not any(sequence.offer in worker.offers for worker in sequence.source.workers)
 
     def _others(self, source: Engine, target: Engine) -> tuple[Engine, ...]:
         if Piece.SEVERAL_CONSUMERS not in self.world.pieces:
@@ -199,9 +206,22 @@ class Router:
             return
         run = worker.runs
         late = (sequence.cancelled or not sequence.calm) and self.world.chance(0.3)
-        secret = like[1] if like and not late else _secret(f"{sequence.name} {worker.process.name}")
-        if not late:
+        early = late or (sequence.grows and self._may_wait(sequence) and self.world.chance(0.5))
+        secret = like[1] if like and not early else _secret(f"{sequence.name} {worker.process.name}")
+        if not early:
             sequence.offered[rank] = (blocks, secret)
+        if sequence.grows:
+            prefill = Prefill(worker, sequence.offer, sequence.name, sequence.tokens, blocks, secret)
+            given_up = not sequence.calm and self.world.chance(0.2)
+            wait = 0.1 if sequence.calm else 0.3
+            have = partial(self._have, sequence, rank)
+            sequence.unopened += early
+
+            def opened() -> None:
+                sequence.unopened -= early
+
+            prefill.begin(ttl, have, opened, early=early, wait=wait, given_up=given_up)
+            return
 
         def offer() -> None:
             if worker.runs != run:
@@ -222,6 +242,10 @@ class Router:
             worker.process.call_later(self.world.rng.random() * 0.3, offer)
         else:
             offer()
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        """Whether its claims may come before its offers, though some of them are refused where few may wait."""
+        return not sequence.calm or Piece.SMALL_BOUNDS not in self.world.pieces
 
     def _have(self, sequence: Sequence, rank: int, text: str) -> None:
         sequence.tickets[rank] = text
@@ -262,6 +286,8 @@ class Router:
             return
         request = f"{sequence.name}/{worker.name}/{attempt}"
         sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
+        if sequence.grows:  # what is not closed ends with the session
+            sources += [session_of(each.name) for each in sequence.source.workers]
         void = self._is_stale(joined)
         pulling = Pulling(
             sequence=sequence.name,
@@ -299,7 +325,7 @@ class Router:
     def _is_stale(self, text: str) -> bool:
         """Whether all daemons that the ticket names have restarted since."""
         runs = {daemon.name: daemon.incarnation for engine in self.engines for daemon in engine.daemons}
-        return all(rank.incarnation != runs[rank.daemon] for rank in ticket.decode(text).ranks)
+        return all(rank.incarnation not in (0, runs[rank.daemon]) for rank in ticket.decode(text).ranks)
 
     def _is_reused(self, sequence: Sequence) -> bool:
         """Whether another offer stands under its name."""

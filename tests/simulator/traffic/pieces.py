@@ -26,6 +26,8 @@ class Piece(StrEnum):
     """A worker dies while it is read from, and its successor before it has the pool."""
     DYING_TRANSPORTS = "dying-transports"
     """The process ends in which a daemon reads from other hosts, and another one is started."""
+    GROWING_OFFERS = "growing-offers"
+    """Sequences are pulled while they are prefilled, chunk by chunk; some pulls begin before the prefill."""
     HOSTILE_PEERS = "hostile-peers"
     """An admitted peer and another user's process send what they like."""
     IDLE_PROCESSES = "idle-processes"

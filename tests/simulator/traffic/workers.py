@@ -275,6 +275,8 @@ class Worker(Ledger):
                         offering.answered(ticket)
             case events.OfferRefused(offer) | events.Released(offer):
                 self.offer_ended(offer)
+            case events.NotExtended():
+                self.world.violate(Promise.SURVIVES, f"{self.name}: {event}")
             case events.Done(request):
                 self.pull_done(request, given_back=self.detaching)
                 self.cancel(self._holds.pop(request, ""))
@@ -314,6 +316,30 @@ class Worker(Ledger):
         self.offers[name] = Offering(blocks, answered, secret)
         self.session.send(frame)
         return True
+
+    def open_offer(
+        self,
+        name: str,
+        blocks: tuple[Blocks, ...],
+        ttl: float,
+        answered: Callable[[str], None] | None,
+        *,
+        secret: bytes,
+    ) -> bool:
+        """Opens an offer that grows, which is to have `blocks` in the end."""
+        assert self.session is not None
+        try:
+            frame = self.core.offer(name, 0, (), ttl, secret=secret, grows=True)
+        except KvdError:
+            self.give_back(blocks)
+            return False
+        self.offers[name] = Offering(blocks, answered, secret)
+        self.session.send(frame)
+        return True
+
+    def extend_offer(self, name: str, tokens: int, blocks: tuple[Blocks, ...], *, closes: bool) -> None:
+        assert self.session is not None
+        self.session.send(self.core.extend(name, tokens, blocks, closes=closes))
 
     def pull(self, request: str, ticket: str, pulling: Pulling, timeout: float) -> None:
         assert self.session is not None

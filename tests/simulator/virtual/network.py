@@ -189,6 +189,11 @@ class Receiver(Protocol):
         """End of file."""
 
 
+def session_of(worker: str) -> str:
+    """Where it counts as a fault that a session of this worker ends, whatever becomes of the worker."""
+    return f"{worker.partition('#')[0]}'s session"
+
+
 class Session:
     """One worker's connections with one run of a daemon: the session socket, and ZMQ beside it."""
 
@@ -219,6 +224,7 @@ class Session:
         if not self.open:
             return
         self.open, self.lost = False, lose
+        self.port.disturb(session_of(self.process.name))
         self.port.routes.pop(self.routing, None)
         self.port.sessions.pop(self.number, None)
         self.port.later(self.port.process, self.port.on_event, SessionClosed(self.number))
@@ -238,6 +244,10 @@ class SimWorkerPort:
         self.routes: dict[bytes, Session] = {}
         self._last, self._inbox = 0, _Inbox()
         self.answers_to_stranger: list[bytes] = []
+
+    def disturb(self, what: str) -> None:
+        """Records a fault."""
+        self._network.world.disturb(what)
 
     @property
     def endpoint(self) -> str:
@@ -321,6 +331,7 @@ class SimWorkerPort:
         session = self.sessions.pop(connection, None)
         if session is not None and session.open:
             session.open = False
+            self.disturb(session_of(session.process.name))
             self.routes.pop(session.routing, None)
             self.later(session.process, session.receiver.on_closed)
 

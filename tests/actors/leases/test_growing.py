@@ -1,0 +1,250 @@
+"""Offers that grow, as the producer's daemon keeps them."""
+
+import re
+
+import pytest
+
+from kvd import limits
+from kvd.actors.runtime.blocks import Hold
+from kvd.errors import ErrorCode
+from kvd.protocol import ticket
+from kvd.protocol.peer import Broken, Fence, Follow, Grant, Grown, Held, Release
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Cancel, Error, Extend, Extended, Offer, Offered, Released
+from tests.actors.stage import SECRET, Stage, ids, make_claim
+from tests.simulator.virtual.cache import make_cache
+
+HYBRID = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=2)
+
+
+def blocks(first, *numbers, group=0):
+    return (Span(group, first, ids(*numbers)),)
+
+
+def claim(number=1, **which):
+    shown = ticket.proof(which.pop("secret", SECRET), "w", "o", 0, ())
+    made = make_claim(number, **which)
+    return type(made)(*(shown if field == "proof" else getattr(made, field) for field in made.__struct_fields__))
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(claim_wait=2.0, tombstone=10.0)
+    stage.attach()
+    return stage
+
+
+def opened(stage, ttl=30.0):
+    return stage.request(Offer(1, "o", 0, (), ttl, SECRET, grows=True))
+
+
+def extend(stage, tokens, spans, *, closes=False, offer="o"):
+    return stage.request(Extend(7, offer, tokens, spans, closes))
+
+
+def refused(answers):
+    (error,) = answers
+    assert (type(error), error.call) == (Error, 7)
+    return error.code, error.text
+
+
+def whole(tokens, *spans):
+    return ticket.proof(SECRET, "w", "o", tokens, spans)
+
+
+def released(stage):
+    return [(item.offer, item.reason) for item in stage.notified if isinstance(item, Released)]
+
+
+def test_an_offer_is_opened_under_its_secret_and_its_ticket_names_no_blocks(stage):
+    [offered] = opened(stage)
+    assert isinstance(offered, Offered)
+    made = ticket.decode(offered.ticket)
+    assert (made.grows, made.tokens, made.blocks) == (True, 0, ((),))
+    assert made.ranks[0].generation
+
+
+def test_a_claim_may_wait_for_the_opening_and_is_granted_before_any_block_is_known(stage):
+    assert stage.asked_by_peer(claim()) == []
+    opened(stage)
+    [(_, grant)] = stage.answers
+    assert isinstance(grant, Grant)
+    assert stage.asked_by_peer(claim(2, secret=bytes(16)))[0].code == ErrorCode.BAD_TICKET
+
+
+def test_a_reader_that_asks_is_told_of_the_next_extension(stage):
+    opened(stage)
+    stage.asked_by_peer(claim())
+    assert stage.asked_by_peer(Follow(1, 0)) == []
+    assert extend(stage, 3, blocks(0, 0, 1)) == [Extended(7)]
+    assert stage.answers[-1][1] == Grown(1, 0, 1, 3, blocks(0, 0, 1), closed=False)
+
+
+def test_what_comes_before_a_reader_asks_again_is_told_together(stage):
+    opened(stage)
+    stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    assert stage.asked_by_peer(Follow(1, 0)) == [Grown(1, 0, 1, 2, blocks(0, 0), closed=False)]
+    told = len(stage.answers)
+    extend(stage, 4, blocks(1, 4))
+    extend(stage, 5, blocks(2, 2))
+    assert len(stage.answers) == told
+    assert stage.asked_by_peer(Follow(1, 1)) == [Grown(1, 1, 3, 5, blocks(1, 4, 2), closed=False)]
+
+
+def test_a_lost_answer_is_given_again(stage):
+    opened(stage)
+    stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    assert stage.asked_by_peer(Follow(1, 0)) == stage.asked_by_peer(Follow(1, 0))
+
+
+def test_the_close_is_told_with_the_word_that_has_the_stamp_over_the_whole(stage):
+    [offered] = opened(stage)
+    [rank] = ticket.decode(offered.ticket).ranks
+    stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    extend(stage, 3, blocks(1, 1), closes=True)
+    [grown] = stage.asked_by_peer(Follow(1, 0))
+    assert (grown.closed, grown.tokens, grown.spans) == (True, 3, blocks(0, 0, 1))
+    found = int.from_bytes(stage.dependencies.stamps.words[grown.stamp - 1].tobytes(), "little")
+    assert found == ticket.stamp(SECRET, rank.generation, whole(3, *blocks(0, 0, 1)), rank.epoch)
+
+
+def test_a_fence_holds_only_after_the_close_and_with_a_proof_over_the_whole(stage):
+    opened(stage)
+    [grant] = stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    part, all_of_it = whole(2, *blocks(0, 0)), whole(4, *blocks(0, 0, 1))
+    assert isinstance(stage.asked_by_peer(Fence(1, grant.generation, proof=part))[0], Broken)
+    extend(stage, 4, blocks(1, 1), closes=True)
+    for wrong in (None, part, bytes(16)):
+        [broken] = stage.asked_by_peer(Fence(1, grant.generation, proof=wrong))
+        assert "the offer 'o' is not closed, or has blocks that were not read" in broken.text
+    assert stage.asked_by_peer(Fence(1, grant.generation + 1, proof=all_of_it))[0].code == ErrorCode.LEASE_BROKEN
+    assert released(stage) == []
+    for _ in range(2):
+        assert stage.asked_by_peer(Fence(1, grant.generation, proof=all_of_it)) == [Held(1)]
+    assert released(stage) == [("o", "read")]
+
+
+def test_no_fence_holds_once_a_growing_offer_is_withdrawn(stage):
+    opened(stage)
+    [grant] = stage.asked_by_peer(claim())
+    stage.asked_by_peer(Follow(1, 0))
+    extend(stage, 2, blocks(0, 0))
+    stage.request(Cancel(3, "o"))
+    assert isinstance(stage.answers[-1][1], Broken)
+    assert isinstance(stage.asked_by_peer(Fence(1, grant.generation, proof=whole(2, *blocks(0, 0))))[0], Broken)
+    assert isinstance(stage.asked_by_peer(Follow(1, 1))[0], Broken)
+    code, text = refused(extend(stage, 4, blocks(1, 1), closes=True))
+    assert (code, text) == (ErrorCode.OFFER_GONE, "the offer 'o' has ended (withdrawn)")
+
+
+def test_a_reader_that_was_never_granted_is_told_so(stage):
+    [broken] = stage.asked_by_peer(Follow(9, 0))
+    assert (type(broken), broken.claims) == (Broken, (9,))
+
+
+WRONG = {
+    "goes-back": (1, (), False, ErrorCode.BAD_MESSAGE, "the offer 'o' is extended to token 1, and has 2 already"),
+    "leaves-a-gap": (6, blocks(2, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 2 on; .* end at 1"),
+    "overlaps": (6, blocks(0, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 0 on; .* end at 1"),
+    "holds-too-little": (5, blocks(1, 2), False, ErrorCode.BAD_BLOCKS, "5 tokens are said .* group 0 hold 4"),
+    "window": (2, blocks(0, 1, group=1), False, ErrorCode.BAD_BLOCKS, "group 1 .*Sliding.* name them at the close"),
+    "other-group": (2, blocks(0, 1, group=2), False, ErrorCode.BAD_BLOCKS, "group 2 is named; there are 2 groups"),
+    "other-pool": (4, blocks(1, 99), False, ErrorCode.BAD_BLOCKS, "99"),
+}
+
+
+@pytest.mark.parametrize(("tokens", "spans", "closes", "code", "text"), WRONG.values(), ids=WRONG)
+def test_an_extension_that_does_not_go_on_where_the_last_ended_is_refused_and_changes_nothing(
+    tokens, spans, closes, code, text
+):
+    stage = Stage()
+    stage.attach(raw=HYBRID.raw)
+    opened(stage)
+    extend(stage, 2, blocks(0, 0))
+    found, said = refused(extend(stage, tokens, spans, closes=closes))
+    assert found == code
+    assert re.search(text, said)
+    assert extend(stage, 4, (*blocks(1, 1), *blocks(0, 3, 4, group=1)), closes=True) == [Extended(7)]
+
+
+def test_a_closed_offer_takes_nothing_more(stage):
+    opened(stage)
+    extend(stage, 2, blocks(0, 0), closes=True)
+    for closes in (False, True):
+        code, text = refused(extend(stage, 4, blocks(1, 1), closes=closes))
+        assert (code, text) == (ErrorCode.WRONG_STATE, "the offer 'o' is closed, with 2 tokens; make another one")
+    stage.offer("at-once", (4, 5))
+    assert refused(extend(stage, 8, blocks(2, 6), offer="at-once"))[0] == ErrorCode.WRONG_STATE
+    assert refused(extend(stage, 8, blocks(2, 6), offer="never"))[0] == ErrorCode.UNKNOWN_REQUEST
+
+
+def test_an_offer_that_is_opened_with_blocks_is_refused(stage):
+    [error] = stage.request(Offer(1, "o", 2, blocks(0, 0), 30.0, SECRET, grows=True))
+    assert "is opened with 2 tokens and 1 spans" in error.text
+
+
+def test_blocks_stand_in_the_offer_from_the_moment_they_are_named_until_it_ends(stage):
+    opened(stage)
+    extend(stage, 2, blocks(0, 0))
+    assert stage.pull("early", (0,))[0].code == ErrorCode.BLOCKS_BUSY
+    stage.pull("other", (1,))
+    assert refused(extend(stage, 4, blocks(1, 1)))[0] == ErrorCode.BLOCKS_BUSY
+    extend(stage, 4, blocks(1, 5))
+    extend(stage, 6, blocks(2, 5), closes=True)  # twice: it is the worker's own affair
+    assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 3
+    stage.request(Cancel(3, "o"))
+    assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 0
+    assert stage.pull("later", (0, 5)) == []
+    assert not stage.actors.leases._offers._parts
+
+
+def test_the_time_of_an_offer_begins_anew_with_each_extension(stage):
+    opened(stage, ttl=1.0)
+    stage.run(0.9)
+    extend(stage, 2, blocks(0, 0))
+    stage.run(0.9)
+    extend(stage, 2, (), closes=True)
+    stage.run(0.9)
+    assert released(stage) == []
+    stage.run(0.2)
+    assert released(stage) == [("o", "expired")]
+
+
+def test_an_offer_whose_time_was_over_while_it_was_read_has_time_again_once_it_grows(stage):
+    opened(stage, ttl=1.0)
+    stage.asked_by_peer(claim())
+    stage.run(1.5)
+    extend(stage, 2, blocks(0, 0))
+    stage.asked_by_peer(Release(1, finished=False))
+    stage.run(0.9)
+    assert released(stage) == []
+    stage.run(0.2)
+    assert released(stage) == [("o", "expired")]
+
+
+def test_what_a_worker_has_not_closed_ends_with_its_session_and_its_readers_hear_at_once(stage):
+    opened(stage)
+    stage.offer("closed", (4, 5))
+    stage.asked_by_peer(claim())
+    stage.asked_by_peer(Follow(1, 0))
+    stage.hang_up()
+    told = stage.answers[-1][1]
+    assert (type(told), told.claims, told.text) == (Broken, (1,), "the offer has ended (withdrawn)")
+    assert isinstance(stage.asked_by_peer(make_claim(2, offer="closed", blocks=(4, 5)))[0], Grant)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "code"),
+    [("MAX_PARTS_PER_WORKER", 1, ErrorCode.OVERLOADED), ("MAX_BLOCKS_PER_REQUEST", 2, ErrorCode.TOO_LARGE)],
+)
+def test_what_an_offer_may_grow_to_is_bounded(stage, monkeypatch, bound, most, code):
+    monkeypatch.setattr(limits, bound, most)
+    opened(stage)
+    extend(stage, 4, blocks(0, 0, 1))
+    found, text = refused(extend(stage, 6, blocks(2, 2)))
+    assert found == code
+    assert str(most) in text
