@@ -18,7 +18,20 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import PeerAnswered, PeerAsked, PeerEvent
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Fence, Follow, Hello, LeaseRequest, Ping, Pong, Refuse, Release, Renew, Settle, Welcome
+from kvd.protocol.peer import (
+    Claim,
+    Fence,
+    Follow,
+    Hello,
+    LeaseRequest,
+    Ping,
+    Pong,
+    Refuse,
+    Release,
+    Renew,
+    Settle,
+    Welcome,
+)
 
 
 class PeerFrames:
