@@ -173,6 +173,10 @@ MAX_CLAIMS_WAITING: Final = 16_384
 MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
 """Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others."""
 
+MAX_CLAIMS_AHEAD: Final = MAX_CLAIMS_WAITING_PER_PEER // 2
+"""Claims of one user's pulls that may wait at one producer, as their tickets name no lease: half of what that has room
+for, so that one user of a daemon who pulls what is never offered leaves room for others."""
+
 MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
 one only holds the offer while the request queues, one reads."""

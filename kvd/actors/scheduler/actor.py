@@ -74,6 +74,7 @@ class SchedulerActor(Actor):
             channel=channel,
             background=background,
             step_pull=self._advance,
+            grow=self._targets.grow,
         )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
         self._quarantined = 0

@@ -84,6 +84,19 @@ class Targets:
         pool.blocks.take(pull.blocks)
         self._open[pool.id] = after
 
+    def grow(self, pull: Pull, more: int) -> None:
+        """Counts so many bytes, of which a producer has told, as a part of a pull's ticket.
+
+        Raises:
+            Unavailable: `OVERLOADED`, too much is open.
+
+        """
+        after = replace(self._open[pull.pool.id])
+        after.ticket_bytes += more
+        after.check()
+        self._open[pull.pool.id] = after
+        pull.ticket_bytes += more
+
     def give_back(self, pull: Pull) -> None:
         """Frees the blocks of a pull, to which nothing writes any more."""
         pull.pool.blocks.give_back(pull.blocks)

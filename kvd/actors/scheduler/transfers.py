@@ -17,6 +17,7 @@ from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler import transfer as machine
+from kvd.actors.scheduler.ahead import ClaimsAhead
 from kvd.actors.scheduler.leaving import Leaving
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.plans import Plans
@@ -36,7 +37,10 @@ _NOT_BELIEVED: Final = frozenset({ErrorCode.BAD_TICKET, ErrorCode.OFFER_GONE})
 
 
 class Transfers(Component):
-    """See the module's text. `step_pull` takes events of pulls; it runs no effects."""
+    """See the module's text. `step_pull` takes events of pulls; it runs no effects.
+
+    `grow` counts bytes as a part of a pull's ticket, and raises if they are too many.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Transfers(Component):
         channel: PeerChannel,
         background: Background,
         step_pull: StepPull,
+        grow: Callable[[Pull, int], None],
     ) -> None:
         self.actor = scheduler
         self._context = context
@@ -58,8 +63,10 @@ class Transfers(Component):
         self._producers = producers
         self._effects = effects
         self._step_pull = step_pull
+        self._grow = grow
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
+        self._ahead = ClaimsAhead()
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
         self._leaving: Leaving[Transfer] = Leaving(lambda transfer: self._step(transfer, Event.REFUSED))
         self._plans = Plans(scheduler, background, self._planned)
@@ -97,6 +104,8 @@ class Transfers(Component):
             for transfer in pull.transfers:
                 if transfer.number in known:
                     self._plans.plan_now(transfer)
+                elif transfer.rank.generation == 0:
+                    self._ahead.check(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return  # none of its transfers may begin
@@ -222,6 +231,7 @@ class Transfers(Component):
             return
         self._requests.answered(transfer)
         try:
+            self._grow(transfer.pull, sum(len(span.ids) for span in grown.spans))
             transfer.told = transfer.told.more(grown)
             planned = self._plans.plan(transfer)
         except KvdError as error:
@@ -299,6 +309,8 @@ class Transfers(Component):
         before, step = transfer.state, machine.TABLE.step(transfer.state, event)
         transfer.state = step.state
         if step.state is not before:
+            if transfer.rank.generation == 0:
+                self._ahead.step(transfer, before)
             if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
             if transfer.planning is not None and step.state is not State.PLANNING:

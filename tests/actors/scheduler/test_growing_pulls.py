@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvd import limits
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Claim, Fence, Follow, Grant, Grown, Held, Release, Settle
@@ -195,3 +196,33 @@ def test_another_stamp_is_no_proof_and_the_producer_is_asked(stage):
     stage.transport_says(Landed(1, 0.01, ticket.stamp(SECRET, GENERATION, whole(4, 0, 3), 1)))
     assert stage.notified == []
     assert len(stage.asks(Fence)) == 1
+
+
+def test_a_user_who_pulls_what_is_never_offered_is_refused_before_the_producer_has_no_room_for_others(
+    stage, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_AHEAD", 2)
+    for number in range(3):
+        stage.pull(f"p{number}", (number,), ticket=growing_ticket(f"o{number}"))
+    stage.peer_says(welcome_of())
+    refused = outcome(stage)
+    assert (refused.request, refused.code) == ("p2", ErrorCode.OVERLOADED)
+    assert "2 claims of this user wait for offers at tcp://peer:1" in refused.text
+    stage.peer_says(Grant(1, GENERATION, 1, 5))
+    assert stage.pull("later", (4,), ticket=growing_ticket("later")) == []
+    assert len(stage.asks(Claim)) == 3
+
+
+def test_what_a_producer_tells_counts_as_a_part_of_the_ticket_until_the_pull_has_ended(stage, monkeypatch):
+    opened = stage.actors.scheduler._targets._open
+    follow(stage)
+    [before] = [each.ticket_bytes for each in opened.values()]
+    monkeypatch.setattr(limits, "MAX_TICKET_BYTES_PER_WORKER", before + 8)
+    grown(stage, 0, 4, 0, 0, 3)
+    assert [each.ticket_bytes for each in opened.values()] == [before + 8]
+    stage.landed(1)
+    grown(stage, 1, 6, 2, 1)
+    failed = outcome(stage)
+    assert failed.code == ErrorCode.OVERLOADED
+    assert f"{before + 12} bytes of tickets" in failed.text
+    assert not opened
