@@ -23,6 +23,7 @@ from kvd.transport.interface import (
     Deregistered,
     Described,
     Landed,
+    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -92,6 +93,13 @@ class Abort(Message, frozen=True):
     read: int
 
 
+class Notify(Message, frozen=True):
+    """As `Network.notify`."""
+
+    agent: str
+    content: bytes
+
+
 class ExpectConnection(Message, frozen=True):
     """As `Transport.expect_connection`."""
 
@@ -122,6 +130,7 @@ Command = (
     | RemovePeer
     | Read
     | Abort
+    | Notify
     | ExpectConnection
     | ExpectReaders
     | Ping
@@ -142,7 +151,16 @@ class NotOpened(Message, frozen=True):
 
 
 Reported = (
-    Registered | Deregistered | Described | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered
+    Registered
+    | Deregistered
+    | Described
+    | RegisterFailed
+    | PeerAdded
+    | PeerFailed
+    | Landed
+    | ReadFailed
+    | Answered
+    | Notified
 )
 """The events that the process may tell of."""
 
