@@ -6,6 +6,8 @@ import signal
 import pytest
 
 from benchmarks.hosts.namespaces import Hosts
+from kvd.doctor.daemon import check_daemon
+from kvd.doctor.finding import Level
 from tests.hosts.stage import BLOCKS, HEARTBEAT, LONG, MEGABITS, OPEN_END, PORT, Stage
 from tests.support.fleet import Fleet, until
 from tests.support.patience import PATIENCE
@@ -55,7 +57,13 @@ def test_blocks_move_between_hosts_whatever_memory_they_are_in(pair):
     stage = pair
     for consumer in ("d0", "d1"):
         scattered(stage, consumer)
-    assert stage.peer("d0", "p0")["path"] == "tcp/eth0"
+    places = {"p0": "staged/there", "d0": "staged/here"}
+    staged = [place for name, place in places.items() if stage.daemons[name].flags["device"] != "cpu"]
+    assert stage.peer("d0", "p0")["path"] == " ".join(["tcp/eth0", *staged])
+    found = [finding for finding in check_daemon(str(stage.daemons["d0"].socket), PATIENCE) if "p0" in finding.subject]
+    [finding] = found
+    assert finding.level is Level.NOTE
+    assert "by way of pinned host memory" in finding.text
 
 
 def test_what_is_offered_no_longer_is_never_done_with_other_bytes(pair):

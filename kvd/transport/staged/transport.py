@@ -31,6 +31,7 @@ from kvd.transport.interface import (
     RegisterFailed,
     TransportDied,
 )
+from kvd.transport.path import STAGED_HERE, STAGED_THERE
 from kvd.transport.slices import U64
 from kvd.transport.staged import messages
 from kvd.transport.staged.arena import Arena, Copier
@@ -247,7 +248,10 @@ class StagedTransport:
         metadata, parts = self._adding.pop(event.agent)
         peer = self._peers.setdefault(event.agent, StagedPeer(event.agent, None))
         peer.staging = parts.staging
-        self._emit(replace(event, metadata=metadata))
+        there, here = bool(parts.staging and parts.staging.pools), self._copier is not None
+        staged = [entry for entry, holds in ((STAGED_THERE, there), (STAGED_HERE, here)) if holds]
+        path = " ".join([*event.path.split(), *staged])
+        self._emit(replace(event, metadata=metadata, path=path))
 
     def _failed(self, event: PeerFailed) -> None:
         self._adding.pop(event.agent, None)
