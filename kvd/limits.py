@@ -436,6 +436,26 @@ SLICE_DESCRIPTORS: Final = 512
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted bytes for each peer: enough to fill a network, too few to fill the transport's queues."""
 
+MAX_NOTIFICATION_BYTES: Final = 16 * KIB
+"""A message between transports; the longest asks for `SLICE_DESCRIPTORS` pieces of a pool, 8 KiB."""
+
+MAX_NOTIFICATIONS_AT_ONCE: Final = 256
+"""Such messages that the transport's process passes on between two looks at its reads; it drops what comes above it."""
+
+STAGING_WINDOWS: Final = 16
+"""Windows of `SLICE_BYTES` of pinned host memory by which others read a daemon's GPU pools, and as many slots by which
+it reads into them: 128 MiB in all. Four readers have what fills a network; more take turns."""
+
+MAX_STAGED_SLICES: Final = 4
+"""Slices of one reader for which it has a window at one peer, or waits for one: one is copied while others travel."""
+
+MAX_STAGED_REQUESTS: Final = 4096
+"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and their pulls end by
+their time."""
+
+WINDOW_SECONDS: Final = 30.0
+"""How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""
+
 MAX_SETTLED: Final = 256
 """Ended reads in one message to their producer; 200 bytes each."""
 

@@ -181,13 +181,6 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_device(self) -> Self:
-        if self.device != "cpu" and self.listen and not is_local(self.listen):
-            text = f"device {self.device} with listen {self.listen}: this version reads GPU pools within the host only"
-            raise ValueError(f"{text}; set listen to an ipc:// address, or leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _listen_beside_the_socket(self) -> Self:
         self.listen = self.listen or f"ipc://{self.socket.absolute()}{PEERS}"
         return self

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvd.daemon.tracing import Traces
     from kvd.transport.nixl.probe import Probe
     from kvd.transport.nixl.transport import NixlTransport
+    from kvd.transport.staged.transport import StagedTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def open_parts(
     return Opened(
         provider=provider,
         policy=policy,
-        transport=RoutedTransport(same_host, network),
+        transport=RoutedTransport(same_host, _with_staging(network, provider.device, config.copy_threads, loop)),
         probe=probe,
         workers=WorkerSockets(
             str(config.socket),
@@ -140,6 +141,17 @@ def _open_network(
     )
     probe.start()
     return transport, probe
+
+
+def _with_staging(
+    network: "NixlTransport | None", device: str, threads: int, loop: asyncio.AbstractEventLoop
+) -> "StagedTransport | None":
+    """The network for pools on a GPU, and for reads of those of others."""
+    if network is None:
+        return None
+    from kvd.transport.staged.host import staged  # noqa: PLC0415 - as late as NIXL
+
+    return staged(network, loop, device=device, threads=threads)
 
 
 def _open_traces(config: Config) -> "Traces | None":

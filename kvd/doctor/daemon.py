@@ -17,6 +17,7 @@ from kvd.net.inquiry import Inquiry
 from kvd.net.unix import Credentials, credentials
 from kvd.protocol.address import POOLS
 from kvd.protocol.status import PeerStatus, decode
+from kvd.transport.path import how_staged
 
 _SAME_USER: Final = (
     "nothing, where they trust each other; else run each as a user of its own, with keys "
@@ -56,6 +57,11 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
     findings.extend(_unreached(peer) for peer in status.handshake if peer.unreached_seconds is not None)
+    findings.extend(
+        Finding(f"peer {peer.daemon}", Level.NOTE, f"{peer.path}: {staged}")
+        for peer in status.handshake
+        if (staged := how_staged(peer.path))
+    )
     findings.extend(
         Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", _SLOW)
         for peer in status.handshake

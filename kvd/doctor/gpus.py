@@ -31,7 +31,19 @@ def _check(ordinal: int, bad: Level) -> list[Finding]:
     findings = [Finding(f"GPU {ordinal}", Level.OK, f"{text}network cards {reach} it")]
     if gpu.uuid.startswith("MIG-"):
         findings.append(Finding(f"GPU {ordinal}", Level.NOTE, "a MIG instance, on which kvd was never tried"))
-    return [*findings, _check_persistence(gpu)]
+    return [*findings, _check_network(gpu), _check_persistence(gpu)]
+
+
+def _check_network(gpu: Device) -> Finding:
+    """How other hosts read from it: one way is built, whatever the driver could do."""
+    can = gpu.attribute("DMA_BUF_SUPPORTED") and gpu.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+    driver = (
+        "could register it with network cards by DMA-BUF, which this version does not ask for"
+        if can
+        else ("registers it with no network card (no DMA-BUF)")
+    )
+    text = f"other hosts read pools on it, and it from them, by way of pinned host memory: the driver {driver}"
+    return Finding(f"GPU {gpu.ordinal} network", Level.NOTE, text)
 
 
 def _check_persistence(gpu: Device) -> Finding:

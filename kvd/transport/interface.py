@@ -155,6 +155,13 @@ class Answered(Struct, frozen=True, gc=False, tag=True):
     number: int
 
 
+class Notified(Struct, frozen=True, gc=False, tag=True):
+    """A message came by `Network.notify`. Whoever reaches the transport's port can send any, under any name."""
+
+    agent: str
+    content: bytes
+
+
 class NetworkDown(Struct, frozen=True, gc=False, tag=True):
     """The process that reads from other hosts has ended, and is started again until it stays.
 
@@ -187,6 +194,7 @@ Event = (
     | Landed
     | ReadFailed
     | Answered
+    | Notified
     | NetworkDown
     | NetworkUp
     | TransportDied
@@ -242,3 +250,13 @@ class Transport(Protocol):
 
     def stop(self) -> None:
         """Shuts down in order and waits for it. Open reads get no more events."""
+
+
+class Network(Transport, Protocol):
+    """A transport to other hosts, which passes messages between agents, too."""
+
+    def notify(self, agent: str, content: bytes) -> None:
+        """Sends a message of up to `limits.MAX_NOTIFICATION_BYTES` to a peer, whose agent is `Notified` of it.
+
+        Messages to one peer come in order. What cannot be sent is lost without a word: the peer is lost, too.
+        """

@@ -1,11 +1,16 @@
 """How fast a path is, judged by the transports on it.
 
 A `path` is the text of `PeerAdded`: `copy/memory` within the host, else UCX's transports as `transport/device`,
-separated by blanks; empty if unknown.
+separated by blanks; empty if unknown. `STAGED_THERE` and `STAGED_HERE` are added where bytes go by way of host memory.
 """
 
 from enum import StrEnum
 from typing import Final
+
+STAGED_THERE: Final = "staged/there"
+"""The peer's pools are on a GPU, and it copies them into its host memory for us."""
+STAGED_HERE: Final = "staged/here"
+"""Ours are, and get the bytes out of our host memory."""
 
 
 class Kind(StrEnum):
@@ -44,6 +49,15 @@ def kind_of(path: str) -> Kind:
 
 def _transports(path: str) -> set[str]:
     return {entry.partition("/")[0] for entry in path.split()}
+
+
+def how_staged(path: str) -> str:
+    """Where the bytes of `path` go by way of host memory, and why; empty if nowhere."""
+    places = path.split()
+    sides = [side for entry, side in ((STAGED_THERE, "of the peer"), (STAGED_HERE, "of this host")) if entry in places]
+    if not sides:
+        return ""
+    return f"by way of pinned host memory {' and '.join(sides)}, as kvd registers no GPU's memory with the network"
 
 
 def why_slow(path: str, *, rdma_here: bool) -> str | None:

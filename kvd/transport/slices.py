@@ -13,6 +13,7 @@ of descriptors delays nobody.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -114,8 +115,11 @@ class _PeerQueue:
     in_flight: int = 0
     """Bytes picked that have not ended."""
 
-    def has_room(self, size: int) -> bool:
-        return self.in_flight == 0 or self.in_flight + size <= limits.MAX_BYTES_IN_FLIGHT
+    slices: int = 0
+    """Slices picked that have not ended."""
+
+    def has_room(self, size: int, slices: int) -> bool:
+        return self.in_flight == 0 or (self.in_flight + size <= limits.MAX_BYTES_IN_FLIGHT and self.slices < slices)
 
     def push(self, read: _Read) -> None:
         if len(self.by_posted) > 2 * len(self.by_age) + 64:
@@ -138,9 +142,10 @@ class _PeerQueue:
 
 
 class SliceQueue:
-    """The reads of one agent that have slices to post, and the bytes in flight of each peer."""
+    """The reads of one agent that have slices to post, and what is in flight of each peer, at most so many `slices`."""
 
-    def __init__(self) -> None:
+    def __init__(self, slices: int = sys.maxsize) -> None:
+        self._most = slices
         self._reads: dict[int, _Read] = {}
         self._queues: dict[str, _PeerQueue] = {}
         self._ages = 0
@@ -165,7 +170,7 @@ class SliceQueue:
         best: tuple[int, int] | None = None
         for queue in self._queues.values():
             read = queue.oldest() if oldest_turn else queue.fewest_posted()
-            if read is None or not queue.has_room(read.head.bytes):
+            if read is None or not queue.has_room(read.head.bytes, self._most):
                 continue
             rank = (0 if oldest_turn else read.posted, read.age)
             if best is None or rank < best:
@@ -177,7 +182,9 @@ class SliceQueue:
 
     def ended(self, piece: Slice) -> None:
         """A posted slice has ended: its bytes are no longer in flight."""
-        self._queues[piece.request.agent].in_flight -= piece.bytes
+        queue = self._queues[piece.request.agent]
+        queue.in_flight -= piece.bytes
+        queue.slices -= 1
         self._sweep(piece.request.agent)
 
     def drop(self, read: int) -> None:
@@ -198,6 +205,7 @@ class SliceQueue:
     def _take(self, read: _Read, queue: _PeerQueue) -> Slice:
         piece = read.head
         queue.in_flight += piece.bytes
+        queue.slices += 1
         read.posted += piece.bytes
         following = next(read.slices, None)
         if following is None:

@@ -21,6 +21,19 @@ def test_a_gpu_that_network_cards_do_not_reach_is_said_so():
     assert "network cards do not reach it" in check_gpus("cuda:0")[0].text
 
 
+@over_standin()
+def test_without_dma_buf_other_hosts_read_by_way_of_host_memory_and_why_is_said():
+    [finding] = [finding for finding in check_gpus("cuda:0") if finding.subject == "GPU 0 network"]
+    assert finding.level is Level.NOTE
+    assert "by way of pinned host memory: the driver registers it with no network card" in finding.text
+
+
+@over_standin(dma_buf=1)
+def test_with_dma_buf_the_way_is_the_same_and_it_is_kvd_that_does_not_ask_for_more():
+    [finding] = [finding for finding in check_gpus("cuda:0") if finding.subject == "GPU 0 network"]
+    assert "by way of pinned host memory: the driver could register it" in finding.text
+
+
 @over_standin(mps=1)
 def test_a_gpu_that_cannot_have_pools_is_broken_only_for_a_daemon_that_wants_one():
     [wanted], [unwanted] = check_gpus("cuda:0"), check_gpus("cpu")

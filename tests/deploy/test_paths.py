@@ -5,7 +5,7 @@ import pytest
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
-from kvd.transport.path import Kind, kind_of, why_slow
+from kvd.transport.path import Kind, how_staged, kind_of, why_slow
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE
 
@@ -33,6 +33,14 @@ def test_tcp_is_slow_where_rdma_could_be() -> None:
     assert why_slow("tcp/eth0", rdma_here=False) is None
     assert why_slow("rc_mlx5/mlx5_0:1 tcp/lo", rdma_here=True) is None
     assert why_slow("", rdma_here=True) is None
+
+
+def test_a_path_by_way_of_host_memory_is_said_to_be_one_and_on_which_side():
+    assert how_staged("tcp/eth0") == ""
+    assert "host memory of the peer, as" in how_staged("tcp/eth0 staged/there")
+    assert "host memory of this host, as" in how_staged("tcp/eth0 staged/here")
+    assert "host memory of the peer and of this host, as" in how_staged("tcp/eth0 staged/there staged/here")
+    assert kind_of("tcp/eth0 staged/there") is Kind.TCP
 
 
 def test_where_no_ucx_is_loaded_nothing_is_known_and_nothing_fails() -> None:

@@ -94,7 +94,8 @@ class Stage:
                 self.daemons[name].start()
             if self.workers[name].child.wait(0):
                 self.workers[name] = self._attach(name)
-        for producer, consumer in itertools.product(("p0", "p1"), ("d0", "d1")):
+        producers, consumers = ([name for name in self.hosts if name.startswith(kind)] for kind in "pd")
+        for producer, consumer in itertools.product(producers, consumers):
             for _ in until(f"{consumer} reads from {producer} again"):
                 name, _ = self.pull(producer, consumer, PATIENCE)
                 if self.workers[consumer].outcome(name)["kind"] == "Done":

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
-from kvd.transport.interface import ReadRequest
+from kvd.transport.interface import Event, ReadRequest
 from kvd.transport.slices import Slice
 
 Bytes = npt.NDArray[np.uint8]
@@ -139,6 +139,9 @@ class Agent(Protocol):
     def die(self) -> None:
         """From now on nothing is heard from it."""
 
+    def hear(self, event: Event) -> None:
+        """Another agent has sent something."""
+
     def exposes(self, flight: Flight) -> bool:
         """Whether the bytes that a slice reads from it are registered."""
 
@@ -186,6 +189,11 @@ class FakeFabric:
         self._parked: list[Flight] = []
         self._cut: set[tuple[str, str]] = set()
         self._explicit: dict[str, deque[Fault]] = {}
+
+    def tell(self, agent: str, event: Event) -> None:
+        """Delivers what one agent sends to another, if that is there."""
+        if agent in self._agents:
+            self.loop.call_later(self._latency, self._agents[agent].hear, event)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvd.transport.interface import (
     Landed,
     NetworkDown,
     NetworkUp,
+    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -101,6 +102,14 @@ class FakeTransport:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
         self._soon(self._abort, read)
 
+    def notify(self, agent: str, content: bytes) -> None:
+        """Sends a message to a peer."""
+        self._soon(self._notify, agent, content)
+
+    def _notify(self, agent: str, content: bytes) -> None:
+        if agent in self._peers and not self._peers[agent].lost:
+            self._fabric.tell(agent, Notified(self._agent, content))
+
     def expect_connection(self) -> None:
         """Nothing to do: a read needs no connection."""
 
@@ -116,6 +125,10 @@ class FakeTransport:
         self._fabric.leave(self._agent)
 
     # --- for the fabric ---------------------------------------------------------------------------------------------
+
+    def hear(self, event: Event) -> None:
+        """Another agent has sent something."""
+        self._emit(event)
 
     def die(self) -> None:
         """From now on nothing is heard from this transport."""

@@ -45,13 +45,19 @@ class ScriptedNixl:
         self.agents: dict[str, bytes] = {}
         self.script: deque[Any] = deque()
         self.calls: list[str] = []
+        self.sent: list[tuple[str, bytes]] = []
+        self.messages: list[dict[str, list[bytes]]] = []
         self.refuse: Exception | None = None
         self.immediately: str | Exception = "PROC"
         self.on_transfer: Callable[[], object] = lambda: None
 
-    def get_new_notifs(self) -> None:
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
         if self.script:
             self.script.popleft()()
+        return self.messages.pop(0) if self.messages else {}
+
+    def send_notif(self, agent: str, content: bytes) -> None:
+        self.sent.append((agent, content))
 
     def add_remote_agent(self, metadata: bytes) -> None:
         self.calls.append("add")

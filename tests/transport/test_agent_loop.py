@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvd import limits
 from kvd.memory.mapping import Mapping
 from kvd.memory.memfd import MemfdProvider
-from kvd.transport.interface import Deregistered, Event, Landed, PeerAdded, PeerFailed, ReadFailed, Registered
+from kvd.transport.interface import Deregistered, Event, Landed, Notified, PeerAdded, PeerFailed, ReadFailed, Registered
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
@@ -294,3 +294,20 @@ def test_a_read_shortens_the_poll_interval_only_if_it_waits_for_the_network(
     run.read(1, slices(2))
     run.go(lambda: set_all(run.nixl.transfers, "DONE"))
     assert (len(touched) > 1) is shortens  # once for the connection
+
+
+def test_messages_of_agents_are_passed_on_unless_they_are_too_long_or_too_many():
+    run = Run()
+    many = [bytes([number]) for number in range(200)]
+    run.nixl.messages = [{"p": [b"x" * (limits.MAX_NOTIFICATION_BYTES + 1), b"fits"]}, {"p": many, "q": many}]
+    heard = [event for event in run.go() if isinstance(event, Notified)]
+    assert heard[0] == Notified("p", b"fits")
+    assert [event.agent for event in heard[1:]] == ["p"] * 200 + ["q"] * (limits.MAX_NOTIFICATIONS_AT_ONCE - 200)
+
+
+def test_messages_to_a_peer_are_sent_and_those_to_others_or_lost_ones_are_not():
+    run = Run()
+    run.tell("notify", "p", b"hello")
+    run.tell("notify", "stranger", b"hello")
+    run.go()
+    assert run.nixl.sent == [("p", b"hello")]

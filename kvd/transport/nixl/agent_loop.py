@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from kvd import limits
 from kvd.memory.mapping import Mapping
 from kvd.transport.interface import (
     Answered,
     Deregistered,
     Described,
     Event,
+    Notified,
     ReadRequest,
     Registered,
     RegisterFailed,
@@ -93,12 +96,20 @@ class AgentLoop:
                 self._flush()
             now = time.monotonic()
             if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
-                self._nixl.get_new_notifs()  # makes progress for peers that read from us; none arrive
+                self._take_messages(self._nixl.get_new_notifs())  # makes progress for peers that read from us, too
                 polled = now
             busy = bool(commands) or posted or ended
             if ended or self._reads.in_flight:
                 self._poll.touch(now)
         self._reads.close(self._stop_seconds)
+
+    def _take_messages(self, messages: dict[Any, list[bytes]]) -> None:
+        """Passes on what is not too long, and not too much at once: anybody can send it."""
+        pairs = ((agent, content) for agent, contents in messages.items() for content in contents)
+        for agent, content in itertools.islice(pairs, limits.MAX_NOTIFICATIONS_AT_ONCE):
+            if len(content) <= limits.MAX_NOTIFICATION_BYTES:
+                name = agent.decode(errors="replace") if isinstance(agent, bytes) else agent
+                self._emit(Notified(name, content))
 
     # --- commands, as those of `Transport` --------------------------------------------------------------------------
 
@@ -156,6 +167,10 @@ class AgentLoop:
     def abort(self, read: int) -> None:
         """Ends a read early if it can."""
         self._reads.abort(read)
+
+    def notify(self, agent: str, content: bytes) -> None:
+        """Sends a message to a peer, if it can."""
+        self._reads.peers.notify(agent, content)
 
     def expect_connection(self) -> None:
         """Polls more often for a while."""

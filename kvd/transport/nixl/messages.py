@@ -24,6 +24,7 @@ from kvd.transport.interface import (
     Deregistered,
     Described,
     Landed,
+    Notified,
     OwnMetadata,
     PeerAdded,
     PeerFailed,
@@ -97,6 +98,13 @@ class Abort(Message, frozen=True):
     read: int
 
 
+class Notify(Message, frozen=True):
+    """As `Network.notify`."""
+
+    agent: str
+    content: bytes
+
+
 class ExpectConnection(Message, frozen=True):
     """As `Transport.expect_connection`."""
 
@@ -127,6 +135,7 @@ Command = (
     | RemovePeer
     | Read
     | Abort
+    | Notify
     | ExpectConnection
     | ExpectReaders
     | Ping
@@ -147,7 +156,16 @@ class NotOpened(Message, frozen=True):
 
 
 Reported = (
-    Registered | Deregistered | Described | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered
+    Registered
+    | Deregistered
+    | Described
+    | RegisterFailed
+    | PeerAdded
+    | PeerFailed
+    | Landed
+    | ReadFailed
+    | Answered
+    | Notified
 )
 """The events that the process may tell of."""
 Reports = Annotated[list[Reported], Meta(min_length=1, max_length=MAX_EVENTS)]

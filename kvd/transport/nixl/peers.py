@@ -7,6 +7,7 @@ forgotten the old connection first.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,12 @@ class Peers:
         if peer:
             peer.leaving, peer.again = True, None
             self._forget_if_done(peer)
+
+    def notify(self, agent: str, content: bytes) -> None:
+        """Sends a message; a peer that NIXL cannot send to is lost as its reads end."""
+        if self._peers.get(agent) is not None:
+            with contextlib.suppress(*self._failures):
+                self._nixl.send_notif(agent, content)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """NIXL has closed the connection."""

@@ -41,6 +41,7 @@ _METHODS: Final[dict[type[messages.Command], str]] = {
     messages.AddPeer: "add_peer",
     messages.RemovePeer: "remove_peer",
     messages.Abort: "abort",
+    messages.Notify: "notify",
     messages.ExpectConnection: "expect_connection",
     messages.ExpectReaders: "expect_readers",
     messages.Ping: "ping",

@@ -23,6 +23,7 @@ from kvd.transport.interface import (
     Landed,
     NetworkDown,
     NetworkUp,
+    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class NixlTransport:
-    """`kvd.transport.interface.Transport` over NIXL. `agent` must be unique to this incarnation of the daemon.
+    """`kvd.transport.interface.Network` over NIXL. `agent` must be unique to this incarnation of the daemon.
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
@@ -195,6 +196,10 @@ class NixlTransport:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
         self._keeper.tell(messages.Abort(read))
 
+    def notify(self, agent: str, content: bytes) -> None:
+        """Sends a message to a peer, see `Network.notify`."""
+        self._keeper.tell(messages.Notify(agent, content))
+
     def expect_connection(self) -> None:
         """A peer has this agent's metadata and will connect: for a while, answer it promptly."""
         self._keeper.tell(messages.ExpectConnection())
@@ -234,8 +239,8 @@ class NixlTransport:
             case Deregistered():
                 asked = _strike_off(event.pool, self._deregistering)
                 self._metadata = event.metadata if asked else self._metadata
-            case Answered():
-                asked = True  # or the keeper had not passed it on
+            case Answered() | Notified():
+                asked = True  # an answer that the keeper has passed on, or a peer's message
         if asked:
             self._on_event(event)
         return asked

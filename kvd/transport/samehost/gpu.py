@@ -70,6 +70,15 @@ class Gpu:
 
         return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), close)
 
+    def pin(self, address: int, length: int) -> None:
+        """Lets it copy to and from memory of this process by itself, until the process ends.
+
+        Raises:
+            DeviceError: the driver refused.
+
+        """
+        pin(self._device, address, length, writable=True)
+
     def close(self) -> None:
         """Ends the streams, once no thread copies."""
         with _unless_lost(), self._device.current():

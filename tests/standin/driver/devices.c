@@ -138,8 +138,9 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
         case 116: *value = (int)settings()->gpu_direct_rdma; break; /* GPU_DIRECT_RDMA_SUPPORTED */
         case 117: *value = 1; break;                                /* GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: by the host */
         case 118: *value = (int)settings()->writes_ordering; break; /* GPU_DIRECT_RDMA_WRITES_ORDERING */
+        case 124: *value = (int)settings()->dma_buf; break;         /* DMA_BUF_SUPPORTED */
         case 133: *value = (int)settings()->mps; break;             /* MPS_ENABLED */
-        default: *value = 0; /* PCI domain and device, capability's minor, DMA_BUF and FABRIC too: this GPU has none */
+        default: *value = 0; /* PCI domain and device, capability's minor and FABRIC, too: this GPU has none */
     }
     return CUDA_SUCCESS;
 }

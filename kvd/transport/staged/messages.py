@@ -1,0 +1,108 @@
+"""What two ends of a staged read say to each other, and the tags by which a window says whose bytes it has.
+
+A reader draws a *secret*. For each slice it sends a `Wanted` under a number that it uses once. The owner copies the
+bytes into a window and writes the tag of secret, number and `READY` on its *board*, which has a line for each window. A
+line is wiped before anything else is copied into its window. So bytes that were read between two looks at the board
+that both found one tag are those that the tag stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvd import limits
+
+LINE_BYTES: Final = 16
+"""A line of the board: a tag, or zeros."""
+
+BOARD_BYTES: Final = 4096
+"""Before the windows."""
+
+MAX_WINDOWS: Final = BOARD_BYTES // LINE_BYTES
+
+_Secret = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Number = Annotated[int, Meta(ge=1)]
+_Address = Annotated[int, Meta(ge=0)]
+
+
+class Wanted(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """Copy these pieces of a pool into a window. `table` has all offsets, then all lengths, as uint64.
+
+    `token` is the one that the owner's metadata has for the pool.
+    """
+
+    secret: _Secret
+    number: _Number
+    token: _Secret
+    table: Annotated[bytes, Meta(max_length=16 * limits.SLICE_DESCRIPTORS)]
+
+
+class Finished(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """The reader needs no window for this request, or none any more."""
+
+    secret: _Secret
+    number: _Number
+
+
+class StagedPool(Struct, frozen=True, gc=False, array_like=True):
+    """A pool of `size` bytes that is read by way of windows; whoever knows the token may."""
+
+    token: _Secret
+    size: _Number
+
+
+class Staging(Struct, frozen=True, gc=False, array_like=True):
+    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon."""
+
+    base: _Address
+    windows: Annotated[int, Meta(ge=1, le=MAX_WINDOWS)]
+    pools: Annotated[dict[_Address, StagedPool], Meta(max_length=limits.MAX_POOLS)]
+
+
+class Metadata(Struct, frozen=True, array_like=True):
+    """What a peer needs: `network` is the transport's below; `staging` is None where no pool is staged."""
+
+    network: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
+    staging: Staging | None = None
+
+
+class State(IntEnum):
+    """What a line says of its window."""
+
+    READY = 1
+    """the bytes are there"""
+    REFUSED = 2
+    """there is no such pool, or not so many bytes of it"""
+    FAILED = 3
+    """they could not be copied"""
+
+
+encode = msgspec.msgpack.Encoder().encode
+_messages: msgspec.msgpack.Decoder[Wanted | Finished] = msgspec.msgpack.Decoder(Wanted | Finished)
+_metadata = msgspec.msgpack.Decoder(Metadata)
+
+
+def message(content: bytes) -> Wanted | Finished | None:
+    """What an agent sent; None if it is no message."""
+    try:
+        return _messages.decode(content)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def metadata(content: bytes) -> Metadata | None:
+    """What a peer sent, taken apart; None if it is none."""
+    try:
+        return _metadata.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def tag(secret: bytes, number: int, state: State) -> bytes:
+    """The line for a request: nobody else's, whoever reads the board, and none that is half written."""
+    return hashlib.blake2b(number.to_bytes(8, "little") + bytes([state]), digest_size=LINE_BYTES, key=secret).digest()

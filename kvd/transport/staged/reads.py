@@ -1,0 +1,334 @@
+"""The reader's side of staged reads: which slices are on their way, and how far each is.
+
+A slice of a peer's GPU is *asked* for, its window is *read* once the peer's board says that the bytes are there, and
+the board is looked at again afterwards (*checked*): what the window had all the time is what was asked for. If our
+pools are on a GPU, slices are read into a slot of ours, and *copied* from there. A slice of a peer's host memory is
+read there without being asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from kvd import limits
+from kvd.plan import Descriptors
+from kvd.transport.interface import Event, Landed, Network, ReadFailed, ReadRequest
+from kvd.transport.slices import U64, Slice, SliceQueue
+from kvd.transport.staged.arena import Arena, Copy, packed, window_offset
+from kvd.transport.staged.messages import LINE_BYTES, Finished, StagedPool, Staging, State, Wanted, encode, tag
+
+_Ended = Callable[[Landed | ReadFailed], None]
+
+_LOOK_SECONDS: Final = 0.001
+"""Between two looks at a board: a copy of a GPU takes 0.1 ms and more, the look itself a round trip."""
+
+_REASONS: Final = {
+    State.REFUSED: "it has no such bytes in a pool that we may read",
+    State.FAILED: "its GPU could not copy them",
+}
+
+
+class _Step(Enum):
+    ASKED = auto()
+    READ = auto()
+    CHECKED = auto()
+    COPIED = auto()
+
+
+_AT_REST: Final = (_Step.ASKED, _Step.CHECKED)
+"""Nothing writes for a slice that waits for the board."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """An open read; `staged` is the peer's pool if it is read by windows. `parts` of it are on their way."""
+
+    request: ReadRequest
+    peer: StagedPeer
+    staging: Staging | None
+    staged: StagedPool | None
+    into_gpu: bool
+    parts: set[_Part] = field(default_factory=set)
+    started: float = 0.0
+    failure: str = ""
+    aborted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A slice on its way. `number` is its request's, `looks` how many the board had had when it began to wait."""
+
+    read: _Read
+    piece: Slice
+    slot: int | None
+    step: _Step = _Step.ASKED
+    number: int = 0
+    window: int = 0
+    looks: int = 0
+
+    @property
+    def rows(self) -> tuple[U64, U64, U64]:
+        """(source, destination, bytes) of its descriptors."""
+        part = slice(self.piece.start, self.piece.stop)
+        chunk = self.piece.chunk
+        return chunk.src[part], chunk.dst[part], chunk.length[part]
+
+
+@dataclass(slots=True, eq=False)
+class StagedPeer:
+    """A peer that has or had staged pools, or that we read into a GPU. `waiting` are slices that its board decides."""
+
+    agent: str
+    staging: Staging | None
+    reads: set[int] = field(default_factory=set)
+    waiting: set[_Part] = field(default_factory=set)
+    looks: int = 0
+    looking: bool = False
+
+
+class StagedReads:
+    """The open reads of `network` that go by way of `arena`; `copy` copies from its slots to our pools.
+
+    `emit` takes their ends, `idle` each peer whose last read has ended.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        arena: Arena,
+        copy: Copy,
+        loop: Any,
+        *,
+        emit: Callable[[Event], None],
+        idle: Callable[[str], None],
+    ) -> None:
+        self._network = network
+        self._arena = arena
+        self._copy = copy
+        self._loop = loop
+        self._emit = emit
+        self._idle = idle
+        self._secret = os.urandom(16)
+        self._numbers = itertools.count(1)
+        self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
+        self._reads: dict[int, _Read] = {}
+        self._handlers: dict[int, _Ended] = {}
+        """Of reads of the network, whose numbers are negative."""
+
+    def __contains__(self, read: int) -> bool:
+        return read in self._reads
+
+    def begin(self, request: ReadRequest, peer: StagedPeer, *, into_gpu: bool) -> None:
+        """Starts a read; its destination is registered and large enough."""
+        staging = peer.staging
+        staged = staging.pools.get(request.remote_base) if staging else None
+        read = _Read(request, peer, staging, staged, into_gpu)
+        if not self._queue.add(request):
+            self._emit(Landed(request.read, 0.0))
+            return
+        self._reads[request.read] = read
+        peer.reads.add(request.read)
+        self._pump()
+
+    def abort(self, number: int) -> None:
+        """Drops what is not on its way; a slice that is not read yet is not."""
+        read = self._reads.get(number)
+        if read is not None and (self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts)):
+            read.aborted = True
+            self._fail(read, "aborted")
+
+    def lost(self, peer: StagedPeer, reason: str) -> None:
+        """The peer is of no use any more: its reads fail."""
+        for number in sorted(peer.reads):
+            read = self._reads.get(number)
+            if read is not None:
+                self._fail(read, f"lost agent {peer.agent!r}: {reason}")
+
+    def ended(self, event: Landed | ReadFailed) -> bool:
+        """A read of the network has ended; False if it was not for a slice."""
+        handler = self._handlers.pop(event.read, None)
+        if handler is not None:
+            handler(event)
+        return handler is not None
+
+    # --- slices -----------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while self._queue and (not self._arena.windows or self._arena.slots):
+            piece = self._queue.pick()
+            if piece is None:
+                return
+            read = self._reads[piece.request.read]
+            read.started = read.started or time.perf_counter()
+            slot = self._arena.slots.pop() if read.into_gpu else None
+            part = _Part(read, piece, slot)
+            read.parts.add(part)
+            if read.staged is None:
+                self._read(part)
+            else:
+                self._ask(part, read.staged)
+
+    def _ask(self, part: _Part, staged: StagedPool) -> None:
+        part.number, part.step = next(self._numbers), _Step.ASKED
+        source, _, length = part.rows
+        table = np.concatenate((source, length)).tobytes()
+        self._network.notify(part.read.peer.agent, encode(Wanted(self._secret, part.number, staged.token, table)))
+        self._await_board(part)
+
+    def _finish(self, part: _Part) -> None:
+        """The peer may use the window again."""
+        self._network.notify(part.read.peer.agent, encode(Finished(self._secret, part.number)))
+
+    def _read(self, part: _Part) -> None:
+        part.step = _Step.READ
+        read, (source, target, length) = part.read, part.rows
+        remote, local = read.request.remote_base, read.request.local_base
+        if read.staging is not None and read.staged is not None:
+            remote, source = read.staging.base, packed(window_offset(part.window), length)
+        if part.slot is not None:
+            local, target = self._arena.base, packed(self._arena.slot_offset(part.slot), length)
+        if read.staged is not None and part.slot is not None:  # both are contiguous
+            source, target, length = source[:1], target[:1], length.sum(keepdims=True)
+        asked = ReadRequest(-next(self._numbers), read.peer.agent, local, remote, Descriptors(source, target, length))
+        self._read_network(asked, partial(self._came, part))
+
+    def _came(self, part: _Part, event: Landed | ReadFailed) -> None:
+        if isinstance(event, ReadFailed):
+            self._part_ended(part, event.reason)
+        elif part.read.staged is not None and not part.read.failure:
+            part.step = _Step.CHECKED
+            self._await_board(part)
+        else:
+            self._arrived(part)
+
+    def _arrived(self, part: _Part) -> None:
+        """What it read is what it asked for."""
+        if part.slot is None or part.read.failure:
+            self._part_ended(part, "")
+            return
+        part.step = _Step.COPIED
+        _, target, length = part.rows
+        sources = packed(self._arena.base + self._arena.slot_offset(part.slot), length)
+        targets = target + np.uint64(part.read.request.local_base)
+        self._copy(targets, sources, length, partial(self._part_ended, part))
+
+    def _part_ended(self, part: _Part, failure: str) -> None:
+        """Nothing writes for it any more."""
+        read = part.read
+        read.parts.discard(part)
+        read.peer.waiting.discard(part)
+        if part.slot is not None:
+            self._arena.slots.append(part.slot)
+        if read.staged is not None and part.step is not _Step.COPIED:
+            self._finish(part)
+        self._queue.ended(part.piece)
+        if failure:
+            self._fail(read, failure)
+        else:
+            self._end_if_done(read)
+        self._pump()
+
+    def _fail(self, read: _Read, reason: str) -> None:
+        """It will not land: what waits ends now, what is on its way when nothing writes for it."""
+        read.failure = read.failure or reason
+        self._queue.drop(read.request.read)
+        for part in [part for part in read.parts if part.step in _AT_REST]:
+            self._part_ended(part, "")
+        self._end_if_done(read)
+
+    def _end_if_done(self, read: _Read) -> None:
+        number = read.request.read
+        if read.parts or self._queue.waiting(number) or self._reads.get(number) is not read:
+            return
+        del self._reads[number]
+        if read.failure:
+            self._emit(ReadFailed(number, read.failure, read.aborted))
+        else:
+            self._emit(Landed(number, time.perf_counter() - read.started))
+        read.peer.reads.discard(number)
+        if not read.peer.reads:
+            self._idle(read.peer.agent)
+
+    # --- boards -----------------------------------------------------------------------------------------------------
+
+    def _await_board(self, part: _Part) -> None:
+        peer = part.read.peer
+        part.looks = peer.looks
+        peer.waiting.add(part)
+        self._look(peer)
+
+    def _look(self, peer: StagedPeer) -> None:
+        """Reads the peer's board, for what waits now."""
+        if peer.looking or not peer.waiting or peer.staging is None:
+            return
+        if not self._arena.rows:
+            peer.looking = True
+            self._loop.call_later(_LOOK_SECONDS, self._look_again, peer)
+            return
+        row = self._arena.rows.pop()
+        peer.looking = True
+        peer.looks += 1
+        lines = peer.staging.windows
+        rows = 0, self._arena.row_offset(row), lines * LINE_BYTES
+        board = Descriptors(*(np.array([number], np.uint64) for number in rows))
+        asked = ReadRequest(-next(self._numbers), peer.agent, self._arena.base, peer.staging.base, board)
+        self._read_network(asked, partial(self._seen, peer, row, lines))
+
+    def _look_again(self, peer: StagedPeer) -> None:
+        peer.looking = False
+        self._look(peer)
+
+    def _seen(self, peer: StagedPeer, row: int, windows: int, event: Landed | ReadFailed) -> None:
+        lines = self._arena.lines(row, windows) if isinstance(event, Landed) else []
+        self._arena.rows.append(row)
+        where = {line: window for window, line in enumerate(lines)}
+        for part in [part for part in peer.waiting if part.looks < peer.looks]:
+            if part not in peer.waiting:
+                continue  # its read has failed with another part of it
+            if isinstance(event, ReadFailed):
+                self._part_ended(part, f"its board cannot be read: {event.reason}")
+            else:
+                self._decide(part, where)
+        peer.looking = bool(peer.waiting)
+        if peer.looking:
+            self._loop.call_later(_LOOK_SECONDS, self._look_again, peer)
+
+    def _decide(self, part: _Part, where: dict[bytes, int]) -> None:
+        window = where.get(tag(self._secret, part.number, State.READY))
+        staged = part.read.staged
+        assert staged is not None  # noqa: S101 - nothing else waits for a board
+        if part.step is _Step.CHECKED:
+            part.read.peer.waiting.discard(part)
+            self._finish(part)
+            if window == part.window:
+                self._arrived_by_window(part)
+            else:  # its window was taken back: others waited for too long
+                self._ask(part, staged)
+        elif window is not None:
+            part.read.peer.waiting.discard(part)
+            part.window = window
+            self._read(part)
+        else:
+            for state, reason in _REASONS.items():
+                if tag(self._secret, part.number, state) in where:
+                    self._part_ended(part, f"agent {part.read.peer.agent!r} staged nothing: {reason}")
+                    return
+
+    def _arrived_by_window(self, part: _Part) -> None:
+        part.step = _Step.COPIED
+        self._arrived(part)
+
+    # --- the network ------------------------------------------------------------------------------------------------
+
+    def _read_network(self, asked: ReadRequest, ended: _Ended) -> None:
+        self._handlers[asked.read] = ended
+        self._network.read(asked)

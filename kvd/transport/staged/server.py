@@ -1,0 +1,120 @@
+"""The owner's side of staged reads: copies what peers ask for out of its pools, window by window."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import structlog
+from msgspec import Struct
+
+from kvd import limits
+from kvd.transport.interface import Region
+from kvd.transport.staged.arena import Arena, Copy, packed, window_offset
+from kvd.transport.staged.messages import Finished, StagedPool, Staging, State, Wanted, tag
+from kvd.transport.staged.windows import Use, Windows, pieces
+
+_log = structlog.get_logger("kvd.transport")
+
+
+class _Pool(Struct, eq=False):
+    """A pool; `copies` of it run, and `ended` is called after the last one."""
+
+    region: Region
+    token: bytes
+    copies: int = 0
+    ended: Callable[[], None] | None = None
+
+
+class Server:
+    """Serves pools of the GPU that `copy` copies from, through the windows of `arena`."""
+
+    def __init__(self, arena: Arena, copy: Copy, loop: Any) -> None:
+        self._arena = arena
+        self._copy = copy
+        self._loop = loop
+        self._windows = Windows(arena.windows)
+        self._pools: dict[int, _Pool] = {}
+        self._by_token: dict[bytes, _Pool] = {}
+        self._alarm: Any = None
+        self._dropped = False
+
+    def register(self, pool: int, region: Region) -> None:
+        """Lets peers read the pool that learn its token."""
+        made = self._pools[pool] = _Pool(region, os.urandom(16))
+        self._by_token[made.token] = made
+
+    def deregister(self, pool: int, ended: Callable[[], None]) -> bool:
+        """Serves the pool no longer, and calls `ended` when nothing copies from it; False if it is not served here."""
+        left = self._pools.pop(pool, None)
+        if left is None:
+            return False
+        del self._by_token[left.token]
+        left.ended = ended
+        self._end_unused(left)
+        return True
+
+    def staging(self, pools: tuple[int, ...] | None = None) -> Staging:
+        """What peers need for these pools, or for all."""
+        chosen = [pool for number, pool in self._pools.items() if pools is None or number in pools]
+        known = {pool.region.base: StagedPool(pool.token, pool.region.size) for pool in chosen}
+        return Staging(self._arena.base, self._arena.windows, known)
+
+    def hear(self, agent: str, message: Wanted | Finished) -> None:
+        """A peer wants a slice, or has read one."""
+        if isinstance(message, Wanted):
+            if not self._windows.ask(agent, message) and not self._dropped:
+                self._dropped = True
+                _log.warning("requests for staged slices are dropped", agent=agent, waiting=self._windows.waiting)
+        else:
+            window = self._windows.finish(agent, message)
+            if window is not None:
+                self._arena.write_line(window, b"")
+        self._serve()
+
+    def _serve(self) -> None:
+        while (use := self._windows.next()) is not None:
+            self._begin(use)
+        oldest = self._windows.oldest()
+        if self._windows.waiting and oldest is not None and self._alarm is None:
+            left = oldest + limits.WINDOW_SECONDS - self._loop.time()
+            self._alarm = self._loop.call_later(max(0.0, left), self._take_back)
+
+    def _take_back(self) -> None:
+        self._alarm = None
+        if self._windows.waiting:
+            for window in self._windows.take_back(self._loop.time()):
+                self._arena.write_line(window, b"")
+            self._serve()
+
+    def _begin(self, use: Use) -> None:
+        pool = self._by_token.get(use.asked.token)
+        wanted = pieces(use.asked, pool.region.size) if pool else None
+        if pool is None or wanted is None:
+            self._end(use, State.REFUSED)
+            return
+        offsets, lengths = wanted
+        targets = packed(self._arena.base + window_offset(use.window), lengths)
+        pool.copies += 1
+        self._copy(targets, offsets + np.uint64(pool.region.base), lengths, partial(self._copied, use, pool))
+
+    def _copied(self, use: Use, pool: _Pool, failure: str) -> None:
+        pool.copies -= 1
+        self._end_unused(pool)
+        if failure:
+            _log.warning("a slice cannot be staged", agent=use.agent, reason=failure)
+        self._end(use, State.FAILED if failure else State.READY)
+        self._serve()
+
+    def _end(self, use: Use, state: State) -> None:
+        """The line says so, once all bytes are there."""
+        if self._windows.copied(use, self._loop.time()):
+            self._arena.write_line(use.window, tag(use.asked.secret, use.asked.number, state))
+
+    def _end_unused(self, pool: _Pool) -> None:
+        if pool.ended is not None and not pool.copies:
+            ended, pool.ended = pool.ended, None
+            ended()

@@ -1,0 +1,230 @@
+"""Who gets a window, and what a window holds that was taken back."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from kvd import limits
+from kvd.transport.interface import Deregistered, Landed, ReadFailed, Region, TransportDied
+from kvd.transport.staged import messages
+from kvd.transport.staged.messages import Finished, State, Wanted, tag
+from kvd.transport.staged.windows import Windows, pieces
+from tests.conformance.site import Reader, blocks, pattern
+from tests.transport.staged_site import StagedSite
+
+TABLE = np.array([0, 8], np.uint64).tobytes()
+_numbers = itertools.count(1)
+
+
+def wanted(secret=b"s" * 16):
+    return Wanted(secret, next(_numbers), b"t" * 16, TABLE)
+
+
+def served(windows):
+    """Whose requests get the windows that are free now, in order."""
+    return [use.agent for use in iter(windows.next, None)]
+
+
+def test_the_reader_with_the_fewest_windows_is_next():
+    windows = Windows(4)
+    for _ in range(4):
+        windows.ask("greedy", wanted())
+    windows.ask("late", wanted())
+    windows.ask("later", wanted())
+    assert served(windows) == ["greedy", "late", "later", "greedy"]
+
+
+def test_readers_with_as_many_windows_take_turns():
+    windows = Windows(1)
+    asked = [(agent, wanted()) for agent in "aabb"]
+    for agent, request in asked:
+        windows.ask(agent, request)
+    order = []
+    for _ in asked:
+        use = windows.next()
+        windows.copied(use, 0.0)
+        order.append(use.agent)
+        windows.finish(use.agent, Finished(use.asked.secret, use.asked.number))
+    assert order == ["a", "b", "a", "b"]
+    assert (windows.in_use, windows.waiting) == (0, 0)
+
+
+def test_a_reader_that_asks_for_too_much_or_twice_is_not_queued():
+    windows = Windows(1)
+    first = wanted()
+    assert windows.ask("r", first)
+    assert not windows.ask("r", first)
+    assert [windows.ask("r", wanted()) for _ in range(limits.MAX_STAGED_SLICES)] == [True] * 3 + [False]
+    assert windows.ask("other", wanted())
+
+
+def test_a_window_that_nobody_gives_back_is_taken_back_after_its_time():
+    windows = Windows(1)
+    windows.ask("killed", wanted())
+    windows.copied(windows.next(), 10.0)
+    windows.ask("other", wanted())
+    assert windows.take_back(10.0 + limits.WINDOW_SECONDS - 1) == []
+    assert served(windows) == []
+    assert windows.take_back(10.0 + limits.WINDOW_SECONDS) == [0]
+    assert served(windows) == ["other"]
+
+
+def test_a_request_that_ends_while_it_is_copied_frees_its_window_only_afterwards():
+    windows = Windows(1)
+    windows.ask("r", wanted())
+    use = windows.next()
+    assert windows.finish("r", Finished(use.asked.secret, use.asked.number)) is None
+    windows.ask("other", wanted())
+    assert windows.next() is None
+    assert not windows.copied(use, 0.0)
+    assert served(windows) == ["other"]
+
+
+def test_a_request_is_ended_by_nobody_but_who_knows_its_secret():
+    windows = Windows(1)
+    request = wanted()
+    windows.ask("r", request)
+    use = windows.next()
+    windows.copied(use, 0.0)
+    assert windows.finish("r", Finished(b"guessed-" * 2, request.number)) is None
+    assert windows.in_use == 1
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "good"),
+    [
+        ([0, 100], [100, 28], True),
+        ([0, 101], [100, 28], False),
+        ([2**64 - 4], [8], False),
+        ([0], [0], False),
+        ([0], [2**64 - 1], False),
+        ([0, 0], [limits.SLICE_BYTES, 1], False),
+        ([], [], False),
+    ],
+)
+def test_pieces_lie_in_the_pool_and_fit_a_window(offsets, lengths, good):
+    asked = Wanted(b"s" * 16, 1, b"t" * 16, np.array([offsets, lengths], np.uint64).tobytes())
+    size = 128 if max(lengths, default=0) < limits.SLICE_BYTES else 2 * limits.SLICE_BYTES
+    assert (pieces(asked, size) is not None) is good
+
+
+def test_a_table_of_an_odd_length_is_none():
+    assert pieces(Wanted(b"s" * 16, 1, b"t" * 16, b"x" * 24), 1 << 20) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", messages.encode(["Wanted", b"short", 1, b"t" * 16, b""])])
+def test_what_is_no_message_is_none(content):
+    assert messages.message(content) is None
+
+
+def test_no_two_requests_nor_states_have_one_tag():
+    found = {tag(bytes([secret]) * 16, number, state) for secret in (1, 2) for number in (1, 2) for state in State}
+    assert len(found) == 2 * 2 * len(State)
+
+
+# --- over the fake fabric -------------------------------------------------------------------------------------------
+
+
+async def opened(site, size=limits.MIB):
+    """A producer with a pool on a GPU, and a reader that knows it."""
+    producer = await site.producer(size, 7)
+    base, memory, _ = site.memory(size)
+    reader = Reader(site.transport(), Region(base, size), memory)
+    reader.transport.start(reader.on_event)
+    reader.transport.register(1, reader.region)
+    await reader.add(producer)
+    return producer, reader
+
+
+def windows_of(producer):
+    return producer.end.transport._server._windows
+
+
+@pytest.mark.parametrize("target", [True, False])
+async def test_a_window_that_is_taken_back_in_mid_read_gives_nobody_other_bytes(target):
+    """The reader finds no tag of its own after the last byte, and asks again."""
+    producer, reader = await opened(StagedSite(source=True, target=target))
+    arena, network = producer.end.arena, reader.transport._network
+    plain, stolen = network.read, []
+
+    def steal(request):
+        plain(request)
+        if request.descriptors.bytes > messages.BOARD_BYTES and not stolen:
+            stolen.extend(windows_of(producer).take_back(float("inf")))
+            for window in stolen:
+                arena.write_line(window, b"")
+                start = messages.BOARD_BYTES + window * limits.SLICE_BYTES
+                arena._memory[start : start + limits.MIB] = 0xEE
+
+    network.read = steal
+    end = await reader.end(reader.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert stolen
+    assert isinstance(end, Landed), end
+    assert np.array_equal(reader.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_windows_of_a_killed_reader_are_given_to_others(monkeypatch):
+    monkeypatch.setattr(limits, "WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(limits, "STAGING_WINDOWS", 1)
+    site = StagedSite(source=True, target=False)
+    producer, killed = await opened(site)
+    _, other = await opened(site)
+    await other.add(producer)
+    killed.read(producer, blocks(0, 16, 64 * limits.KIB))
+    while not windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    site.fabric.kill(killed.transport.agent)
+    end = await other.end(other.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert isinstance(end, Landed), end
+    assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_after_all_reads_no_window_slot_nor_row_is_taken():
+    site = StagedSite(source=True, target=True)
+    producer, reader = await opened(site, 8 * limits.MIB)
+    reads = [reader.read(producer, blocks(i, 100, 64 * limits.KIB)) for i in range(8)]
+    reader.transport.abort(reads[3])
+    for read in reads:
+        await reader.end(read)
+    while windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    arena = reader.transport._arena
+    assert len(arena.slots) == limits.STAGING_WINDOWS
+    assert not any(arena._memory[: messages.BOARD_BYTES])
+
+
+async def test_a_pool_is_deregistered_once_the_gpu_copies_nothing_from_it():
+    producer, reader = await opened(StagedSite(source=True, target=False))
+    gpu = producer.end.gpu
+    gpu.held = True
+    read = reader.read(producer, blocks(0, 1, 64 * limits.KIB))
+    while not windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    producer.end.transport.deregister(1)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert producer.events.empty()
+    gpu.held = False
+    gpu.work()
+    assert isinstance(await producer.events.get(), Deregistered)
+    await reader.end(read)
+    late = await reader.end(reader.read(producer, blocks(0, 1, 64 * limits.KIB)))
+    assert isinstance(late, ReadFailed)
+    assert "it has no such bytes in a pool that we may read" in late.reason
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_gpu_that_cannot_copy_fails_reads_at_both_ends_and_one_that_is_lost_ends_its_daemon(lost):
+    producer, reader = await opened(StagedSite(source=True, target=True))
+    reader.transport._end.gpu.break_down(lost=lost)
+    end = await reader.end(reader.read(producer, blocks(0, 1, 64 * limits.KIB)))
+    assert isinstance(end, ReadFailed)
+    assert "the copy failed" in end.reason
+    assert bool(reader.of(TransportDied)) is lost
+    producer.end.gpu.break_down(lost=lost)
+    end = await reader.end(reader.read(producer, blocks(0, 1, 64 * limits.KIB)))
+    assert isinstance(end, ReadFailed)
+    assert "its GPU could not copy them" in end.reason
+    assert isinstance(producer.events.get_nowait(), TransportDied) if lost else producer.events.empty()
