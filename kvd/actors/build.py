@@ -34,6 +34,7 @@ from kvd.transport.interface import (
     Landed,
     NetworkDown,
     NetworkUp,
+    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -233,5 +234,7 @@ def _delivery(  # noqa: C901 - one of each kind
                 dependencies.transport_answered(event.number)
             case TransportDied():
                 dependencies.transport_died(event.reason)
+            case Notified():
+                pass  # of another transport, which the one above it has taken
 
     return on_transport
