@@ -205,7 +205,7 @@ def _delivery(  # noqa: C901 - one of each kind
     transfers, memory = actors.scheduler.transfers, actors.pools.memory
     metrics, condition = context.metrics, context.condition
 
-    def on_transport(event: Event) -> None:  # noqa: C901 - the same
+    def on_transport(event: Event) -> None:  # noqa: C901, PLR0912 - the same
         match event:
             case Landed():
                 call(transfers.landed, event)
