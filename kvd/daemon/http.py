@@ -53,6 +53,7 @@ class HttpServer:
         )
         self._open: dict[asyncio.Task[None], str] = {}
         """Remote address by connection, oldest first."""
+        self._defects: set[type[BaseException]] = set()
         self._used = self._rested = 0.0
         """Seconds of a core that this thread has used, and when it has rested for them."""
         host, _, port = address.rpartition(":")
@@ -117,6 +118,10 @@ class HttpServer:
 
     def _closed(self, task: "asyncio.Task[None]") -> None:
         self._open.pop(task, None)
+        if task.cancelled() or (error := task.exception()) is None or type(error) in self._defects:
+            return
+        self._defects.add(type(error))  # each kind is logged once: whoever causes it may do so without end
+        _log.error("an HTTP request failed, which is a defect; such ones are not logged again", exc_info=error)
 
     def _make_room(self) -> None:
         """Closes the oldest connection of the address with the most."""
@@ -133,14 +138,17 @@ class HttpServer:
                 connection.receive_data(await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES))
         except h11.RemoteProtocolError as error:
             self._malformed.inc()
-            answer = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode())
+            answer, wanted = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode()), True
         else:
             if not isinstance(event, h11.Request):
                 return
-            answer = self._answer(event)
+            answer, wanted = self._answer(event), event.method != b"HEAD"
         headers = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body))), ("Connection", "close")]
         head = h11.Response(status_code=answer.status, reason=answer.status.phrase, headers=headers)
-        parts = [connection.send(part) or b"" for part in (head, h11.Data(data=answer.body), h11.EndOfMessage())]
+        parts = [
+            connection.send(part) or b""
+            for part in (head, h11.Data(data=answer.body if wanted else b""), h11.EndOfMessage())
+        ]
         await self._loop.sock_sendall(accepted, b"".join(parts))
         accepted.shutdown(socket.SHUT_WR)
         # Closing first would cut the answer short.
@@ -148,8 +156,8 @@ class HttpServer:
             pass
 
     def _answer(self, request: h11.Request) -> _Answer:
-        if request.method != b"GET":
-            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET is all there is\n")
+        if request.method not in {b"GET", b"HEAD"}:
+            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET and HEAD are all there is\n")
         path = request.target.partition(b"?")[0]
         if path == b"/metrics":
             return self._scraped(dict(request.headers).get(b"accept", b"").decode("latin-1"))

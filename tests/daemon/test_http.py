@@ -1,6 +1,7 @@
 """The HTTP port, asked by those who mean well, slowly and badly."""
 
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.daemon.health import Health
@@ -95,6 +97,32 @@ def test_a_format_that_is_none_is_refused_counted_and_logged_by_nobody(served: S
     assert served.send(b"\x00\xff\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     assert "kvd_http_malformed_total 2.0" in served.get("/metrics")[1]
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("path", ["/livez", "/metrics", "/nowhere"])
+def test_head_is_answered_as_get_is_without_the_body(served: Served, path: str) -> None:
+    request = f"{{}} {path} HTTP/1.1\r\nHost: x\r\n\r\n"
+    head, _, body = served.send(request.format("GET").encode()).partition(b"\r\n\r\n")
+    assert body
+    same = served.send(request.format("HEAD").encode())
+    assert same.endswith(b"\r\n\r\n")
+    assert same.partition(b"\r\n")[0] == head.partition(b"\r\n")[0]
+    if path != "/metrics":  # which differ from one moment to the next
+        assert same == head + b"\r\n\r\n"
+
+
+def test_a_request_that_fails_by_a_defect_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served()
+    monkeypatch.setattr(served.server, "_answer", lambda _request: 1 / 0)
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert served.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        served.server.close()
+        gc.collect()
+    assert [type(entry["exc_info"]) for entry in logs] == [ZeroDivisionError]
+    assert not caplog.records  # asyncio's own, of errors that nobody asked about
 
 
 def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> None:

@@ -39,6 +39,7 @@ from kvd.transport.nixl.messages import AddPeer, ExpectReaders, NotOpened, Opene
 from kvd.transport.nixl.metadata import Metadata, write
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import environment_of
+from tests.support.lingering import lingering_socket
 from tests.support.patience import PATIENCE
 from tests.transport.descriptors import descriptors, request
 
@@ -449,6 +450,53 @@ async def test_what_a_process_said_last_is_heard_and_what_it_has_started_is_not_
         assert await ended == "signal SIGKILL"
     assert heard == [Answered(7)]
     await asyncio.to_thread(kept.stop)
+
+
+class Passes(Script):
+    """It passes two descriptors, the second of which nobody receives, keeps neither, and tells through a pipe."""
+
+    @classmethod
+    def begin(cls, one: int, two: int) -> "Passes":
+        told, tell = os.pipe()
+        cls.script = f"""
+import os, socket
+daemon = socket.socket(fileno=0)
+try:
+    for descriptor in ({one}, {two}):
+        socket.send_fds(daemon, [{pack(messages.encode([Answered(7)]))!r}], [descriptor])
+        os.close(descriptor)
+finally:
+    os.write({tell}, b".")
+daemon.recv(1)
+"""
+        child = cls("a", (one, two, tell))
+        for descriptor in (one, two, tell):
+            os.close(descriptor)
+        assert os.read(told, 1)
+        os.close(told)
+        return child
+
+
+@pytest.mark.real
+def test_descriptors_that_a_process_passes_are_refused_before_they_are_here() -> None:
+    one, two = (os.memfd_create("passed") for _ in range(2))
+    child = Passes.begin(one, two)
+    assert child.wait() == "status 1"  # EPERM
+    assert child.receive() is None
+    assert not child.fault
+    child.close()
+
+
+@pytest.mark.real
+def test_where_the_kernel_cannot_refuse_them_they_end_it_and_nobody_waits_for_those_that_linger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.transport.nixl.child.take_descriptors", lambda _sock, take: take)
+    with lingering_socket() as one, lingering_socket() as two:
+        child = Passes.begin(one, two)
+        assert child.receive() is None
+        assert child.wait() == "it sent descriptors (signal SIGKILL)"
+        child.close()
 
 
 class Sleeps(Script):

@@ -16,13 +16,17 @@ from typing import Final
 from kvd import foreign
 from kvd.errors import KvdError, Unavailable
 from kvd.net.stream import Frame, FrameStream
-from kvd.net.unix import readable
+from kvd.net.unix import readable, take_descriptors
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import environment_of
 
 _SPARE_SECONDS: Final = 1.0
 """What the process may take to end beyond the time for its slices."""
+
+_OWNER: Final = -2
+"""Whose the descriptors are that it passes, where the kernel cannot refuse them: no user's, as strangers may have it
+pass them."""
 
 
 class Child:
@@ -51,7 +55,7 @@ class Child:
             theirs.close()
         self.pid = self._process.pid
         self._socket = ours
-        self._stream = FrameStream(ours)
+        self._stream = FrameStream(ours, owner=None if take_descriptors(ours, take=False) else _OWNER)
         try:
             self._exit = os.pidfd_open(self.pid)
         except OSError:
