@@ -52,6 +52,8 @@ class Core:
         self._calls = itertools.count(1)
         self._pending: dict[int, tuple[_Call, str]] = {}
         self._calls_of: dict[str, list[int]] = {}
+        self._cancelled: list[str] = []
+        """Requests whose cancel may have been lost with the last session."""
         self._events: list[Event] = []
         self._frames: list[bytes] = []
         self._expected = 1
@@ -199,7 +201,8 @@ class Core:
         if not same:
             self.on_daemon_gone()
             self._expected, self._handed_out, self._acknowledged = 1, 0, 0
-        for request in (*self._offers.unanswered(), *self._pulls.overdue()):
+        again = [request for request in self._cancelled if request in self._offers or request in self._pulls]
+        for request in dict.fromkeys((*self._offers.unanswered(), *self._pulls.overdue(), *again)):
             self._frames.append(self._cancel(request, _Call.SETTLE))
         self._events.append(Reattached(attached.incarnation, same))
 
@@ -211,6 +214,7 @@ class Core:
         self._frames.clear()
         self._unknown.clear()
         self._gap_since = math.inf
+        self._cancelled = [request for kind, request in self._pending.values() if kind in {_Call.CANCEL, _Call.SETTLE}]
         for call, (kind, _) in self._pending.items():
             if kind is _Call.STATUS:
                 self._reports[call] = refusal(ErrorCode.DAEMON_LOST, error.text)

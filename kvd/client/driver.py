@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvd import limits
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
 from kvd.client.pool import Pool, map_pool
@@ -85,6 +86,8 @@ class Driver:
         self._lent_by = 0
         """The run of the daemon that this worker was attached to last; 0 if it never was."""
         self._attached_at = 0.0
+        self._stepped_at = self._looked = self._looks_until = 0.0
+        """When `step` was last called; until when all that had come is read for sure; when that can be said again."""
         self._retry_at = 0.0
         self._retry_after = 0.0
 
@@ -108,7 +111,7 @@ class Driver:
     def next_timer(self) -> float:
         """When `step` has something to do although nothing is readable, on the clock of `time.monotonic`."""
         retry = self._retry_at if self._connection.phase is Phase.DOWN and self.failed is None else float("inf")
-        return min(self.core.next_timer, retry)
+        return min(max(self.core.next_timer, self._looks_until), retry)
 
     def no_answer(self, timeout: float) -> KvdError:
         """The error for an attach that did not succeed in time."""
@@ -145,9 +148,10 @@ class Driver:
                 self._receive_session(now)
         elif now >= self._retry_at and self.failed is None:
             self._retry(now)
-        if now >= self.core.next_timer:
-            self.core.on_time(now)
-            if self.core.lost_notifications(now):
+        self._look(now)
+        if self._looked >= self.core.next_timer:
+            self.core.on_time(self._looked)
+            if self.core.lost_notifications(self._looked):
                 self._drop(refusal(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
         if self.connected:
             self._send_frames(now)  # last, so that the core's frames of this step are sent in it
@@ -188,6 +192,19 @@ class Driver:
         self.failed = refusal(ErrorCode.WRONG_STATE, "the worker is closed")
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """After a standstill of this process or its engine, what came in time may wait in a socket: it gets a moment.
+
+        If every step follows one, what was there at the last step has been read now.
+        """
+        before, self._stepped_at = self._stepped_at, now
+        if self._connection.unread:
+            self._looks_until = now + limits.LAST_LOOK_SECONDS
+        elif now - before > limits.STANDSTILL_SECONDS:
+            self._looked, self._looks_until = before, now + limits.LAST_LOOK_SECONDS
+        elif now >= self._looks_until:
+            self._looked = now
 
     def _send_frames(self, now: float) -> None:
         self._outbox.extend(self.core.take_frames(now))

@@ -286,6 +286,20 @@ def test_the_end_of_an_offer_whose_answer_was_lost_does_not_count_for_the_next_o
     core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
 
 
+def test_what_was_cancelled_is_cancelled_again_in_the_next_session_unless_it_has_ended() -> None:
+    core = pulling("pull", "ended", "wanted")
+    core.offer("offer", 4, BLOCKS, 3600.0, secret=bytes(16))
+    core.on_frame(codec.encode(wire.Offered(4, "t")), now=0.0)
+    for request in ("pull", "ended", "offer"):
+        core.cancel(request)
+    core.on_frame(batch(1, wire.Cancelled("ended", False)), now=0.0)
+    for _ in range(2):
+        core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "hung up"))
+        core.on_attached(attached())
+        sent = [codec.worker_requests.decode(frame) for frame in core.take_frames(0.0)]
+        assert [message.request for message in sent if isinstance(message, wire.Cancel)] == ["pull", "offer"]
+
+
 def test_what_comes_again_is_acknowledged_again() -> None:
     core = pulling("a", "b")
     core.on_frame(batch(1, wire.Done("a"), wire.Done("b")), now=5.0)

@@ -1,11 +1,13 @@
 """The driver over a simulated connection, step by step."""
 
-from kvd.client import Blocks
-from kvd.client.driver import Dependencies, Driver
+from kvd import limits
+from kvd.client import Blocks, Done, Failed
+from kvd.client.driver import FRAMES_PER_STEP, Dependencies, Driver
 from kvd.client.pulls import GRACE_SECONDS
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.worker import Attached, Cancel, Pull
+from kvd.protocol import worker as notified
+from kvd.protocol.worker import Attached, Cancel, Notifications, Pull
 from tests.simulator.virtual.cache import make_cache
 from tests.simulator.virtual.line import SimConnection, SimPool
 from tests.simulator.virtual.loop import Process
@@ -49,6 +51,45 @@ def test_a_pull_that_is_given_up_is_asked_for_in_the_same_step():
     host = Host()
     driver = attached_driver(host)
     driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1))
+    driver.step(1.0 + GRACE_SECONDS)
     driver.step(1.2 + GRACE_SECONDS)
     host.world.loop.run_until(1.0)
     assert [type(request) for request in host.requests] == [Pull, Cancel]
+
+
+def test_what_came_while_the_engine_stood_still_counts_though_the_pull_is_overdue_and_more_is_there_than_a_step_reads():
+    host = Host()
+    driver = attached_driver(host)
+    count = FRAMES_PER_STEP + 1
+    for number in range(count):
+        driver.request(driver.core.pull(f"r{number}", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1))
+    host.world.loop.run_until(0.2)
+    driver.step(0.2)
+    for number in range(count):
+        host.worker_port.send(b"s" * 16, codec.encode(Notifications(number + 1, (notified.Done(f"r{number}"),))))
+    host.world.loop.run_until(5.0)
+    for now in (5.0, 5.01):
+        driver.step(now)
+    assert driver.core.take_events() == [Done(f"r{number}") for number in range(count)]
+
+
+def test_what_comes_a_moment_after_the_engine_stood_still_counts_too():
+    host = Host()
+    driver = attached_driver(host)
+    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1))
+    driver.step(0.2)
+    driver.step(5.0)
+    assert 5.0 < driver.next_timer() <= 5.0 + limits.LAST_LOOK_SECONDS, "it is looked for again soon"
+    host.worker_port.send(b"s" * 16, codec.encode(Notifications(1, (notified.Done("r"),))))
+    host.world.loop.run_until(5.05)
+    driver.step(5.05)
+    assert driver.core.take_events() == [Done("r")]
+
+
+def test_a_pull_without_an_outcome_ends_though_each_step_of_the_engine_takes_long():
+    driver = attached_driver(Host())
+    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 1.0, 0.1))
+    for now in (1.0, 2.0, 3.0):
+        driver.step(now)
+    [failed] = driver.core.take_events()
+    assert (type(failed), failed.code) == (Failed, "deadline")
