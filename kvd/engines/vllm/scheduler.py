@@ -96,7 +96,7 @@ class SchedulerSide:
         if offered.once and offered.ticket in self._pulling:
             return None
         wanted: int = request.num_prompt_tokens - 1
-        if self._has_states and offered.tokens > wanted:
+        if self._has_states and offered.tokens > wanted and not offered.refused:
             text = "request %s is computed here: its recurrent state is that after %d tokens, not after %d"
             logger.warning(text, request.request_id, offered.tokens, wanted)
             return 0

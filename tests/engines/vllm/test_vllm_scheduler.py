@@ -241,6 +241,16 @@ def test_a_state_after_the_whole_prompt_is_let_go_of_and_the_prompt_computed() -
     assert (pull.blocks, pull.waits, pull.refused) == ((), False, "")
 
 
+def test_a_ticket_of_another_prompt_fails_the_load_of_a_state_too() -> None:
+    consumer = side(*STATES)
+    params = prefilled(side(*STATES), 12, [1, 2, 3], [0, 0, 8])
+    request, external = decoded(consumer, params | {"kvd_prompt": 1}, 12)
+    assert external == 11
+    consumer.allocated(request, [table(11, 12, 13), table(0, 0, 18)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert "mix up requests" in pull.refused
+
+
 @pytest.mark.parametrize(("lookahead", "left_out"), [(0, 0), (1, 0), (3, 2), (9, 0), (10, 0)])
 def test_a_prefill_leaves_out_the_tokens_that_several_mtp_modules_look_ahead(lookahead: int, left_out: int) -> None:
     """A prompt that is no longer than that is computed whole."""
