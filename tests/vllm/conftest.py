@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.fleet import until
 from tests.vllm.shared import Shared
-from tests.vllm.testbed.catalog import write_models
+from tests.vllm.testbed.catalog import MODELS, write_models
 from tests.vllm.testbed.servers import SHARED_MEMORY
 
 HERE = Path(__file__).parent
@@ -65,5 +65,5 @@ def _no_shared_memory_is_left() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with all models of the laboratory."""
     folder = tmp_path_factory.mktemp("models")
-    write_models(folder, "llama", "gemma", "deepseek", "bench", "eagle")
+    write_models(folder, *MODELS)
     return folder

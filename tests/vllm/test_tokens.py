@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
-from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, WINDOW, make_prompt
+from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, UNCACHED, WINDOW, make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Server, scrape
@@ -60,8 +60,8 @@ class Served:
 
     async def cache(self, prompt: list[int], first: str) -> None:
         """Puts the blocks of a prompt into the decode side's prefix cache: computed there, or pulled there."""
-        if self.latent:
-            pytest.skip("vLLM keeps no prefix cache of latent attention on a CPU")
+        if self.single.engine.model in UNCACHED:
+            pytest.skip("vLLM keeps no prefix cache of this model on a CPU")
         if first == "computed there":
             await complete(self.pair.decode.url, make_body(self.single.engine.model, prompt, TOKENS))
         else:
@@ -75,7 +75,8 @@ class Served:
 
 
 @pytest.fixture(
-    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek"))]
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek", "granite"))],
 )
 def model(request: pytest.FixtureRequest) -> str:
     name: str = request.param

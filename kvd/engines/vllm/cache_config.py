@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
     UniformTypeKVCacheSpecs,
@@ -17,9 +20,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from kvd.engines.vllm.identity import identity
-from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
+from kvd.engines.vllm.spec import CacheGroup, Pages, States, WorkerCache
+from kvd.engines.vllm.states import check_states, recurrent
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.layout import Chunked, Full, Shard, Sliding, Window
+from kvd.layout import Chunked, Full, Shard, Sliding, State, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
 _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
@@ -82,6 +86,9 @@ def window_of(spec: Any) -> Window:
         return Sliding(first.sliding_window + first.extra_retained_tokens)
     if kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
         return Chunked(first.attention_chunk_size)
+    if kind is KVCacheSpecKind.MAMBA:
+        check_states(first)
+        return State()
     raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
@@ -98,11 +105,14 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "", drafter: 
     layers = vllm_config.compilation_config.static_forward_context
     attention = [_attention_groups(group, layers) for group in groups]
     kernels = prepare_kernel_block_sizes(cache_config, attention)
-    pages: list[list[Pages]] = [[] for _ in groups]
+    pages: list[list[Pages | States]] = [[] for _ in groups]
     for tensor in cache_config.kv_cache_tensors:
         index = next(i for i, group in enumerate(groups) if tensor.layers[0] in group.layer_names)
         spec = _layer_spec(groups[index], tensor.layers[0])
-        pages[index].extend(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
+        if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA:
+            pages[index].append(_states(vllm_config, tensor, spec))
+        else:
+            pages[index].extend(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
     return WorkerCache(
         nbytes=cache_config.kv_cache_tensors[0].size if cache_config.kv_cache_tensors else 0,
         num_blocks=cache_config.num_blocks,
@@ -165,6 +175,40 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
             dtype=_format(vllm_config, spec, backend, kernel_tokens),
             split=backend == "CPU_ATTN",
         )
+
+
+def _states(vllm_config: Any, tensor: Any, spec: Any) -> States:
+    """A KV cache tensor whose layers keep recurrent states; a drafter has none."""
+    layers = vllm_config.compilation_config.static_forward_context
+    (component, *others), numbers = zip(*(_component(vllm_config, spec, name) for name in tensor.layers), strict=True)
+    if {component} < {component, *others}:
+        raise _refusal(f"states of {component} and of {others} lie in one tensor; kvd knows tensors of one kind")
+    layer = layers[tensor.layers[0]]
+    # Mamba2's groups are fewer than ranks only if there is one, which every rank then holds.
+    groups = layer.norm.n_groups if spec.mamba_type.name == "MAMBA2" else 0
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return States(
+        component=component,
+        layers=numbers,
+        names=tuple(tensor.layers),
+        offset=tensor.offset,
+        layer_stride=tensor.layer_stride,
+        block_stride=tensor.block_stride,
+        state=recurrent(spec, ranks, groups, channels_first=is_conv_state_dim_first()),
+        nbytes=spec.state_content_size_bytes,
+        dtype=_state_format(spec, layer.get_attn_backend().get_name()),
+    )
+
+
+def _state_format(spec: Any, backend: str) -> str:
+    """What the bytes of a state mean: kernels of a kind of processor agree on it."""
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    kernels = [str(current_platform.device_type)]
+    if current_platform.is_cpu():
+        # Each instruction set has kernels of its own, of which only those for the same are known to agree.
+        kernels += ["amx"] * torch.cpu._is_amx_tile_supported()
+        kernels += ["avx512_bf16"] * torch.cpu._is_avx512_bf16_supported()
+    return "/".join(["+".join(dtypes), backend, *kernels])
 
 
 def _component(vllm_config: Any, spec: Any, name: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvd.client import Worker
-from kvd.engines.vllm.spec import Pages, WorkerCache
+from kvd.engines.vllm.spec import Pages, States, WorkerCache
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.layout import CacheSpec
 
@@ -124,8 +124,11 @@ def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, tor
                     raise refusal(ErrorCode.INTERNAL, text)
 
 
-def _expected(pages: Pages, block_tokens: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _expected(pages: Pages | States, block_tokens: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides in bytes of [kernel blocks, heads, tokens, bytes]; strides of dimensions of size 1 are 0."""
+    if isinstance(pages, States):
+        shape = (num_blocks, 1, 1, pages.nbytes)
+        return shape, _where(shape, (pages.block_stride, 0, 0, 1))
     kernel_blocks = block_tokens // pages.kernel_tokens
     shape = (num_blocks * kernel_blocks, pages.heads, pages.kernel_tokens, pages.cell_bytes)
     return shape, _where(shape, (pages.block_stride // kernel_blocks, pages.head_stride, pages.token_stride, 1))

@@ -8,8 +8,9 @@ On the prefill side, `finished` orders the offer and returns the ticket, which n
 
 The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
 token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
-prefill engine then leaves the last token out (`arrived`), as vLLM's own connector does for recurrent models. With
-several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of drafts.
+prefill engine then leaves the last token out (`arrived`); with recurrent states always, as they cannot be cut back by a
+token. With several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of
+drafts.
 """
 
 import logging
@@ -24,7 +25,7 @@ from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.errors import BadRequest, ErrorCode, refusal
-from kvd.layout import Window
+from kvd.layout import State, Window
 from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
@@ -47,6 +48,7 @@ class SchedulerSide:
         self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0, *, adapter_paths: bool = True
     ) -> None:
         self._groups = tuple(groups)
+        self._has_states = any(isinstance(window, State) for window, _ in self._groups)
         self._ranks = ranks
         self._lookahead = lookahead
         self._adapter_paths = adapter_paths
@@ -93,8 +95,12 @@ class SchedulerSide:
             return 0
         if offered.once and offered.ticket in self._pulling:
             return None
-        self._computed[request.request_id] = computed
         wanted: int = request.num_prompt_tokens - 1
+        if self._has_states and offered.tokens > wanted and not offered.refused:
+            text = "request %s is computed here: its recurrent state is that after %d tokens, not after %d"
+            logger.warning(text, request.request_id, offered.tokens, wanted)
+            return 0
+        self._computed[request.request_id] = computed
         return max(0, min(offered.tokens, wanted) - computed)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], external: int) -> None:
@@ -147,6 +153,7 @@ class SchedulerSide:
             return None
         try:
             consumers = transfer_params.consumers(request.kv_transfer_params)
+            self._check_state(tokens, request.num_computed_tokens)
         except BadRequest as error:
             logger.warning("the KV blocks of request %s are not offered: %s", request.request_id, error.text)
             return None
@@ -218,9 +225,16 @@ class SchedulerSide:
         """Whether a prefill of the whole prompt drops blocks that its last token, computed again, needs."""
         tokens = request.num_prompt_tokens
         return tokens > 1 and any(
-            not set(window.needed(tokens - 1, block_tokens)) <= set(window.needed(tokens, block_tokens))
+            isinstance(window, State)
+            or not set(window.needed(tokens - 1, block_tokens)) <= set(window.needed(tokens, block_tokens))
             for window, block_tokens in self._groups
         )
+
+    def _check_state(self, tokens: int, computed: int) -> None:
+        """Refuses to offer `tokens` tokens if the recurrent state has taken in more."""
+        if self._has_states and tokens != computed:
+            text = f"the recurrent state is that after {computed} tokens, it was to be that after {tokens}"
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
 
     def _let_go(self, request: Any, offered: TransferParams) -> None:
         """Tells the producer that its blocks are not needed.
@@ -245,11 +259,15 @@ class SchedulerSide:
             yield from _runs(group, wanted, [table[position].block_id for position in wanted])
 
     def _held(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[Blocks, ...]:
-        """The last run of blocks of each group: attention to the next token needs none before a gap."""
+        """The last run of blocks of each group: attention to the next token needs none before a gap.
+
+        Of a recurrent state it is the last block alone. What vLLM keeps behind it is for drafts, and before it older.
+        """
         held = []
-        for group, (_, block_tokens) in enumerate(self._groups):
+        for group, (window, block_tokens) in enumerate(self._groups):
             table = block_ids[group][: -(-tokens // block_tokens)]
-            positions = [position for position, block in enumerate(table) if block != _NULL_BLOCK]
+            first = window.needed(tokens, block_tokens).start if isinstance(window, State) else 0
+            positions = [position for position in range(first, len(table)) if table[position] != _NULL_BLOCK]
             held += list(_runs(group, positions, [table[position] for position in positions]))[-1:]
         return tuple(held)
 

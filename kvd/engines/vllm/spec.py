@@ -2,13 +2,17 @@
 
 vLLM allocates one buffer for each worker. Each of its "KV cache tensors" puts layers of one shape in it: block b of the
 tensor's l-th layer begins at `offset + l * layer_stride + b * block_stride`, and inside it are heads, tokens and bytes
-in the order of the layout. Tensors of different groups lie on top of each other.
+in the order of the layout, or a recurrent state. Tensors of different groups lie on top of each other.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Axis, CacheSpec, Group, Shard, View, Window
+from kvd.layout.presets import LBHNC, Placement, Recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +42,31 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """A KV cache tensor of vLLM whose layers keep recurrent states. Strides are in bytes.
+
+    A block is one state, at its begin; `nbytes` is what this rank holds of it.
+    """
+
+    component: str
+    layers: tuple[int, ...]
+    offset: int
+    layer_stride: int
+    block_stride: int
+    state: Recurrent
+    nbytes: int
+    dtype: str
+    names: tuple[str, ...] = ()
+    """What vLLM calls the layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
     """One KV cache group of vLLM: its blocks serve all of `pages`, whose layers attend within `window`."""
 
     window: Window
     block_tokens: int
-    pages: tuple[Pages, ...]
+    pages: tuple[Pages | States, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +94,41 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
             window=group.window,
             block_tokens=group.block_tokens,
             num_blocks=cache.num_blocks,
-            views=tuple(_view(pages, group.block_tokens, cache.num_blocks) for pages in group.pages),
+            views=tuple(view for pages in group.pages for view in _views(pages, group.block_tokens, cache)),
         )
         for group in cache.groups
     )
     dtype = next(pages.dtype for group in cache.groups for pages in group.pages)  # a stage may hold none of the first
     return CacheSpec(dtype=dtype, pool_bytes=cache.nbytes, groups=groups, shard=cache.shard, identity=cache.identity)
+
+
+def _views(pages: Pages | States, block_tokens: int, cache: WorkerCache) -> Iterator[View]:
+    if isinstance(pages, States):
+        yield from _state_views(pages, cache)
+    else:
+        yield _view(pages, block_tokens, cache.num_blocks)
+
+
+def _state_views(states: States, cache: WorkerCache) -> Iterator[View]:
+    """A view of each section of the convolution's inputs, and one of the state."""
+    place = Placement(
+        order=LBHNC,
+        shard=cache.shard,
+        layers=states.layers,
+        num_blocks=cache.num_blocks,
+        block_tokens=1,
+        offset=states.offset,
+        page=states.block_stride,
+    )
+    views = states.state.views(place)
+    held = sum(view.block_bytes for view in views) // len(states.layers)
+    if held != states.nbytes:
+        text = f"{states.component}: a state of {states.nbytes} bytes, of which {held} are known"
+        raise refusal(ErrorCode.BAD_SPEC, text)
+    for view in views:
+        axes = (msgspec.structs.replace(view.axes[0], stride=states.layer_stride), *view.axes[1:])
+        component = f"{states.component} {view.component}"
+        yield msgspec.structs.replace(view, component=component, axes=axes, dtype=states.dtype)
 
 
 def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:

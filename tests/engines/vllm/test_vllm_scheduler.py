@@ -11,7 +11,7 @@ from kvd.client import Blocks
 from kvd.engines.vllm.metadata import RankEndpoint
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.errors import InternalError
-from kvd.layout import Chunked, Full, Sliding
+from kvd.layout import Chunked, Full, Sliding, State
 from kvd.protocol.ticket import decode
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -173,6 +173,8 @@ def test_blocks_before_a_gap_are_not_offered() -> None:
         (Chunked(8), 16, True),  # after 16 tokens nothing is needed; computing token 15 needs 8 to 14
         (Chunked(8), 17, False),
         (Full(), 17, False),
+        (State(), 16, True),  # the state after the last token has taken it in
+        (State(), 18, True),
     ],
 )
 def test_a_prefill_leaves_out_its_last_token_where_the_decode_side_needs_a_block_it_would_drop(
@@ -186,6 +188,67 @@ def test_a_prefill_leaves_out_its_last_token_where_the_decode_side_needs_a_block
     consumer = side((Full(), 4), (window, 4))
     params = prefilled(producer, tokens, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
     assert decoded(consumer, params, tokens)[1] == tokens - 1
+
+
+STATES = ((Full(), 4), (State(), 4))
+
+
+def test_of_a_state_the_last_block_is_offered_and_pulled_alone() -> None:
+    """Not the one of an earlier chunk, nor those that vLLM keeps for drafts."""
+    producer, consumer = side(*STATES), side(*STATES)
+    params = prefilled(producer, 12, [1, 2, 3], [0, 9, 8, 7, 6])
+    (offer,) = producer.take_metadata().offers
+    assert (offer.tokens, offer.blocks) == (11, (Blocks(0, 0, [1, 2, 3]), Blocks(1, 2, [8])))
+    request, external = decoded(consumer, params, 12, computed=4)
+    assert external == 7
+    consumer.allocated(request, [table(11, 12, 13, cached=1), table(19, 0, 18, 17, 16, cached=1)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert pull.blocks == (Blocks(0, 1, [12, 13]), Blocks(1, 2, [18]))
+
+
+def test_one_state_for_all_of_a_sequence_is_its_first_block() -> None:
+    groups = ((Full(), 4), (State(), 2048))
+    producer, consumer = side(*groups), side(*groups)
+    params = prefilled(producer, 12, [1, 2, 3], [9, 8, 7])
+    (offer,) = producer.take_metadata().offers
+    assert offer.blocks[1] == Blocks(1, 0, [9])
+    request, external = decoded(consumer, params, 12)
+    consumer.allocated(request, [table(11, 12, 13), table(19, 18, 17)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert pull.blocks[1] == Blocks(1, 0, [19])
+
+
+@pytest.mark.parametrize(("computed", "in_flight"), [(12, 0), (13, 1), (12, 1)])
+def test_a_state_that_has_gone_on_after_the_prompt_is_not_offered(computed: int, in_flight: int) -> None:
+    """Or is about to: a step is under way."""
+    producer = side(*STATES)
+    request = Request(list(range(12)), dict(PREFILL))
+    producer.arrived(request)
+    request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
+    assert producer.finished(request, [[1, 2, 3, 4], [0, 0, 8, 7]]) is None
+    assert producer.take_metadata().offers == []
+
+
+def test_a_state_after_the_whole_prompt_is_let_go_of_and_the_prompt_computed() -> None:
+    """A prefill of a model with several MTP modules cannot leave out as many tokens as a short prompt has."""
+    producer = SchedulerSide(STATES, 1, 9)
+    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:0", 7, "vllm-0")})
+    consumer = side(*STATES)
+    request, external = decoded(consumer, prefilled(producer, 6, [1, 2], [0, 9]), 6)
+    assert external == 0
+    consumer.allocated(request, [table(11, 12), table(0, 19)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.blocks, pull.waits, pull.refused) == ((), False, "")
+
+
+def test_a_ticket_of_another_prompt_fails_the_load_of_a_state_too() -> None:
+    consumer = side(*STATES)
+    params = prefilled(side(*STATES), 12, [1, 2, 3], [0, 0, 8])
+    request, external = decoded(consumer, params | {"kvd_prompt": 1}, 12)
+    assert external == 11
+    consumer.allocated(request, [table(11, 12, 13), table(0, 0, 18)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert "mix up requests" in pull.refused
 
 
 @pytest.mark.parametrize(("lookahead", "left_out"), [(0, 0), (1, 0), (3, 2), (9, 0), (10, 0)])

@@ -21,10 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.selector import get_mamba_attn_backend
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -44,6 +48,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "own drafter": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "halves": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "gemma": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "mamba1": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "mamba2": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "delta": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
+    "kda": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": HEAD},
     "deepseek": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -65,6 +73,32 @@ DRAFTS = {
     "own drafter": (2, [f"draft_model.model.layers.{layer}.self_attn.attn" for layer in range(2)]),
 }
 """Drafters: their KV heads, and their layers, which vLLM numbers after the model's (EAGLE) or from 0."""
+
+GROUPS = 4
+"""Groups of Mamba2's heads."""
+
+_SHAPES: dict[str, Callable[[int], Any]] = {
+    "mamba1": lambda tp_size: MambaStateShapeCalculator.mamba1_state_shape(tp_size, 64, 8, 4),
+    "mamba2": lambda tp_size: MambaStateShapeCalculator.mamba2_state_shape(tp_size, 64, GROUPS, 4, 16, 8, 4),
+    "delta": lambda tp_size: MambaStateShapeCalculator.gated_delta_net_state_shape(tp_size, 4, 4, 16, 8, 4),
+    "kda": lambda tp_size: MambaStateShapeCalculator.kda_state_shape(tp_size, 4, 16),
+}
+SECTIONS = {"mamba1": (64,), "mamba2": (64, 32, 32), "delta": (64, 64, 32), "kda": (64, 64, 64)}
+"""Models with recurrent states, and the channels of each section of their convolutions."""
+
+_KINDS = {"mamba1": MambaAttentionBackendEnum.MAMBA1, "mamba2": MambaAttentionBackendEnum.MAMBA2}
+
+
+def states_spec(kind: str, tp_size: int, page: int) -> MambaSpec:
+    """What a layer with recurrent states asks for, as the models of vLLM do."""
+    return MambaSpec(
+        block_size=BLOCK_TOKENS,
+        shapes=_SHAPES[kind](tp_size),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=page,
+        mamba_type=_KINDS.get(kind, MambaAttentionBackendEnum.GDN_ATTN),
+        mamba_cache_mode="align",
+    )
 
 
 def configuration(kind: str, folder: Path) -> Any:
@@ -117,10 +151,20 @@ def layer_specs(kind: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> di
         "halves": lambda layer: dense if layer < LAYERS // 2 else local,
         "deepseek": lambda _: latent,
     }
+    if kind in SECTIONS:
+        states = states_spec(kind, tp_size, dense.page_size_bytes)
+        of_layer[kind] = lambda layer: dense if layer % 3 == 2 else states
     spec_of = of_layer.get(kind, lambda _: dense)
     specs = {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(LAYERS)}
     heads, names = DRAFTS.get(kind, (HEADS, []))
     return specs | {name: replace(dense, num_kv_heads=max(1, heads // tp_size)) for name in names}
+
+
+def _layer(spec: Any, backend: Any) -> Any:
+    """What the connector reads of a layer of the model."""
+    if isinstance(spec, MambaSpec):
+        backend = get_mamba_attn_backend(spec.mamba_type)
+    return SimpleNamespace(get_attn_backend=lambda: backend, norm=SimpleNamespace(n_groups=GROUPS))
 
 
 def _stage_of(specs: dict[str, Any], stage: int, stages: int) -> dict[str, Any]:
@@ -181,7 +225,7 @@ class Engine:
         specs = layer_specs(kind, tp_size, block_tokens)
         ranks = [_stage_of(specs, stage, stages) for stage in range(stages) for _ in range(tp_size)]
         backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
-        self._layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        self._layers = {name: _layer(spec, backend) for name, spec in specs.items()}
         configs = get_kv_cache_configs(config, ranks, [1 << 30] * len(ranks))
         for of_rank in configs:
             of_rank.kv_cache_layout = config.cache_config.kv_cache_layout
@@ -203,7 +247,7 @@ class Engine:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         config.compilation_config = copy.copy(config.compilation_config)
-        config.compilation_config.static_forward_context = dict.fromkeys(layers, self._layer)
+        config.compilation_config.static_forward_context = {name: self._layers[name] for name in layers}
         worker = KvdConnector(config, KVConnectorRole.WORKER, cache_config)
         self.workers.append(worker)
         layout = KVCacheLayout[cache_config.kv_cache_layout]
@@ -279,8 +323,24 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         for caches in self.caches:
             for name in sorted(caches):
-                shape = caches[name].shape
-                caches[name].copy_(torch.randint(-9000, 9000, shape, generator=generator).to(torch.bfloat16))
+                cache = caches[name]
+                most = 9000 if cache.is_floating_point() else 120  # a state is bytes
+                cache.copy_(torch.randint(-most, most, cache.shape, generator=generator).to(cache.dtype))
+
+    def state(self, kind: str, name: str, block: int) -> list[torch.Tensor]:
+        """The sections of a convolution's inputs and the state, over all ranks, as vLLM's kernels see them."""
+        ranks = []
+        for caches in self.caches:
+            layer: Any = SimpleNamespace(
+                get_state_shape=lambda: _SHAPES[kind](len(self.caches)),
+                get_state_dtype=lambda: (torch.bfloat16, torch.float32),
+            )
+            MambaBase.bind_kv_cache(layer, caches[name])
+            conv, state = (cache[block] for cache in layer.kv_cache)
+            widths = [channels // len(self.caches) for channels in SECTIONS[kind]]
+            ranks.append([*conv.split(widths, dim=1), state])
+        *sections, states = zip(*ranks, strict=True)
+        return [*(torch.cat(section, dim=1) for section in sections), torch.cat(states)]
 
     def close(self) -> None:
         self.caches.clear()

@@ -12,7 +12,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 
 from kvd.layout import Full, Sliding
-from tests.vllm.connector.connector_engine import HEADS, LAYERS, Daemons, Engine, layer_specs
+from tests.vllm.connector.connector_engine import HEADS, LAYERS, SECTIONS, Daemons, Engine, layer_specs
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPT = list(range(3, 53)) * 2  # 100 tokens: three blocks of 32 and a part of a fourth, or seven of 16
@@ -152,6 +152,44 @@ def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[...
             others = {15 - block for other in tables for block in other if block} - written
             for block in set(range(16)) - written - others:
                 assert torch.equal(consumer.caches[0][name][block], before[0][name][block])
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+def test_every_rank_gets_its_channels_and_heads_of_a_recurrent_state(
+    start: Callable[..., Engine], kind: str, producers: int, consumers: int
+) -> None:
+    """Of a prompt of 100 tokens: attention has four blocks, and of the blocks of a state the last alone matters."""
+    producer, consumer = start("p", kind, producers), start("d", kind, consumers)
+    producer.fill(1)
+    consumer.fill(2)
+    windows = [group.window for group in producer.workers[0]._cache.groups]
+    tables = [[1, 2, 3, 4] if isinstance(window, Full) else [0, 0, 13, 5 + i] for i, window in enumerate(windows)]
+    mirrored = [[15 - block if block else 0 for block in table] for table in tables]
+    names = [name for name in consumer.caches[0] if consumer.caches[0][name].dtype is torch.int8]
+    assert len(names) == 4
+    before = {name: consumer.state(kind, name, 2) for name in names}
+    params = producer.prefilled("r", PROMPT, tables)
+    consumer.decode("r", PROMPT, params, mirrored)
+    consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
+    assert not consumer.failed
+    for group, table in zip(producer.cache_config.kv_cache_groups, tables, strict=True):
+        for name in group.layer_names:
+            if name in names:
+                assert same(producer.state(kind, name, table[-1]), consumer.state(kind, name, 15 - table[-1]))
+                assert same(consumer.state(kind, name, 2), before[name])
+            else:
+                for block in table:
+                    assert torch.equal(all_heads(producer, name, block), all_heads(consumer, name, 15 - block))
+    producer.run_until(lambda: "r" in producer.sent)
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Byte by byte: what was drawn at random may be no number."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        torch.equal(one.contiguous().view(torch.int8), other.contiguous().view(torch.int8)) for one, other in pairs
+    )
 
 
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1)])

@@ -14,21 +14,30 @@ WINDOW: Final = 64
 BLOCK: Final = 32
 """Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
 
-MODELS: Final = ("llama", "gemma", "deepseek", "bench", "eagle")
+MODELS: Final = ("llama", "gemma", "deepseek", "qwen-next", "granite", "bench", "eagle")
 
 FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek": ("--block-size", "16", "--max-num-seqs", "1", "--attention-backend", "CPU_MLA"),
+    "qwen-next": ("--dtype", "bfloat16"),
+    "granite": ("--no-enable-prefix-caching",),
 }
-"""What a server needs beside the flags that all have. AMX_MLA, which a CPU with AMX gets, takes no float32."""
+"""What a server needs beside the flags that all have. AMX_MLA, which a CPU with AMX gets, takes no float32. With a
+prefix cache of Mamba2's states vLLM's CPU kernels fail at the first prompt of several blocks."""
 
 
 GROUPS: Final = {"gemma": 6}
 """KV-cache groups, where there are several: a request takes blocks for each of them."""
 
+STATE_TOKENS: Final = {"qwen-next": 288, "granite": 64}
+"""Models with recurrent states, and the tokens of their blocks: vLLM makes those of attention as large as a state."""
+
+UNCACHED: Final = frozenset({"deepseek", "granite"})
+"""Models of which vLLM keeps no prefix cache here."""
+
 LATENT: Final = frozenset({"deepseek"})
-"""Models with latent attention. vLLM keeps no prefix cache of them on a CPU. And its CPU kernels round: on one server,
-without any connector, prefill and decode disagree on log-probabilities, and so do batches with and without other
-requests, by up to 0.3 with the weights here: as much as wrong KV makes. One request at a time gives equal ones.
+"""Models with latent attention. vLLM's CPU kernels for it round: on one server, without any connector, prefill and
+decode disagree on log-probabilities, and so do batches with and without other requests, by up to 0.3 with the weights
+here: as much as wrong KV makes. One request at a time gives equal ones.
 """
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of four architectures and a drafter, written to disk so that a real vLLM runs them without a download.
+"""Tiny models of six architectures and a drafter, written to disk so that a real vLLM runs them without a download.
 
 Run as `python -m tests.vllm.testbed.models FOLDER NAME...`. Weights are random but of the scale that a trained
 model has: with vLLM's own dummy weights (within 0.001) attention hardly matters, and wrong KV would go unnoticed.
@@ -15,9 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
 )
 
 from tests.vllm.testbed.catalog import VOCABULARY, WINDOW
@@ -86,6 +88,54 @@ def _deepseek() -> PretrainedConfig:
     )
 
 
+def _qwen_next() -> PretrainedConfig:
+    """Three gated delta nets to one layer of attention, with experts in all.
+
+    Its heads have the least sizes that vLLM's kernels for these layers take on a CPU; they take bfloat16 alone.
+    """
+    return Qwen3NextConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        initializer_range=0.1,
+        **_COMMON | {"torch_dtype": "bfloat16"},
+    )
+
+
+def _granite() -> PretrainedConfig:
+    """Three layers of Mamba2 to one of attention."""
+    return GraniteMoeHybridConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        position_embedding_type="rope",
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=32,
+        mamba_n_groups=2,
+        mamba_chunk_size=64,
+        initializer_range=0.1,
+        **_COMMON,
+    )
+
+
 def _bench() -> PretrainedConfig:
     """The KV cache of a model of size: 16 layers, 8 KV heads of 128, 131,072 bytes a token in float32."""
     return LlamaConfig(
@@ -104,6 +154,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "gemma": _gemma,
     "deepseek": _deepseek,
+    "qwen-next": _qwen_next,
+    "granite": _granite,
     "bench": _bench,
 }
 
@@ -131,7 +183,7 @@ def write(name: str, folder: Path) -> None:
         _write_eagle(folder)
         return
     config = CONFIGS[name]()
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 
 

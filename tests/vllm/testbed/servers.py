@@ -22,6 +22,8 @@ LONGEST = 2048
 BLOCKS = 256
 """Blocks of a KV cache where nothing else is asked for: 8,192 tokens, 1 GiB of the model of the bench."""
 
+POOL_BYTES = 1 << 23
+"""The least of all models here; daemons have no other files in memory as large."""
 
 SHARED_MEMORY = f"k{os.getpid()}_"
 """How the names of the servers' shared memory begin: those of others on this machine begin otherwise."""
@@ -50,6 +52,8 @@ class Server(Service):
         self.transfer = transfer
         self.variables: dict[str, str] = {}
         """More environment variables, from the next start on."""
+        self.flags: Sequence[str] = ()
+        """More flags, from the next start on."""
         self.port = free_port()
         self._side_channel = free_port()
 
@@ -91,6 +95,7 @@ class Server(Service):
             command += ["--speculative-config", json.dumps(drafts)]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        command += self.flags
         return with_environment(variables | self.variables, command)
 
     async def is_up(self) -> bool:
@@ -126,6 +131,13 @@ class Daemon(Service):
     def url(self) -> str:
         """Where its metrics are."""
         return f"http://{self._serving()['http']}"
+
+    def pool(self) -> bytes:
+        """What lies in its worker's pool now."""
+        for link in (link for pid in self._members() for link in Path(f"/proc/{pid}/fd").iterdir()):
+            if os.readlink(link).startswith("/memfd:") and link.stat().st_size >= POOL_BYTES:
+                return link.read_bytes()
+        raise AssertionError(f"{self.name} has no pool of {POOL_BYTES} bytes or more")
 
     async def is_up(self) -> bool:
         """Whether it logged that it serves."""
