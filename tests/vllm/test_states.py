@@ -34,10 +34,12 @@ PROMPTS = {
     "a part of a block": make_prompt(200, seed=2),
     "a block without the last token": make_prompt(BLOCK + 1, seed=3),
     "two blocks and a part of a third": make_prompt(2 * BLOCK + 50, seed=4),
+    "begins like one that the prefill side computed": make_prompt(3 * BLOCK + 7, seed=4),
     "begins like one that the decode side computed": make_prompt(3 * BLOCK + 7, seed=5),
     "a block without the last token, again": make_prompt(BLOCK + 1, seed=3),
 }
-"""In their order: the last two find states in the decode side's prefix cache, of two blocks and of one."""
+"""In their order. The last three find states in a prefix cache: that of the prefill side, after two blocks, and that of
+the decode side, after two and after one."""
 
 
 @asynccontextmanager
@@ -83,6 +85,7 @@ async def test_a_pair_gives_the_tokens_of_vllms_own_connector_with_prefix_hits_a
         metrics = await scrape(pair.decode)
         assert (await scrape(pair.daemons["decode"])).total("kvd_pull_failures_total") == 0
         assert metrics.total("vllm:prefix_cache_hits_total") == 3 * BLOCK
+        assert (await scrape(pair.prefill)).total("vllm:prefix_cache_hits_total") == 2 * BLOCK
         assert metrics.total("vllm:kvd_pull_bytes_sum") >= 3 * LAYERS * BLOCK * TOKEN_BYTES
         await _a_failed_load_is_computed_again(pair)
 
