@@ -13,7 +13,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm demo demo-vllm quick quick-plans quick-actors test test-pure test-real test-vllm \
-  test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all test-deploy check lock clean
+  gpu-check gpu-wheels test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all test-deploy check lock clean
 
 setup: $(VENV)/installed
 
@@ -99,6 +99,25 @@ test-vllm-all: setup-vllm
 
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy
+
+# What only a GPU can say, in 9 minutes, without a network: report in out/gpu-check.md and .json. Where the machine's
+# Python lacks packages, `make gpu-wheels` elsewhere, and carry the folder along: `make gpu-check GPU_PYTHON=python3`.
+GPU_PYTHON ?= $(BIN)/python
+GPU_WHEELS := out/gpu-wheels
+
+gpu-check:
+	if [ -d $(GPU_WHEELS) ]; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(GPU_WHEELS)/*.whl; fi
+	$(GPU_PYTHON) -m benchmarks.gpu
+
+# No NIXL and no torch: copies within a host need neither. 64 MiB at most.
+gpu-wheels:
+	rm -rf $(GPU_WHEELS)
+	for package in $$(grep -hoE '^(msgspec|pyzmq|pydantic|pydantic-core|pydantic-settings|annotated-types|typing-extensions|typing-inspection|python-dotenv|structlog|uvloop|prometheus-client|rich|pygments|markdown-it-py|mdurl|cuda-bindings|cuda-pathfinder|numpy|dnspython|pytest|pluggy|iniconfig|packaging|hypothesis|sortedcontainers|pytest-asyncio|pytest-timeout)==[^ ]*' requirements/daemon.lock.txt requirements/dev.lock.txt | sort -u); do \
+	  $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) -d $(GPU_WHEELS) $$package; \
+	done
+	test $$(du -sm $(GPU_WHEELS) | cut -f1) -lt 64
+
+GPU_PYTHON_VERSION ?= 3.12
 
 check: setup
 	$(BIN)/ruff check .

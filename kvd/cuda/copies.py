@@ -49,6 +49,11 @@ def copy(stream: Stream, targets: Words, sources: Words, lengths: Words) -> None
     check(batch(*(array.ctypes.data for array in arrays), count, int(stream.handle)), _BATCH)
 
 
+def has_batches() -> bool:
+    """Whether this driver takes many copies in one call; else each is a call of its own."""
+    return _batch_call() is not None
+
+
 def pin(device: Device, address: int, length: int, *, writable: bool) -> None:
     """Lets all GPUs copy to and from `length` bytes of this process at `address`, whole pages, until `unpin`.
 

@@ -3,7 +3,8 @@
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
 a stamp, that the producer does not hear of the proven read). Over TCP its transport's process is paused, too, which
-stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading.
+stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading. Over
+TCP it copies into host memory, and out of it.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ WAYS = {
     "tcp": ("reading",),
     "gpu": ("reading", "settling"),
     "gpu-messages": ("fencing",),
+    "gpu-tcp": ("reading",),
 }
 """How leases are proven, and the steps in which that makes a difference."""
 SAMPLE = {"stamps": ("reading", "settling"), "tcp": ("reading",), "gpu": ("reading",)}
@@ -48,7 +50,7 @@ class Stage:
         flags = {"heartbeat": "1", "claim_ttl": "5", "copy_threads": "1"}
         if gpu:
             flags["device"] = "cuda:0"
-        start = fleet.far_daemon if way == "tcp" else fleet.daemon
+        start = fleet.far_daemon if way.endswith("tcp") else fleet.daemon
         self.producer, self.consumer = (start(name, **flags) for name in "pd")
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")

@@ -15,6 +15,7 @@ MEGABITS = 20
 BLOCKS, BLOCK_BYTES = 128, 1 << 19
 LONG, SHORT = list(range(64)), list(range(64, 128))
 """Blocks of two pulls that run beside each other: 32 MiB each, 13 s over a link that is throttled."""
+HALF = len(LONG) // 2
 OPEN_END = 600.0
 """Seconds for a pull whose deadline is not what ends it."""
 
@@ -41,15 +42,15 @@ class Stage:
         self.workers[consumer].call("pull", name=name, ticket=ticket, ids=ids, timeout=timeout)
         return name, value
 
-    def pull_in_mid_transfer(self, producer, consumer):
-        """A pull whose first blocks have landed, and most have not."""
+    def pull_in_mid_transfer(self, producer, consumer, below=HALF):
+        """A pull of which some blocks have landed, fewer than so many."""
         for _ in until(f"{consumer} reads in mid-transfer"):
             name, value = self.pull(producer, consumer, OPEN_END)
             for _ in until("the first blocks have landed"):
                 landed = self.workers[consumer].call("values", ids=LONG).count(value)
                 if landed:
                     break
-            if landed < len(LONG) // 2:
+            if landed < below:
                 return name
             self.arrived(consumer, name, value)
         raise AssertionError("unreachable")

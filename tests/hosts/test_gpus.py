@@ -110,7 +110,7 @@ KILLS = {
 def test_a_kill_in_mid_transfer_costs_its_own_pulls_and_leaves_no_window_taken(pair, part, victim):
     stage = pair
     stage.hosts["p0"].throttle(MEGABITS)
-    torn = stage.pull_in_mid_transfer("p0", "d0")
+    torn = stage.pull_in_mid_transfer("p0", "d0", len(LONG))  # four slices of eight blocks land together
     spared = stage.pull("p0", "d1", OPEN_END)
     KILLS[part](stage, victim)
     stage.hurry()
@@ -120,6 +120,11 @@ def test_a_kill_in_mid_transfer_costs_its_own_pulls_and_leaves_no_window_taken(p
         assert ended["code"] in ("transport", "peer_lost", "lease_broken"), ended
     if victim == "d0":
         stage.arrived("d1", *spared)
+    if part == "daemon":
+        stage.daemons[victim].start()
+        for _ in until(f"the worker of {victim} is attached again"):
+            if any(event["kind"] == "Reattached" for event in stage.workers[victim].call("wait", timeout=1)):
+                break
     stage.mend()
     for consumer in ("d0", "d1"):
         scattered(stage, consumer)
@@ -129,7 +134,7 @@ def test_readers_of_one_gpu_take_turns(pair):
     """A short pull of one host lands in the middle of a long one of another."""
     stage = pair
     stage.hosts["p0"].throttle(MEGABITS)
-    long = stage.pull_in_mid_transfer("p0", "d0")
+    long = stage.pull_in_mid_transfer("p0", "d0", len(LONG))  # four slices of eight blocks land together
     producer, other = stage.workers["p0"], stage.workers["d1"]
     producer.call("fill", ids=[127], value=9)
     other.call("pull", name="short", ticket=producer.call("offer", name="short", ids=[127]), ids=[3], timeout=PATIENCE)

@@ -1,0 +1,51 @@
+"""The steps of the check: `python -m benchmarks.gpu.steps NAME [--quick]` prints the answers of one as JSON."""
+
+import importlib
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+class Skipped(Exception):
+    """Raised by a step that a machine cannot answer; the text says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """`function` of the module `benchmarks.gpu.MODULE` takes `quick`, and returns the answers."""
+
+    question: str
+    module: str
+    function: str
+    seconds: float
+
+
+STEPS: Final = {
+    "driver": Step("which GPU and driver; what they can share and register", "driver", "facts", 30),
+    "tests": Step("do the tests of memory and copies pass on this driver", "driver", "tests", 150),
+    "memory": Step("does memory outlive its maker; what do making, zeroing and moving cost", "memory", "costs", 60),
+    "copies": Step("how fast are copies of 4 KiB to 1 MiB beside one copy of all", "copies", "speeds", 90),
+    "pinned": Step("how fast is a slice into host memory and out of it, pinned or not", "copies", "host", 30),
+    "pulls": Step("do pulls between two daemons land; how fast, beside one copy of all", "pulls", "speeds", 120),
+    "kills": Step("does a pull whose daemon is killed end, and never in wrong bytes", "pulls", "kills", 90),
+    "torch": Step("is a pool a tensor; does a CUDA graph that writes to it stay valid", "frameworks", "torch", 90),
+    "vllm": Step("does vLLM's hook give it the pool as its cache", "frameworks", "vllm", 60),
+}
+
+
+def main(name: str, *, quick: bool) -> None:
+    """Runs one step."""
+    step = STEPS[name]
+    function = getattr(importlib.import_module(f"benchmarks.gpu.{step.module}"), step.function)
+    try:
+        answers: dict[str, Any] = function(quick=quick)
+    except Skipped as skipped:
+        answers = {"skipped": str(skipped)}
+    sys.stdout.write(json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    from benchmarks.gpu import steps  # as others import it: `Skipped` is one class
+
+    steps.main(sys.argv[1], quick="--quick" in sys.argv[2:])
