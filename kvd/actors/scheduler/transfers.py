@@ -142,6 +142,8 @@ class Transfers(Component):
         """What was asked of this peer is lost."""
         for transfer in list(self._open.values()):
             if transfer.address == address:
+                if transfer.state not in machine.OPEN | machine.TELLING:
+                    self._requests.release(transfer)  # messages may still pass where the transport does not
                 self._refused(transfer, error)
 
     # --- what the producer says -------------------------------------------------------------------------------------
