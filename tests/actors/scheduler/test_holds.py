@@ -7,6 +7,7 @@ from kvd.errors import ErrorCode
 from kvd.protocol.peer import Broken, Claim, Grant, Pong, Refuse, Release, Renew
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
+from kvd.transport.interface import PeerFailed
 from tests.actors.scheduler.pulling import outcome
 from tests.actors.stage import ids, make_ticket, welcome_of
 
@@ -55,6 +56,12 @@ def test_a_hold_outlasts_its_offer_without_an_error(held):
     assert held.notified == []
     held.request(Cancel(3, "h"))
     assert outcome(held) == Cancelled("h", quarantined=False)
+
+
+def test_a_hold_whose_peer_the_transport_has_lost_gives_its_claim_back_as_messages_may_still_pass(held):
+    held.transport_says(PeerFailed("peer#1", "its process has ended"))
+    assert outcome(held).code == ErrorCode.PEER_LOST
+    assert held.asks(Release) == [Release(1, finished=False)]
 
 
 def test_a_hold_of_an_offer_that_is_gone_fails(stage):
