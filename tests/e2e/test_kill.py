@@ -3,8 +3,8 @@
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
 a stamp, that the producer does not hear of the proven read). Over TCP its transport's process is paused, too, which
-stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading. Over
-TCP it copies into host memory, and out of it.
+stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading. It
+copies into host memory, and out of it, over TCP.
 """
 
 import contextlib
