@@ -19,14 +19,14 @@ from kvd.errors import DeviceError, ErrorCode, refusal
 Words = NDArray[np.uint64]
 
 _BATCH = "cuMemcpyBatchAsync"
-_BATCH_SINCE = 13000
-"""CUDA 13.0 has the call in today's form."""
+_BATCH_FORMS = (13000, 12080)
+"""The releases of CUDA that gave the call its forms, the newest first: up to 13.0 it says which copy failed."""
 
 
 def copy(stream: Stream, targets: Words, sources: Words, lengths: Words) -> None:
     """Copies `lengths[i]` bytes from address `sources[i]` to `targets[i]`; each uint64 [N], in order of the stream.
 
-    One call does all from driver 13.0 on, in any order: copies of one call must not overlap. Copies to and from host
+    One call does all from driver 12.8 on, in any order: copies of one call must not overlap. Copies to and from host
     memory that is not `pin`ned are done before this returns.
 
     Raises:
@@ -75,21 +75,34 @@ def unpin(device: Device, address: int) -> None:
 @functools.cache
 def _batch_call() -> Callable[..., int] | None:
     """The call with its attributes filled in, None if the driver has none; through ctypes, which takes addresses."""
+    for since in _BATCH_FORMS:
+        address = _address_of(since)
+        if address:
+            return _batch(address, names_failed=since < _BATCH_FORMS[0])
+    return None
+
+
+def _address_of(since: int) -> int:
+    """Of the form of that release; 0 if the driver is older."""
     try:
-        address, _ = call("cuGetProcAddress", _BATCH.encode(), _BATCH_SINCE, 0)
+        address, _ = call("cuGetProcAddress", _BATCH.encode(), since, 0)
     except DeviceError:
-        return None
-    if not address:
-        return None
+        return 0
+    return int(address)
+
+
+def _batch(address: int, *, names_failed: bool) -> Callable[..., int]:
     word, pointer = ctypes.c_size_t, ctypes.c_void_p
-    function = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, word, pointer, pointer, word, pointer)(
-        int(address)
-    )
+    failed = (pointer,) if names_failed else ()
+    parameters = (pointer, pointer, pointer, word, pointer, pointer, word, *failed, pointer)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *parameters)(address)
     attributes = api().CUmemcpyAttributes()
     attributes.srcAccessOrder = api().CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     first = word(0)  # the attributes hold from the first copy on
+    nowhere = (None,) * len(failed)
 
     def batch(targets: int, sources: int, lengths: int, count: int, stream: int) -> Any:
-        return function(targets, sources, lengths, count, attributes.getPtr(), ctypes.byref(first), 1, stream)
+        shared = attributes.getPtr(), ctypes.byref(first), 1
+        return function(targets, sources, lengths, count, *shared, *nowhere, stream)
 
     return batch

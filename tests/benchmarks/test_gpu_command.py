@@ -79,7 +79,7 @@ def test_steps_that_failed_on_a_gpu_are_to_be_repeated_and_others_are_answered()
     assert "1 steps passed, 1 steps failed" in text
 
 
-@over_standin(driver_version=12080)
+@over_standin(driver_version=12070)
 def test_a_driver_without_the_batched_call_is_said_to_have_none():
     from benchmarks.gpu.driver import facts  # noqa: PLC0415 - it takes the driver
 

@@ -12,7 +12,7 @@ from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping, granule
 from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, InternalError
-from tests.standin.driver import live
+from tests.standin.driver import live, work
 from tests.support.gpu import over_standin
 
 MIB = 1 << 20
@@ -121,6 +121,13 @@ def test_many_copies_land_where_they_should_by_one_call():
 
 
 @over_standin(driver_version=12080)
+def test_many_copies_land_by_one_call_also_in_the_form_of_the_first_driver_that_had_it():
+    assert copies.has_batches()
+    check_copies()
+    assert work()["batches"] == 1
+
+
+@over_standin(driver_version=12070)
 def test_many_copies_land_where_they_should_though_an_older_driver_has_no_batches():
     assert copies._batch_call() is None
     check_copies()

@@ -1,20 +1,28 @@
 """The order in which a GPU's copies, the end of a read and the look at its stamp come."""
 
+import asyncio
 import ctypes
 import os
+import tempfile
 from queue import Queue
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, DeviceError, ErrorCode
+from kvd.memory.cuda import CudaProvider
+from kvd.memory.memfd import MemfdProvider
 from kvd.plan import Descriptors
 from kvd.protocol.export import ExportedPool
-from kvd.transport.interface import Landed, ReadRequest
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.gpu import Gpu
+from kvd.transport.samehost.transport import SameHostTransport
+from tests.standin.driver import live
 from tests.support.gpu import over_standin
 from tests.support.patience import MOMENT
 
@@ -67,3 +75,65 @@ def test_what_a_peer_lends_is_checked_to_be_an_export_before_the_driver_asks_it_
         with pytest.raises(BadRequest, match=f"of file type {kind}"):
             gpu.map_pool(pool, descriptor)
     assert not asked
+
+
+def lend_to_a_host_pool():
+    """A transport with a pool on the GPU, another with one in host memory that adds it, and the events of that."""
+    folder, events = tempfile.mkdtemp(), asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    common = {"host": "here", "threads": 1}
+    producer = SameHostTransport("p#1", loop, f"{folder}/p.pools", device=device(0).uuid, **common)
+    consumer = SameHostTransport("d#1", loop, f"{folder}/d.pools", **common)
+    producer.start(lambda _: None)
+    consumer.start(events.put_nowait)
+    lent = CudaProvider(0).allocate("lent", LENGTH)
+    producer.register(1, Region(lent.base, lent.size, lent.descriptor, lent.device, lent.length))
+    pool = MemfdProvider().allocate("own", LENGTH)
+    consumer.register(1, Region(pool.base, pool.size, pool.descriptor, length=pool.length))
+    consumer.add_peer("p#1", producer.metadata)
+    return producer, consumer, events
+
+
+async def heard(events, kind):
+    async with asyncio.timeout(MOMENT):
+        while not isinstance(event := await events.get(), kind):
+            pass
+    return event
+
+
+@over_standin()
+def test_a_host_pool_is_pinned_while_a_peer_has_pools_on_a_gpu_and_unpinned_before_it_may_be_unmapped():
+    async def check():
+        producer, consumer, events = lend_to_a_host_pool()
+        await heard(events, PeerAdded)
+        async with asyncio.timeout(MOMENT):
+            while not live()["registrations"]:  # noqa: ASYNC110 - only the driver tells
+                await asyncio.sleep(0.01)
+        consumer.deregister(1)
+        await heard(events, Deregistered)
+        assert live()["registrations"] == 0
+        late = MemfdProvider().allocate("late", LENGTH)
+        consumer.register(2, Region(late.base, late.size, late.descriptor, length=late.length))
+        consumer.deregister(2)
+        await heard(events, Deregistered)
+        assert live()["registrations"] == 0
+        consumer.stop()
+        producer.stop()
+
+    asyncio.run(check())
+
+
+@over_standin()
+def test_a_host_pool_that_cannot_be_pinned_is_used_all_the_same_and_the_log_says_so():
+    async def check():
+        refused = DeviceError(ErrorCode.OVERLOADED, "cuMemHostRegister: too much", "CUDA_ERROR_OUT_OF_MEMORY")
+        with patch.object(Gpu, "pin", side_effect=refused), capture_logs() as logged:
+            producer, consumer, events = lend_to_a_host_pool()
+            await heard(events, PeerAdded)
+            consumer.deregister(1)
+            await heard(events, Deregistered)
+        assert [entry["reason"] for entry in logged if "cannot be pinned" in entry["event"]] == [refused.text]
+        consumer.stop()
+        producer.stop()
+
+    asyncio.run(check())

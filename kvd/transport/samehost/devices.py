@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+import structlog
+
+from kvd.errors import Unavailable
 from kvd.transport.samehost.copies import Copy, Memory
 from kvd.transport.samehost.mapped import map_host_pool
 from kvd.transport.samehost.process_memory import copy
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     from kvd.protocol.export import ExportedPool
     from kvd.transport.samehost.gpu import Gpu
     from kvd.transport.samehost.mapped import MappedPool
+
+_log = structlog.get_logger("kvd.transport")
 
 
 class Devices:
@@ -23,6 +28,8 @@ class Devices:
         self._gpus: dict[str, Gpu] = {}
         """Those that copy, by UUID."""
         self._lock = threading.Lock()
+        self._pinned: dict[int, Gpu] = {}
+        """Who pinned which of our host pools, by address; one thread alone pins and unpins."""
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool for the GPU of our pools, or else for that of the peer's.
@@ -40,6 +47,24 @@ class Devices:
         """What copies from a mapped pool to one of ours."""
         gpu = self._gpu(target.device or source.device)
         return gpu.copy if gpu else copy
+
+    def pin(self, identity: str, address: int, length: int) -> None:
+        """Lets GPUs copy to a host pool of ours by themselves, if the driver lets us; otherwise it copies twice."""
+        gpu = self._gpu(identity)
+        if gpu is None or address in self._pinned:
+            return
+        try:
+            gpu.pin(address, length)
+        except Unavailable as error:
+            _log.warning("a pool cannot be pinned: copies of a GPU into it are slower", reason=error.text)
+        else:
+            self._pinned[address] = gpu
+
+    def unpin(self, address: int) -> None:
+        """Ends `pin`, before the pool is unmapped."""
+        gpu = self._pinned.pop(address, None)
+        if gpu is not None:
+            gpu.unpin(address)
 
     def close(self) -> None:
         """Ends the streams, once nobody copies."""

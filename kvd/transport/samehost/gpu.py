@@ -71,13 +71,18 @@ class Gpu:
         return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), close)
 
     def pin(self, address: int, length: int) -> None:
-        """Lets it copy to and from memory of this process by itself, until the process ends.
+        """Lets it copy to and from memory of this process by itself, until `unpin` or the end of the process.
 
         Raises:
             DeviceError: the driver refused.
 
         """
         pin(self._device, address, length, writable=True)
+
+    def unpin(self, address: int) -> None:
+        """Ends `pin`; copies there must have ended."""
+        with _unless_lost():
+            unpin(self._device, address)
 
     def close(self) -> None:
         """Ends the streams, once no thread copies."""

@@ -66,6 +66,11 @@ class ImportedPools:
         """The connection's descriptor: it is readable when `hear` has something to do."""
         return self._stream.fileno()
 
+    @property
+    def device(self) -> str:
+        """The UUID of the GPU that has them, empty for host memory: the pools of one daemon are on one device."""
+        return next((lent.mapped.memory.device for lent in self._lent.values()), "")
+
     def find(self, base: int) -> Memory | None:
         """Where the pool is mapped whose address in the exporting daemon's process is `base`; None if it has none."""
         found = self._lent.get(base)

@@ -80,6 +80,13 @@ class SameHostTransport:
         """Addresses of the registered pools, by number."""
         self._pools: dict[int, Memory] = {}
         """By address."""
+        self._own_device = device
+        self._lengths: dict[int, int] = {}
+        """Bytes of the mappings of our host pools, by address."""
+        self._gpu = ""
+        """A GPU that copies to them, once there is a peer with pools on one: then they are pinned."""
+        self._pins = ThreadPoolExecutor(1, "kvd-pin")
+        """In order: a pool is unpinned after it was pinned. A GiB takes tenths of a second."""
         self._imports = ThreadPoolExecutor(limits.MAX_HANDSHAKES, "kvd-import")
         """Not the loop's executor: exporters that do not answer must not keep other work of the daemon waiting."""
         self._peers: dict[str, ImportedPools] = {}
@@ -122,15 +129,32 @@ class SameHostTransport:
                 return
         self._pools[region.base] = Memory(region.base, region.size, region.device)
         self._bases[pool] = region.base
+        if not region.device:
+            self._lengths[region.base] = region.length or region.size
+            self._pin(region.base)
         self._metadata = self._address(self._exporter.token())
         self._on_event(Registered(pool, self._metadata))
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
-        del self._pools[self._bases.pop(pool)]
+        base = self._bases.pop(pool)
+        del self._pools[base]
         self._exporter.remove(pool)
         self._metadata = self._address(self._exporter.token())
-        self._on_event(Deregistered(pool, self._metadata))
+        if self._lengths.pop(base, 0) and self._gpu and not self._stopped:
+            unpinned = self._loop.run_in_executor(self._pins, self._devices.unpin, base)
+            unpinned.add_done_callback(partial(self._unpinned, pool))
+        else:
+            self._on_event(Deregistered(pool, self._metadata))
+
+    def _unpinned(self, pool: int, unpinning: asyncio.Future[None]) -> None:
+        if not unpinning.cancelled() and not self._stopped:
+            unpinning.result()
+            self._on_event(Deregistered(pool, self._metadata))
+
+    def _pin(self, base: int) -> None:
+        if self._gpu and not self._stopped:
+            self._pins.submit(self._devices.pin, self._gpu, base, self._lengths[base])
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
@@ -192,6 +216,10 @@ class SameHostTransport:
     def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
+        if pools.device and not self._own_device and not self._gpu:
+            self._gpu = pools.device
+            for base in self._lengths:
+                self._pin(base)
         self._loop.add_reader(pools.fileno(), self._hear, agent, pools)
         self._on_event(PeerAdded(agent, metadata, PATH, same_host=True, stamps=pools.process is not None))
 
@@ -277,6 +305,7 @@ class SameHostTransport:
         self._outbox.close()
         self._imports.shutdown(wait=False, cancel_futures=True)
         self._copies.stop()
+        self._pins.shutdown(wait=True, cancel_futures=True)
         for agent in list(self._peers):
             self._forget(agent)
         for pools, base in self._reads.values():
