@@ -68,7 +68,7 @@ class Transfers(Component):
         self._last_number = 0
         self._ahead = ClaimsAhead()
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
-        self._leaving: Leaving[Transfer] = Leaving(lambda transfer: self._step(transfer, Event.REFUSED))
+        self._leaving: Leaving[Transfer] = Leaving(self._give_up)
         self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, channel, transfers=self._open, step=self._step)
 
@@ -132,6 +132,11 @@ class Transfers(Component):
         for transfer in pull.transfers:
             early = transfer.state in (State.CLAIMING, State.FENCING) and self._left_early(transfer)
             self._step(transfer, Event.LEFT if early else Event.STOP)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        """Too many are leaving: the producer is told once, which is enough unless that is lost."""
+        self._requests.release(transfer)
+        self._step(transfer, Event.REFUSED)
 
     @staticmethod
     def _left_early(transfer: Transfer) -> bool:

@@ -170,6 +170,7 @@ def test_a_producer_that_does_not_answer_is_told_of_no_more_than_the_bound(stage
     transfers = stage.actors.scheduler.transfers
     assert [transfer.pull.key[1] for transfer in transfers._open.values()] == ["p3", "p4"]
     assert [claim.consumer for claim in told(stage)] == ["p3", "p4"]
+    assert stage.asks(Release) == [Release(number, finished=True) for number in (1, 2, 3)]
     for number in (4, 5):
         stage.peer_says(Settled((number,)))
     assert len(transfers) == 0
