@@ -8,7 +8,7 @@ import pytest
 from benchmarks.hosts.namespaces import Hosts
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.finding import Level
-from tests.hosts.stage import BLOCKS, HEARTBEAT, LONG, MEGABITS, OPEN_END, PORT, Stage
+from tests.hosts.stage import BLOCKS, HEARTBEAT, LONG, MEGABITS, OPEN_END, PORT, SHORT, Stage
 from tests.support.fleet import Fleet, until
 from tests.support.patience import PATIENCE
 from tests.support.transports import transport_of
@@ -111,7 +111,7 @@ def test_a_kill_in_mid_transfer_costs_its_own_pulls_and_leaves_no_window_taken(p
     stage = pair
     stage.hosts["p0"].throttle(MEGABITS)
     torn = stage.pull_in_mid_transfer("p0", "d0", len(LONG))  # four slices of eight blocks land together
-    spared = stage.pull("p0", "d1", OPEN_END)
+    spared, value = stage.pull("p0", "d1", OPEN_END, SHORT)
     KILLS[part](stage, victim)
     stage.hurry()
     if victim == "p0" or part == "transport":
@@ -122,7 +122,8 @@ def test_a_kill_in_mid_transfer_costs_its_own_pulls_and_leaves_no_window_taken(p
             assert ended["kind"] == "Failed", ended
             assert ended["code"] in ("transport", "peer_lost", "lease_broken"), ended
     if victim == "d0":
-        stage.arrived("d1", *spared)
+        assert stage.workers["d1"].outcome(spared)["kind"] == "Done"
+        assert stage.workers["d1"].call("values", ids=SHORT) == [value] * len(SHORT)
     if part == "daemon":
         stage.daemons[victim].start()
         for _ in until(f"the worker of {victim} is attached again"):
