@@ -163,7 +163,7 @@ class PoolsActor(Actor):
         renewed = record.state is State.RENEWING
         if renewed:
             _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
-        if record.ending or isinstance(record.waiting, DetachPool):
+        if record.ends or isinstance(record.waiting, DetachPool):  # perhaps only since it was quiesced
             self._step(record, Event.CLEAR)
         elif record.waiting is None:
             self._step(record, Event.UNWANTED)

@@ -6,6 +6,7 @@ from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.peer import Broken, Release
 from kvd.protocol.worker import Attach, Attached, Detach, Refused
+from kvd.transport.interface import Registered
 from tests.actors.pools.test_pools import OTHER
 from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Memory, Stage, make_claim
@@ -286,6 +287,25 @@ def test_a_pool_that_is_renewed_while_a_successor_with_another_layout_waits_for_
     stage.process_ends(1)
     assert first.closed
     assert isinstance(stage.on_sessions[-1], Attached)
+
+
+def test_a_successor_with_another_layout_does_not_get_the_pool_of_a_process_that_ends_while_that_is_registered_anew():
+    stage = Stage(attach_wait=60.0, pool_linger=5.0)
+    stage.attach(pid=7)
+    stage.hang_up()
+    first, stage.memory = stage.memory, Memory(OTHER.spec.pool_bytes)
+    stage.attach(connection=2, instance=b"j" * 16, pid=8, raw=OTHER.raw)
+    transport, registering = stage.dependencies.transport, []
+    register, transport.register = transport.register, lambda pool, _region: registering.append(pool)
+    call(stage.actors.pools.renew, "w")
+    stage.run()
+    stage.process_ends(1)
+    transport.register = register
+    for pool in registering:
+        stage.transport_says(Registered(pool, b"new keys"))
+    assert first.closed
+    [_, attached] = stage.on_sessions
+    assert (type(attached), attached.pool_bytes) == (Attached, OTHER.spec.pool_bytes)
 
 
 def test_a_deadline_that_passes_as_a_successor_leaves_does_not_end_the_pool_of_a_process_that_lives():
