@@ -1,8 +1,10 @@
 import importlib.util
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.sglang.shared import Shared
 from tests.vllm.testbed.catalog import write_models
 
 HERE = Path(__file__).parent
@@ -29,3 +31,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_models(folder, "llama")
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """After a test that failed, its report has what the servers logged of it, and the next one gets other servers."""
+    report = yield
+    if report.failed and "shared" in item.funcargs:
+        report.sections += item.funcargs["shared"].logged()
+        item.funcargs["shared"].stop()
+    return report
+
+
+@pytest.fixture(scope="session")
+def shared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """The servers that tests share."""
+    started = Shared(models, tmp_path_factory)
+    try:
+        yield started
+    finally:
+        started.stop()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvd.engines.vllm.memory import PoolAllocation, check_views, pool_tensor, warn_of_restarts
+from kvd.engines.pool import pool_tensor
+from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, InternalError
 from kvd.layout import Full, Shard
