@@ -16,10 +16,7 @@ from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wa
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import PAGES, RECORDS
 from kvd.errors import KvdError
-from kvd.limits import SECRET_BYTES
-
-MAX_UNEXPECTED = 4096
-"""Rooms that decode engines want and that no request has come for: the oldest are forgotten."""
+from kvd.limits import MAX_UNEXPECTED_ROOMS, SECRET_BYTES
 
 
 class PrefillEngine(Protocol):
@@ -139,7 +136,7 @@ class Producer:
         room.target = message
         if room.expected:
             self._engine.ready(number, message.prefix)
-        elif len(self._rooms) > MAX_UNEXPECTED:
+        elif len(self._rooms) > MAX_UNEXPECTED_ROOMS:
             oldest = next((number for number, other in self._rooms.items() if not other.expected), number)
             self.forget(oldest)
 

@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Callable
 
-from kvd.engines.sglang.spec import NUM_RECORDS
+from kvd.limits import MAX_TRANSFER_RECORDS
 
 
 class Records:
     """Hands out each record to one transfer at a time."""
 
     def __init__(self) -> None:
-        self._free = deque(range(NUM_RECORDS))
+        self._free = deque(range(MAX_TRANSFER_RECORDS))
         self._waiting: deque[Callable[[int], None]] = deque()
 
     def take(self, use: Callable[[int], None]) -> None:

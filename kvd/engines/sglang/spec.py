@@ -8,12 +8,10 @@ a group of their own, so that they are offered and pulled together with the page
 from dataclasses import dataclass
 
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, State, View
+from kvd.limits import MAX_TRANSFER_RECORDS
 
 PAGES, RECORDS = 0, 1
 """The groups, by their index."""
-
-NUM_RECORDS = 1024
-"""Requests whose cache moves at a time; more wait."""
 
 SEQUENCE_TOKENS = 1 << 31
 """Tokens of a block of records: a sequence has one record."""
@@ -87,8 +85,8 @@ def cache_spec(cache: Cache) -> CacheSpec:
         component="first token",
         offset=cache.records_offset,
         axes=(
-            Axis("layer", 1, NUM_RECORDS * cache.record_bytes),
-            Axis("block", NUM_RECORDS, cache.record_bytes),
+            Axis("layer", 1, MAX_TRANSFER_RECORDS * cache.record_bytes),
+            Axis("block", MAX_TRANSFER_RECORDS, cache.record_bytes),
             Axis("byte", cache.record_bytes, 1),
         ),
         layers=cache.layers[-1:],
@@ -100,7 +98,9 @@ def cache_spec(cache: Cache) -> CacheSpec:
         pool_bytes=records.end,
         groups=(
             Group(window=Full(), block_tokens=cache.page_tokens, num_blocks=cache.pages, views=(pages,)),
-            Group(window=State(), block_tokens=SEQUENCE_TOKENS, num_blocks=NUM_RECORDS, views=(records,), arena=1),
+            Group(
+                window=State(), block_tokens=SEQUENCE_TOKENS, num_blocks=MAX_TRANSFER_RECORDS, views=(records,), arena=1
+            ),
         ),
         shard=cache.shard,
         identity=cache.identity,

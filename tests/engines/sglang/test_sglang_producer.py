@@ -188,7 +188,7 @@ def test_a_dropped_request_is_refused_to_the_decode_side(side: Side) -> None:
 def test_rooms_that_no_request_comes_for_are_forgotten_the_oldest_first(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_UNEXPECTED", 2)
+    monkeypatch.setattr(module, "MAX_UNEXPECTED_ROOMS", 2)
     for number in range(3):
         side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
     for number in range(3):

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.engines.sglang.spec import NUM_RECORDS, Cache, cache_spec
+from kvd.engines.sglang.spec import Cache, cache_spec
 from kvd.errors import BadRequest
 from kvd.layout import Shard
+from kvd.limits import MAX_TRANSFER_RECORDS
 from kvd.plan import Planner, Span, route
 from kvd.plan.compat import check_compatible
 
@@ -59,7 +60,7 @@ def test_a_pull_brings_the_slots_of_the_pages_in_every_layer_and_the_record(cach
 
 def test_the_records_lie_behind_the_buffers() -> None:
     assert GQA.record(0).start >= len(GQA.layers) * GQA.layer_bytes
-    assert GQA.record(NUM_RECORDS - 1).stop == cache_spec(GQA).pool_bytes
+    assert GQA.record(MAX_TRANSFER_RECORDS - 1).stop == cache_spec(GQA).pool_bytes
 
 
 def test_engines_whose_records_differ_do_not_fit() -> None:
