@@ -15,8 +15,8 @@ VLLM_BIN  := $(VLLM_VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm quick quick-plans quick-actors test test-pure test-real \
-  test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
+.PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang quick quick-plans quick-actors test \
+  test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
   test-sglang-all test-deploy check lock clean
 
 setup: $(VENV)/installed
@@ -65,6 +65,9 @@ demo: setup
 
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
+
+demo-sglang: setup-sglang
+	$(SGLANG_BIN)/python -m tests.sglang.testbed.demo
 
 # The rules: layouts, plans, tables, messages, actors, the client. 20 seconds on two cores, for while you write.
 quick: setup
