@@ -12,8 +12,12 @@ DAEMON_VENV ?= /opt/kvd
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm demo demo-vllm quick quick-plans quick-actors test test-pure test-real test-vllm \
-  gpu-check gpu-wheels test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all test-deploy check lock clean
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN  := $(SGLANG_VENV)/bin
+
+.PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang quick quick-plans quick-actors test \
+  test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
+  test-sglang-all test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -45,11 +49,25 @@ $(VLLM_VENV)/installed: pyproject.toml requirements/vllm.lock.txt
 	$(VLLM_BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
+setup-sglang: $(SGLANG_VENV)/installed
+
+# A real SGLang on the CPU. Its wheel asks for another torch and for CUDA's packages; tests/sglang/testbed/absent.py
+# stands in for those that it imports.
+$(SGLANG_VENV)/installed: pyproject.toml requirements/sglang.lock.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/$(PIP_INSTALL) torch==$(TORCH)
+	$(SGLANG_BIN)/$(PIP_INSTALL) --require-hashes --no-deps --requirement requirements/sglang.lock.txt
+	$(SGLANG_BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	touch $@
+
 demo: setup
 	$(BIN)/kvd demo
 
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
+
+demo-sglang: setup-sglang
+	$(SGLANG_BIN)/python -m tests.sglang.testbed.demo
 
 # The rules: layouts, plans, tables, messages, actors, the client. 20 seconds on two cores, for while you write.
 quick: setup
@@ -66,7 +84,7 @@ quick-actors: FOLDERS := actors client
 test: setup
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
-	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM"
+	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
 test-pure: setup
 	$(BIN)/python -m pytest -m "not slow and not real"
@@ -78,9 +96,13 @@ test-real: setup
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm tests/engines/vllm
 
+# A real SGLang: the main path.
+test-sglang: setup-sglang
+	$(SGLANG_BIN)/python -m pytest -m "not slow" tests/sglang
+
 # Every test; `make --keep-going test-all` goes on after a failure. Takes root, `ip netns`, systemd-nspawn and Prometheus
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
-test-all: test-untimed test-timed test-vllm-all
+test-all: test-untimed test-timed test-vllm-all test-sglang-all
 
 test-untimed: setup
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real
@@ -96,6 +118,9 @@ test-timed: setup
 
 test-vllm-all: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm
+
+test-sglang-all: setup-sglang
+	$(SGLANG_BIN)/python -m pytest tests/sglang
 
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy
@@ -129,10 +154,10 @@ check: setup
 lock:
 	set -e; for lock in requirements/*.lock.txt; do \
 	  grep -o '^[A-Za-z0-9._-]*==[^ ]*' $$lock >$$lock.in; \
-	  uv pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version 3.11 --python-platform linux \
+	  uv pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_34 \
 	    --custom-compile-command "make lock" $$lock.in --output-file $$lock.new; \
 	  mv $$lock.new $$lock; rm $$lock.in; \
 	done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out

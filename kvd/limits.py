@@ -502,3 +502,9 @@ MAX_PULL_TIMEOUT: Final = 3600.0
 MAX_LEASE_TTL: Final = 3600.0
 MAX_COMMAND_SECONDS: Final = 86_400.0
 """How long a command may be told to wait: a day. The kernel takes no infinity."""
+
+MAX_TRANSFER_RECORDS: Final = 1024
+"""Requests of an SGLang engine whose cache moves at a time, each with a record in the pool (2 KiB); more wait."""
+
+MAX_UNEXPECTED_ROOMS: Final = 4096
+"""Requests that SGLang's decode engines want and that the prefill engine has not got: the oldest are forgotten."""

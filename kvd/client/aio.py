@@ -31,6 +31,7 @@ class AsyncWorker(Session):
         self._waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         driver.on_descriptors = self._watch
+        driver.on_request = lambda: self._turn_at(0.0)  # others may be waiting
 
     @classmethod
     async def attach(cls, socket_path: str, *, name: str, spec: Spec, timeout: float = 10.0) -> Self:  # noqa: ASYNC109
@@ -163,10 +164,13 @@ class AsyncWorker(Session):
         due = now if self._driver.unread else self._driver.next_timer()
         if self._driver.unsent:
             due = min(due, now + UNSENT_SECONDS)
+        self._turn_at(due)
+
+    def _turn_at(self, due: float) -> None:
         if due < self._timer_at:  # an early timer is harmless, and cheaper than setting a new one each time
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer, self._timer_at = self._loop.call_later(max(due - now, 0.0), self._time_out), due
+            self._timer, self._timer_at = self._loop.call_later(max(due - time.monotonic(), 0.0), self._time_out), due
 
     def _watch(self, filenos: tuple[int, ...]) -> None:
         for fileno in self._watched:

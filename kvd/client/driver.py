@@ -73,6 +73,8 @@ class Driver:
         self.detached = False
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
         """Called with the descriptors to wait on for reading, whenever they change."""
+        self.on_request: Callable[[], None] = lambda: None
+        """Called when a request was sent: what arrived just then does not make a descriptor readable (`unread`)."""
         self._connection = dependencies.connection
         self._path = path
         self._attach = Attach(name, dependencies.instance, spec)
@@ -127,6 +129,7 @@ class Driver:
 
         """
         if not self._outbox and self._connection.send(frame):
+            self.on_request()
             return
         self.core.not_sent()
         raise refusal(ErrorCode.OVERLOADED, "the queue to the daemon is full; poll and try again")

@@ -1,5 +1,6 @@
 import asyncio
 import math
+import select
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,6 +96,20 @@ async def test_an_offer_without_an_answer_is_withdrawn(
     await script(lambda: (daemon.expect(wire.Offer), daemon.expect(wire.Cancel)))
     await script(lambda: daemon.notify(1, wire.Released("offer-1", "withdrawn")))
     assert await wait_for(worker, 1) == [Released("offer-1", "withdrawn")]
+
+
+async def test_a_request_of_one_task_leaves_another_what_had_just_arrived(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    worker.pull("pull-1", "a ticket", blocks=BLOCKS, timeout=2 * MOMENT)
+    await script(lambda: daemon.expect(wire.Pull))
+    waiting = asyncio.create_task(worker.wait(2 * MOMENT))  # at its end it would look in any case
+    await asyncio.sleep(0)
+    daemon.notify(1, wire.Done("pull-1"))
+    select.select(worker._watched, (), (), MOMENT)  # it has arrived, and the loop has not looked yet
+    worker.pull("pull-2", "a ticket", blocks=BLOCKS, timeout=2 * MOMENT)
+    async with asyncio.timeout(MOMENT):
+        assert await waiting == [Done("pull-1")]
 
 
 async def test_waiting_ends_with_its_time(worker: AsyncWorker) -> None:

@@ -16,9 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvd.engines.pool import pool_tensor
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
 from kvd.engines.vllm.kernels import Kernels, record
-from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, pool_tensor, warn_of_restarts
+from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.scheduler import SchedulerSide

@@ -67,26 +67,6 @@ def attach(socket: str, name: str, spec: CacheSpec, timeout: float) -> Worker:
     return Worker.attach(socket, name=name, spec=spec, timeout=left)
 
 
-def pool_tensor(client: Worker) -> torch.Tensor:
-    """The pool of an attached worker as int8 [nbytes], sharing its memory; what an earlier session left is zeroed.
-
-    On a GPU it is that of the daemon, found by its UUID, whatever ordinal it has here.
-
-    Raises:
-        InternalError: torch made a copy.
-
-    """
-    if client.device:
-        pool = client.device_pool
-        tensor = torch.as_tensor(pool, device=torch.device("cuda", pool.ordinal)).view(torch.int8)
-        if tensor.data_ptr() != pool.pointer:
-            text = f"torch copied the pool at {pool.pointer:#x} of {client.device} to {tensor.data_ptr():#x}"
-            raise refusal(ErrorCode.INTERNAL, text)
-    else:
-        tensor = torch.frombuffer(client.pool, dtype=torch.int8)
-    return tensor.zero_() if client.kept else tensor
-
-
 def warn_of_restarts(device: str, cache_config: Any) -> None:
     """Warns of a pool on a GPU that would keep this engine, restarted, from starting.
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvd.client import Worker
-from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, pool_tensor, warn_of_restarts
+from kvd.engines.pool import pool_tensor
+from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, warn_of_restarts
 from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache, cache_spec
 from kvd.errors import BadRequest, ErrorCode, InternalError, Unavailable, refusal
 from kvd.layout import Full, Shard

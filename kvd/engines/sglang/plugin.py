@@ -1,0 +1,62 @@
+"""The entry point in `sglang.srt.plugins`, which SGLang calls in each of its processes."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = "sglang.srt.mem_cache"
+
+
+def register() -> None:
+    """Makes the transfer backend `kvd` known to SGLang.
+
+    It never raises: SGLang calls it wherever kvd is installed, also to serve without kvd.
+    """
+    try:
+        _register_backend()
+    except Exception as error:  # noqa: BLE001 - of an SGLang with other classes nothing is known
+        logger.warning("the transfer backend kvd is not registered, this SGLang is not 0.5.23: %r", error)
+
+
+def _register_backend() -> None:
+    """SGLang's list of choices can be extended; its enum of backends and the function that finds classes cannot."""
+    from sglang.srt.arg_groups import choices  # noqa: PLC0415 - SGLang is there only inside of SGLang
+    from sglang.srt.disaggregation.utils import TransferBackend  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    if "kvd" in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    member = object.__new__(TransferBackend)
+    member._name_, member._value_ = "KVD", "kvd"
+    TransferBackend._member_map_["KVD"] = member
+    TransferBackend._value2member_map_["kvd"] = member
+    for target, hook in (
+        ("sglang.srt.disaggregation.utils.get_kv_class", _class_of_kvd),
+        (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
+        (f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers_normal", _create_buffers),
+        (f"{_MEMORY}.memory_pool.MLATokenToKVPool._create_buffers", _create_buffers),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+    choices.add_disagg_transfer_backend_choices(["kvd"])
+
+
+def _class_of_kvd(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != "kvd" or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from kvd.engines.sglang import manager  # noqa: PLC0415 - only processes that transfer need it
+
+    return manager.CLASSES[class_type.value]
+
+
+def _init_pools(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from kvd.engines.sglang import memory  # noqa: PLC0415 - only processes with a cache need it
+
+    return memory.init_pools(original, *args, **kwargs)
+
+
+def _create_buffers(original: Callable[..., Any], kv_pool: Any) -> None:
+    from kvd.engines.sglang import memory  # noqa: PLC0415 - only processes with a cache need it
+
+    memory.create_buffers(original, kv_pool)

@@ -1,0 +1,118 @@
+"""The thread that has the session with the daemon and the control socket to other engines.
+
+Neither waits for a step of the engine: a pull begins when its ticket arrives. The engine's thread makes `call`s, which
+run on this one.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+
+from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
+from kvd.client.events import Event
+from kvd.engines.pool import pool_tensor
+from kvd.engines.sglang import messages
+from kvd.engines.sglang.settings import Settings
+from kvd.layout import CacheSpec
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 3600.0
+
+
+class Half(Protocol):
+    """The producer or the consumer."""
+
+    def told(self, message: messages.Message) -> None:
+        """Another engine's message."""
+
+    def on_event(self, event: Event) -> None:
+        """The daemon's event."""
+
+
+class Transfers:
+    """`attach`, then `serve`; `client` belongs to this thread."""
+
+    client: AsyncWorker
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._name = ""
+        threading.Thread(target=self._loop.run_forever, name="kvd", daemon=True).start()
+
+    def attach(self, settings: Settings, spec: CacheSpec) -> None:
+        """Attaches to the daemon.
+
+        Raises:
+            KvdError: as `Worker.attach`.
+
+        """
+        self._name = settings.worker
+
+        async def attach() -> AsyncWorker:
+            return await AsyncWorker.attach(
+                settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout
+            )
+
+        self.client = asyncio.run_coroutine_threadsafe(attach(), self._loop).result()
+
+    def pool_tensor(self) -> torch.Tensor:
+        """The pool, as int8 [its bytes]."""
+        return pool_tensor(self.client)
+
+    def serve(self, half: Half, control: zmq.Socket[bytes]) -> None:
+        """From now on `half` hears the daemon's events and the messages that arrive at `control`."""
+
+        async def serve() -> None:
+            for coroutine in (self._events(half), self._messages(half, control)):
+                task = self._loop.create_task(coroutine)
+                self._tasks.add(task)
+                task.add_done_callback(_log_end)
+
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(serve(), self._loop)])
+
+    def call(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Calls `function` on this thread; calls are made in order."""
+        self._loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+
+    async def _events(self, half: Half) -> None:
+        while True:
+            for event in await self.client.wait(_WAIT_SECONDS):
+                self._log(event)
+                half.on_event(event)
+
+    async def _messages(self, half: Half, control: zmq.Socket[bytes]) -> None:
+        socket = zmq.asyncio.Socket.from_socket(control)
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                message = messages.decode(frames[0])
+            except msgspec.DecodeError as error:
+                logger.warning("a message of another engine cannot be read: %s", error)
+                continue
+            half.told(message)
+
+    def _log(self, event: Event) -> None:
+        match event:
+            case Disconnected(code, text):
+                logger.warning("the daemon of %s is away (%s): %s", self._name, code, text)
+            case Reattached(_, same):
+                logger.warning("the daemon of %s is back%s", self._name, "" if same else ", started anew")
+            case DaemonError(code, text):
+                logger.error("the daemon of %s: %s: %s", self._name, code, text)
+            case _:
+                pass
+
+
+def _log_end(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("transfers have ended: their requests will run into their time-outs", exc_info=error)

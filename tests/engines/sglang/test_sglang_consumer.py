@@ -1,0 +1,180 @@
+"""The decode side's half: a pull when the ticket comes, and never pages back while they may be written to."""
+
+from typing import Any
+
+import pytest
+
+from kvd.client import Blocks, Cancelled, Done, Failed, Freed
+from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
+from kvd.errors import ErrorCode, refusal
+
+ROOM = 7
+SOURCE = ("prefill", 4)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.pulls: dict[str, tuple[Blocks, ...]] = {}
+        self.cancelled: list[str] = []
+        self.away = False
+
+    def pull(self, name: str, ticket: str, *, blocks: tuple[Blocks, ...], timeout: float) -> None:
+        if self.away:
+            raise refusal(ErrorCode.DAEMON_LOST, "away")
+        self.pulls[name] = blocks
+
+    def cancel(self, name: str) -> None:
+        if self.away:
+            raise refusal(ErrorCode.DAEMON_LOST, "away")
+        self.cancelled.append(name)
+
+    @property
+    def name(self) -> str:
+        (name,) = self.pulls
+        return name
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.told: list[Message] = []
+
+    def pulling(self, room: int) -> None:
+        self.heard.append(("pulling", room))
+
+    def landed(self, room: int, record: int, aux_index: int) -> None:
+        self.heard.append(("landed", room, record, aux_index))
+
+    def failed(self, room: int, reason: str) -> None:
+        self.heard.append(("failed", room, reason))
+
+    def tell(self, host: str, port: int, message: Message) -> None:
+        assert (host, port) == SOURCE
+        self.told.append(message)
+
+
+class Side:
+    def __init__(self) -> None:
+        self.client, self.engine = Client(), Engine()
+        self.consumer = Consumer(self.client, self.engine, "decode", 5, pull_timeout=1.0)
+
+    def want(self) -> "Side":
+        self.consumer.want(ROOM, SOURCE, [3, 4], first=2, prefix=32, aux_index=9)
+        return self
+
+    @property
+    def nonce(self) -> bytes:
+        return self.engine.told[0].nonce
+
+    def pulling(self) -> "Side":
+        self.want().consumer.told(Offered(ROOM, self.nonce, "ticket"))
+        return self
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def test_the_prefill_side_is_told_what_is_wanted(side: Side) -> None:
+    side.want()
+    assert side.engine.told == [Wanted(ROOM, side.nonce, 32, "decode", 5)]
+
+
+def test_a_ticket_is_pulled_with_its_record_and_what_landed_is_the_engines(side: Side) -> None:
+    side.pulling()
+    pages, record = side.client.pulls[side.client.name]
+    assert pages == Blocks(0, 2, [3, 4])
+    side.consumer.on_event(Done(side.client.name))
+    assert side.engine.heard == [("pulling", ROOM), ("landed", ROOM, record.ids[0], 9)]
+
+
+def test_a_ticket_for_an_earlier_request_of_the_room_is_not_pulled(side: Side) -> None:
+    side.want().consumer.told(Offered(ROOM, b"o" * 16, "ticket"))
+    assert not side.client.pulls
+
+
+def test_a_second_ticket_is_not_pulled_into_the_same_pages(side: Side) -> None:
+    side.pulling().consumer.told(Offered(ROOM, side.nonce, "another"))
+    assert len(side.client.pulls) == 1
+
+
+def test_a_refused_request_has_failed(side: Side) -> None:
+    side.want().consumer.told(Refused(ROOM, side.nonce, "out of memory"))
+    assert side.engine.heard[-1][0] == "failed"
+    assert "out of memory" in side.engine.heard[-1][2]
+
+
+def test_a_refusal_during_the_pull_leaves_the_pages_to_the_pull(side: Side) -> None:
+    side.pulling().consumer.told(Refused(ROOM, side.nonce, "withdrawn"))
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Failed(side.client.name, "lease_broken", "withdrawn", quarantined=False, blocks=()))
+    assert side.engine.heard[-1][0] == "failed"
+
+
+def test_a_request_that_is_abandoned_before_its_ticket_fails_at_once_and_is_never_pulled(side: Side) -> None:
+    side.want().consumer.abandon(ROOM, "aborted")
+    assert side.engine.heard == [("failed", ROOM, "aborted")]
+    assert side.engine.told[-1] == Abandoned(ROOM, side.nonce, "aborted")
+    side.consumer.told(Offered(ROOM, side.nonce, "ticket"))
+    assert not side.client.pulls
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_request_that_is_abandoned_during_its_pull_fails_when_the_pull_has_ended(side: Side, away: bool) -> None:
+    side.pulling()
+    side.client.away = away
+    side.consumer.abandon(ROOM, "aborted")
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Cancelled(side.client.name, quarantined=False, blocks=()))
+    assert side.engine.heard[-1] == ("failed", ROOM, "aborted")
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_pages_in_quarantine_are_not_the_engines_before_they_are_freed(side: Side, end: str) -> None:
+    side.pulling()
+    name = side.client.name
+    if end == "failed":
+        side.consumer.on_event(Failed(name, "peer_lost", "gone", quarantined=True, blocks=()))
+    else:
+        side.consumer.abandon(ROOM, "aborted")
+        side.consumer.on_event(Cancelled(name, quarantined=True, blocks=()))
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.abandon(ROOM, "aborted")
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Freed(name, blocks=()))
+    assert side.engine.heard[-1][0] == "failed"
+
+
+def test_a_pull_that_is_done_although_its_request_was_abandoned_is_not_the_requests(side: Side) -> None:
+    side.pulling().consumer.abandon(ROOM, "aborted")
+    side.consumer.on_event(Done(side.client.name))
+    assert side.engine.heard[-1] == ("failed", ROOM, "aborted")
+
+
+def test_a_request_whose_pull_cannot_be_made_has_failed_and_the_prefill_side_hears_so(side: Side) -> None:
+    side.client.away = True
+    side.pulling()
+    assert side.engine.heard[-1][0] == "failed"
+    assert isinstance(side.engine.told[-1], Abandoned)
+
+
+def test_a_prefill_engine_that_is_gone_fails_what_it_has_not_offered_and_nothing_else(side: Side) -> None:
+    side.pulling().consumer.lost(ROOM, "gone")
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.want(8, SOURCE, [1], first=0, prefix=0, aux_index=1)
+    side.consumer.lost(8, "gone")
+    assert side.engine.heard[-1] == ("failed", 8, "gone")
+
+
+def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: Side) -> None:
+    side.pulling()
+    first = side.client.pulls[side.client.name][-1].ids[0]
+    for number in range(100, 1124):
+        side.consumer.want(number, SOURCE, [1], first=0, prefix=0, aux_index=1)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket"))
+    records = [blocks[-1].ids[0] for blocks in side.client.pulls.values()]
+    assert len(records) == len(set(records)) == 1024
+    side.consumer.on_event(Freed(next(iter(side.client.pulls)), blocks=()))
+    assert list(side.client.pulls.values())[-1][-1].ids[0] == first

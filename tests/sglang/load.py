@@ -1,0 +1,63 @@
+"""Requests without a pause over a pair whose processes may be killed meanwhile."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+from tests.sglang.testbed.pair import KvdPair
+from tests.support.patience import PATIENCE
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.testbed.client import Completion
+from tests.vllm.testbed.http import HttpError
+
+
+async def one(pair: KvdPair, prompt: list[int], expected: Completion) -> HttpError | None:
+    """The error in which a request ends; any tokens are the right ones, and it ends."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            completion = await pair.complete(prompt, len(expected.tokens))
+    except HttpError as error:
+        return error
+    assert_same(completion, expected)
+    return None
+
+
+class Load:
+    """Requests without a pause; counts how they ended."""
+
+    def __init__(self, pair: KvdPair, expected: list[tuple[list[int], Completion]]) -> None:
+        self._pair = pair
+        self._expected = itertools.cycle(expected)
+        self._stopping = False
+        self._changed = asyncio.Condition()
+        self.right = 0
+        self.errors: list[HttpError] = []
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            error = await one(self._pair, *next(self._expected))
+            if error is None:
+                self.right += 1
+            else:
+                self.errors.append(error)
+                await asyncio.sleep(0.1)  # a server that is dead refuses at once
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def answered(self, count: int) -> None:
+        """Returns when so many more requests got the right tokens."""
+        wanted = self.right + count
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.right >= wanted)
+
+    @contextlib.asynccontextmanager
+    async def running(self, width: int) -> AsyncIterator["Load"]:
+        """Keeps `width` requests in flight inside the context; every one of them has ended when it is left."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(self._run())
+            try:
+                yield self
+            finally:
+                self._stopping = True
