@@ -278,7 +278,7 @@ def what_pulls_write_to_is_offered(monkeypatch):
     monkeypatch.setattr(BlocksInUse, "offer", offer)
 
 
-@mutation(Promise.FENCED, first=103)
+@mutation(Promise.FENCED, first=598)
 def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
