@@ -121,7 +121,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
     monkeypatch.setattr(CompletionActor, "notify", notify)
 
 
-@mutation(Promise.ENDS_ONCE, first=920)
+@mutation(Promise.ENDS_ONCE, first=122)
 def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
@@ -283,7 +283,7 @@ def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
 
-@mutation(Promise.FENCED, first=1400, needs=Piece.TWO_ADDRESSES)
+@mutation(Promise.FENCED, first=417, needs=Piece.TWO_ADDRESSES)
 def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
     def added(self, event):
         for peer in self._peers.using(event.agent):
@@ -449,7 +449,7 @@ def successors_do_not_wait_for_the_process(monkeypatch):
     monkeypatch.setattr(PoolRecord, "is_held_beside", lambda self, request: False)
 
 
-@mutation(Promise.FENCED, first=790, needs=Piece.LINGERING_PROCESSES)
+@mutation(Promise.FENCED, first=13026, needs=Piece.LINGERING_PROCESSES)
 def a_daemon_knows_no_processes_of_the_run_before_it(monkeypatch):
     monkeypatch.setattr(DescriptorStore, "lent", lambda self, worker, uid, pid: None)
 
