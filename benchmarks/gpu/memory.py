@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping, granule
+from kvd.errors import KvdError
 from kvd.limits import GIB, MIB
 
 
@@ -40,14 +41,17 @@ def _survives(length: int) -> bool:
     ours, theirs = socket.socketpair()
     maker = os.fork()  # before the driver is loaded: it does not survive a fork
     if maker == 0:
-        memory = Mapping.allocate(device(0), length)
-        memory.zero()
-        memory.write(length - 8, b"the last")
-        socket.send_fds(theirs, [b"x"], [memory.export()])
-        signal.pause()
-    _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+        try:
+            _make(theirs, length)
+        finally:
+            os._exit(1)
+    theirs.close()
+    said, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
     os.kill(maker, signal.SIGKILL)
     os.waitpid(maker, 0)
+    if not descriptors:
+        raise AssertionError(f"the maker has no memory: {said.decode()}")
+    [descriptor] = descriptors
     memory = Mapping.map_descriptor(device(0), descriptor, length, writable=False)
     found = memory.read(length - 16, 16)
     memory.close()
@@ -55,6 +59,19 @@ def _survives(length: int) -> bool:
     if found != bytes(8) + b"the last":
         raise AssertionError(f"the bytes are gone: {found!r}")
     return True
+
+
+def _make(whom: socket.socket, length: int) -> None:
+    """Makes memory, passes its descriptor on, or why there is none, and waits for the end."""
+    try:
+        memory = Mapping.allocate(device(0), length)
+        memory.zero()
+        memory.write(length - 8, b"the last")
+        socket.send_fds(whom, [b"x"], [memory.export()])
+    except KvdError as error:
+        whom.sendall(error.text.encode())
+        return
+    signal.pause()
 
 
 def _timed(action: Callable[[], Any]) -> tuple[Any, float]:
