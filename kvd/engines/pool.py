@@ -1,9 +1,40 @@
-"""A pool as the tensor in which an engine's cache lies."""
+"""A pool as an engine gets it: attached, and as the tensor in which the engine's cache lies."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from kvd.client.session import Session
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, Unavailable, refusal
+from kvd.layout import CacheSpec
+
+logger = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 5.0
+"""An engine that attaches later says why: no daemon is there yet, or another engine has the pool of that name."""
+
+_Client = TypeVar("_Client")
+
+
+def attach(by: Callable[..., _Client], socket: str, name: str, spec: CacheSpec, timeout: float) -> _Client:
+    """Attaches in `timeout` seconds; what it waits for is logged after a moment, as an engine may wait for minutes.
+
+    `by` is `Worker.attach`, or is called like it.
+
+    Raises:
+        KvdError: as `Worker.attach`.
+
+    """
+    try:
+        return by(socket, name=name, spec=spec, timeout=min(_QUIET_SECONDS, timeout))
+    except Unavailable as error:
+        left = timeout - _QUIET_SECONDS
+        if left <= 0:
+            raise
+        logger.warning("no KV cache from kvd yet (%s); trying for %g s more", error.text, left)
+    return by(socket, name=name, spec=spec, timeout=left)
 
 
 def pool_tensor(client: Session) -> torch.Tensor:

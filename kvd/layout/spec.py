@@ -5,7 +5,7 @@ neighbour's. So a spec is checked when it is made, before any address is compute
 """
 
 from collections import Counter
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -41,6 +41,10 @@ _OCCURRENCES: dict[Dim, range] = {
 _ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
 
 
+VERSION_OF: Final = "version of "
+"""How names in a spec's identity begin that two engines of different kinds do not share (`check_compatible`)."""
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share block tables: one list of block ids serves all of them.
 
@@ -70,7 +74,8 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Every byte that a view can address lies in the pool of `pool_bytes`, no view overlaps itself, and arenas do not
     overlap each other. `dtype` is that of all views that give none. `identity` says what a layout does not show, by
-    name: which model the bytes are of, what wrote them. Both sides of a transfer must have the same.
+    name: which model the bytes are of, what wrote them. Both sides of a transfer must have the same, but for the
+    version of an engine (`VERSION_OF`) that the other side is not.
     """
 
     dtype: str

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.layout import Chunked, Full, Sliding, State
+from kvd.layout import VERSION_OF, Chunked, Full, Sliding, State
 from kvd.layout.models import LayerKind, Model
 from kvd.layout.presets import Attention, Latent, Recurrent, Section
 from kvd.plan import check_compatible, route
@@ -40,6 +40,11 @@ REFUSED = {
     "identity": (of(model="a", dtype="f"), of(model="b", dtype="f"), "model: source has a, destination has b"),
     "what one side names alone": (of(model="a"), of(), "model: source has a, destination has none"),
     "what the other side names alone": (of(), of(drafter="e"), "drafter: source has none, destination has e"),
+    "the version of one engine": (
+        of(**{f"{VERSION_OF}E": "1", "model": "a"}),
+        of(**{f"{VERSION_OF}E": "2", "model": "a"}),
+        "version of E: source has 1, destination has 2",
+    ),
     "dtype": (spec(), spec(dtype="fp8"), "groups[0].kv.dtype: source has bfloat16, destination has fp8"),
     "dtype of one component": (
         recurrent(),
@@ -79,6 +84,11 @@ def test_both_values_are_named_where_the_sides_differ_in(field: str) -> None:
         check_compatible(ours, theirs)
     assert refused.value.code == ErrorCode.INCOMPATIBLE
     assert text in refused.value.text
+
+
+def test_versions_of_two_engines_are_not_compared() -> None:
+    one, other = (of(**{VERSION_OF + engine: number, "model": "a"}) for engine, number in (("E", "1"), ("F", "2")))
+    check_compatible(one, other)
 
 
 def with_kernel_blocks(pages: int, tokens: int):

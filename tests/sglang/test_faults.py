@@ -6,7 +6,7 @@ import signal
 import pytest
 import pytest_asyncio
 
-from tests.sglang.load import Load, one
+from tests.serving.load import Load, one
 from tests.sglang.shared import Mortal, Shared
 from tests.sglang.testbed.client import complete, make_body
 from tests.sglang.testbed.servers import CHUNK

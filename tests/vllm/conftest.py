@@ -1,17 +1,15 @@
-import importlib.util
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.serving.shared import mark_real, report_and_replace
 from tests.support.fleet import until
 from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import MODELS, write_models
 from tests.vllm.testbed.servers import SHARED_MEMORY
 
 HERE = Path(__file__).parent
-TEST_SECONDS = 900
-"""The first test of a module starts three servers: two minutes where the machine has other work."""
 
 LAST = [HERE / "test_lifecycle.py", HERE / "test_faults.py"]
 """They share servers, which the latter kills."""
@@ -20,13 +18,8 @@ LAST = [HERE / "test_lifecycle.py", HERE / "test_faults.py"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == HERE]
     items.sort(key=lambda item: LAST.index(item.path) if item.path in LAST else -1)
-    found = importlib.util.find_spec("vllm")
-    installed = found is not None and found.origin is not None  # a folder named vllm could pass for a namespace package
     for item in ours:
-        item.add_marker(pytest.mark.real)
-        item.add_marker(pytest.mark.timeout(TEST_SECONDS))
-        if not installed:
-            item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+        mark_real(item, "vllm", "make test-vllm")
     for item in items:
         if "daemons" in item.fixturenames and item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.real)
@@ -34,12 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """After a test that failed, its report has what the servers logged of it, and the next one gets other servers."""
-    report = yield
-    if report.failed and "shared" in item.funcargs:
-        report.sections += item.funcargs["shared"].logged()
-        item.funcargs["shared"].stop()
-    return report
+    return report_and_replace(item, (yield))
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,11 @@
-"""Servers that tests share: started when a test asks for them, stopped when one asks for others."""
+"""The servers that tests of vLLM share."""
 
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from tests.serving.shared import LOST_SOON, SharedSets
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Engine, RouterProcess, Server
-from tests.vllm.testbed.service import Service, start_all, stop_all
+from tests.vllm.testbed.service import Service
 
 OFFER_TTL = 12.0
 """Long enough for a busy machine, short enough to be waited for."""
@@ -19,12 +15,6 @@ BLOCKS = 66
 
 PULL_SECONDS = 600.0
 """Longer than any test waits: a request whose blocks do not come ends for what has happened to them."""
-
-LOGGED_LINES = 40
-"""Of each process, in the report of a test that failed."""
-
-LOST_SOON = {"heartbeat": "5", "claim_ttl": "20"}
-"""Daemons that die are missed within the patience of a request, and those that are only slow are not."""
 
 
 class Compared:
@@ -51,41 +41,11 @@ class Mortal(KvdPair):
             daemon.settings = LOST_SOON
 
 
-class Shared:
-    """Runs one set of servers at a time. Whatever dies is missed by the next test, which gets a new set."""
-
-    def __init__(self, models: Path, folders: pytest.TempPathFactory) -> None:
-        self._models = models
-        self._folders = folders
-        self._sets: dict[str, Any] = {}
-        """By name; one or none."""
+class Shared(SharedSets):
+    """Those sets, by what a test needs."""
 
     async def compared(self, model: str) -> Compared:
-        made: Compared = await self._running(model, lambda folder: Compared(folder, self._models, model))
-        return made
+        return await self.running(model, lambda folder: Compared(folder, self.models, model))
 
     async def mortal(self, policy: str) -> Mortal:
-        made: Mortal = await self._running(policy, lambda folder: Mortal(folder, self._models, policy))
-        return made
-
-    async def _running(self, name: str, make: Callable[[Path], Any]) -> Any:
-        wanted = self._sets.get(name)
-        if wanted is None or not all(service.running for service in wanted.services):
-            self.stop()
-            self._sets[name] = wanted = make(self._folders.mktemp(name))
-            await start_all(wanted.services)
-        return wanted
-
-    def logged(self) -> list[tuple[str, str]]:
-        """For each process that has logged errors, or something of kvd, its name and the last lines of that."""
-        found = []
-        for service in (service for each in self._sets.values() for service in each.services):
-            lines = service.log.read_text(errors="replace").splitlines() if service.log.exists() else []
-            if told := [line for line in lines if re.search("kvd|error|warning", line, re.IGNORECASE)][-LOGGED_LINES:]:
-                found.append((f"log of {service.name}", "\n".join(told)))
-        return found
-
-    def stop(self) -> None:
-        """Ends what runs."""
-        while self._sets:
-            stop_all(self._sets.popitem()[1].services)
+        return await self.running(policy, lambda folder: Mortal(folder, self.models, policy))

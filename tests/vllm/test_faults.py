@@ -13,11 +13,12 @@ import pytest_asyncio
 
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
+from tests.serving.shared import LOST_SOON
 from tests.support.elsewhere import elsewhere
 from tests.support.patience import PATIENCE
 from tests.vllm.load import Load, one
 from tests.vllm.same_tokens import assert_same
-from tests.vllm.shared import LOST_SOON, OFFER_TTL, Shared
+from tests.vllm.shared import OFFER_TTL, Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.http import HttpError

@@ -4,18 +4,21 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from kvd.engines.redaction import keep_tickets_out_of_logs
+
 logger = logging.getLogger(__name__)
 
 _MEMORY = "sglang.srt.mem_cache"
 
 
 def register() -> None:
-    """Makes the transfer backend `kvd` known to SGLang.
+    """Makes the transfer backend `kvd` known to SGLang, and keeps its tickets out of the logs.
 
     It never raises: SGLang calls it wherever kvd is installed, also to serve without kvd.
     """
     try:
         _register_backend()
+        keep_tickets_out_of_logs("sglang")
     except Exception as error:  # noqa: BLE001 - of an SGLang with other classes nothing is known
         logger.warning("the transfer backend kvd is not registered, this SGLang is not 0.5.23: %r", error)
 

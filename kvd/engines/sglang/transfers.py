@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
 from kvd.client.events import Event
-from kvd.engines.pool import pool_tensor
+from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.settings import Settings
 from kvd.layout import CacheSpec
@@ -58,12 +58,10 @@ class Transfers:
         """
         self._name = settings.worker
 
-        async def attach() -> AsyncWorker:
-            return await AsyncWorker.attach(
-                settings.socket, name=settings.worker, spec=spec, timeout=settings.attach_timeout
-            )
+        def here(*args: Any, **kwargs: Any) -> AsyncWorker:
+            return asyncio.run_coroutine_threadsafe(AsyncWorker.attach(*args, **kwargs), self._loop).result()
 
-        self.client = asyncio.run_coroutine_threadsafe(attach(), self._loop).result()
+        self.client = attach(here, settings.socket, settings.worker, spec, settings.attach_timeout)
 
     def pool_tensor(self) -> torch.Tensor:
         """The pool, as int8 [its bytes]."""

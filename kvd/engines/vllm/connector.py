@@ -16,10 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd.engines.pool import pool_tensor
+from kvd.client import Worker
+from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
 from kvd.engines.vllm.kernels import Kernels, record
-from kvd.engines.vllm.memory import PoolAllocation, attach, check_views, warn_of_restarts
+from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.scheduler import SchedulerSide
@@ -64,7 +65,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = self._settings
         self._cache = worker_cache(self._vllm_config, self._kv_cache_config, settings.model, settings.drafter)
         spec = cache_spec(self._cache)
-        client = attach(settings.socket, settings.worker, spec, settings.attach_timeout)
+        client = attach(Worker.attach, settings.socket, settings.worker, spec, settings.attach_timeout)
         self._pool = pool_tensor(client)
         warn_of_restarts(client.device, self._vllm_config.cache_config)
         self._worker = WorkerSide(

@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvd.client import Worker
 from kvd.engines.vllm.spec import Pages, States, WorkerCache
-from kvd.errors import ErrorCode, Unavailable, refusal
-from kvd.layout import CacheSpec
+from kvd.errors import ErrorCode, refusal
 
 logger = logging.getLogger(__name__)
-
-_QUIET_SECONDS = 5.0
-"""An engine that attaches later says why: no daemon is there yet, or another engine has the pool of that name."""
 
 
 class PoolAllocation(TorchFunctionMode):
@@ -48,23 +43,6 @@ class PoolAllocation(TorchFunctionMode):
             raise refusal(ErrorCode.BAD_POOL, text)
         self.answered = True
         return pool
-
-
-def attach(socket: str, name: str, spec: CacheSpec, timeout: float) -> Worker:
-    """Attaches, in `timeout` seconds; what it waits for is logged after a moment, as an engine may wait for minutes.
-
-    Raises:
-        KvdError: as `Worker.attach`.
-
-    """
-    try:
-        return Worker.attach(socket, name=name, spec=spec, timeout=min(_QUIET_SECONDS, timeout))
-    except Unavailable as error:
-        left = timeout - _QUIET_SECONDS
-        if left <= 0:
-            raise
-        logger.warning("no KV cache from kvd yet (%s); trying for %g s more", error.text, left)
-    return Worker.attach(socket, name=name, spec=spec, timeout=left)
 
 
 def warn_of_restarts(device: str, cache_config: Any) -> None:

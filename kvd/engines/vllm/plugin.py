@@ -2,7 +2,7 @@
 
 import logging
 
-from kvd.engines.vllm.redaction import keep_tickets_out_of_logs
+from kvd.engines.redaction import keep_tickets_out_of_logs
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ def register() -> None:
     """
     try:
         _register_connector()
-        keep_tickets_out_of_logs()
+        keep_tickets_out_of_logs("vllm")
     except Exception as error:  # noqa: BLE001 - of a vLLM with another registry nothing is known
         logger.warning("KvdConnector is not registered, this vLLM is not 0.32 or 0.33: %r", error)
 

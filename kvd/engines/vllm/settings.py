@@ -1,41 +1,24 @@
 """The settings in `kv_connector_extra_config`."""
 
-import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
+from kvd.engines.settings import EngineSettings, checked
 from kvd.errors import ErrorCode, refusal
-from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
-from kvd.protocol.address import DEFAULT_SOCKET
-
-_Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
-_Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connector's settings; times in seconds. `{rank}` and `{dp_rank}` are replaced in `socket` and `worker`."""
+class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's settings. `{rank}` and `{dp_rank}` are replaced in `socket` and `worker`.
 
-    socket: str = msgspec.field(default_factory=lambda: os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET)
-    """Session socket of the rank's daemon: like the daemon's own setting, from `KVD_SOCKET` unless it is given."""
-    worker: str = "vllm-{dp_rank}-{rank}"
-    """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
-    model: str = ""
-    """The model as peers are told of it, whose own must be the same; if empty, its name or path as vLLM was given.
-
-    If it is given, LoRA adapters are known to peers by their names alone, without their paths.
+    If `model` is given, LoRA adapters are known to peers by their names alone, without their paths.
     """
+
+    worker: str = "vllm-{dp_rank}-{rank}"
     drafter: str = ""
     """The drafter as peers are told of it, whose own must be the same; if empty, its name or path, or `model` if it is
     part of the model."""
-    offer_ttl: _Ttl = 30.0
-    """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
-    pull_timeout: _Timeout = 60.0
-    """How long a pull may take once the decode engine has blocks for it."""
-    attach_timeout: _Timeout = 60.0
-    """How long a starting engine waits for its daemon."""
 
     def for_rank(self, rank: int, dp_rank: int) -> "Settings":
         """These settings with the numbers filled in."""
@@ -53,10 +36,7 @@ def read_settings(extra: Mapping[str, Any], ranks: int) -> Settings:
         BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds.
 
     """
-    try:
-        settings = msgspec.convert(dict(extra), Settings)
-    except msgspec.ValidationError as error:
-        raise refusal(ErrorCode.BAD_CONFIG, f"kv_connector_extra_config: {error}") from error
+    settings = checked("kv_connector_extra_config", lambda: msgspec.convert(dict(extra), Settings))
     if ranks > 1 and "{rank}" not in settings.socket and "{rank}" not in settings.worker:
         text = f"{ranks} ranks need a pool each: write {{rank}} into socket or worker of kv_connector_extra_config"
         raise refusal(ErrorCode.BAD_CONFIG, text)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvd.engines.vllm import plugin, redaction
+from kvd.engines import redaction
+from kvd.engines.vllm import plugin
 from kvd.engines.vllm.plugin import register
 
 PACKAGE = "vllm.distributed.kv_transfer.kv_connector"

@@ -1,22 +1,35 @@
-"""Requests without a pause over a pair whose processes may be killed meanwhile."""
+"""Requests without a pause over a pair of servers whose processes may be killed meanwhile."""
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
-from tests.sglang.testbed.pair import KvdPair
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.client import Completion
 from tests.vllm.testbed.http import HttpError
 
 
-async def one(pair: KvdPair, prompt: list[int], expected: Completion) -> HttpError | None:
-    """The error in which a request ends; any tokens are the right ones, and it ends."""
+class Pair(Protocol):
+    """A prefill and a decode server."""
+
+    async def complete(self, prompt: list[int], tokens: int, **more: Any) -> Completion:
+        """The completion of a prompt, or `HttpError`."""
+
+
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+async def one(
+    pair: Pair, prompt: list[int], expected: Completion, more: Callable[[], dict[str, Any]] = nothing
+) -> HttpError | None:
+    """The error in which a request ends; any tokens are the right ones, and it ends. `more` gives it further fields."""
     try:
         async with asyncio.timeout(PATIENCE):
-            completion = await pair.complete(prompt, len(expected.tokens))
+            completion = await pair.complete(prompt, len(expected.tokens), **more())
     except HttpError as error:
         return error
     assert_same(completion, expected)
@@ -26,9 +39,15 @@ async def one(pair: KvdPair, prompt: list[int], expected: Completion) -> HttpErr
 class Load:
     """Requests without a pause; counts how they ended."""
 
-    def __init__(self, pair: KvdPair, expected: list[tuple[list[int], Completion]]) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        expected: list[tuple[list[int], Completion]],
+        more: Callable[[], dict[str, Any]] = nothing,
+    ) -> None:
         self._pair = pair
         self._expected = itertools.cycle(expected)
+        self._more = more
         self._stopping = False
         self._changed = asyncio.Condition()
         self.right = 0
@@ -36,14 +55,15 @@ class Load:
 
     async def _run(self) -> None:
         while not self._stopping:
-            error = await one(self._pair, *next(self._expected))
+            error = await one(self._pair, *next(self._expected), self._more)
             if error is None:
                 self.right += 1
             else:
                 self.errors.append(error)
-                await asyncio.sleep(0.1)  # a server that is dead refuses at once
             async with self._changed:
                 self._changed.notify_all()
+            if error is not None:
+                await asyncio.sleep(0.1)  # a server that is dead refuses at once
 
     async def answered(self, count: int) -> None:
         """Returns when so many more requests got the right tokens."""

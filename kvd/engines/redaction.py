@@ -1,7 +1,7 @@
-"""Keeps tickets out of vLLM's logs: whoever has one may read what it names, until the offer has ended.
+"""Keeps tickets out of engines' logs: whoever has one may read what it names, until the offer has ended.
 
-vLLM prints the parameters of requests where it is asked to (`--enable-log-requests`) and where its engine dies, and has
-no hook for what should not be printed. So its messages are looked through as they are logged.
+Engines print the parameters of requests where they are asked to (vLLM: `--enable-log-requests`) and where they fail,
+and have no hook for what should not be printed. So their messages are looked through as they are logged.
 """
 
 import logging
@@ -15,18 +15,18 @@ _TICKET = re.compile(r"kvd1\.[A-Za-z0-9_-]+")
 _installed = False
 
 
-def keep_tickets_out_of_logs() -> None:
-    """From now on; a second call does nothing."""
+def keep_tickets_out_of_logs(engine: str) -> None:
+    """From now on, out of what the loggers of the package `engine` log; a second call does nothing."""
     global _installed  # noqa: PLW0603 - of the process, as the factory is
     if not _installed:
-        logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory()))
+        logging.setLogRecordFactory(_redacting(engine, logging.getLogRecordFactory()))
         _installed = True
 
 
-def _redacting(make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
+def _redacting(engine: str, make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
     def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        if record.name.partition(".")[0] == "vllm":
+        if record.name.partition(".")[0] == engine:
             _redact(record)
         return record
 
