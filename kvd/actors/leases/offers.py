@@ -63,6 +63,8 @@ class Offers:
         """Offers that stand, by the id of their pool."""
         self._parts: Counter[int] = Counter()
         """Their parts."""
+        self._growing: dict[str, dict[OfferKey, Lease]] = {}
+        """Offers that are not closed, by worker."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
@@ -89,7 +91,9 @@ class Offers:
             ttl=offer.ttl,
             expires=self._context.loop.time() + offer.ttl,
         )
-        if not offer.grows:
+        if offer.grows:
+            self._growing.setdefault(pool.worker, {})[key] = lease
+        else:
             self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans)
         self._last_generation += 1
         self._leases[key] = lease
@@ -170,12 +174,17 @@ class Offers:
             content.proof = ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
             lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
             lease.secret = b""
+            self._grows_no_more(lease)
+
+    def _grows_no_more(self, lease: Lease) -> None:
+        growing = self._growing.get(lease.pool.worker, {})
+        if growing.pop(lease.key, None) is not None and not growing:
+            del self._growing[lease.pool.worker]
 
     def end_growing(self, worker: str) -> None:
         """Takes back what a worker has not closed: nobody will."""
-        for lease in [lease for lease in self._leases.values() if lease.key[0] == worker]:
-            if lease.content.state is growth.State.GROWING:
-                self.step(lease, Event.REVOKE, "withdrawn")
+        for lease in list(self._growing.get(worker, {}).values()):
+            self.step(lease, Event.REVOKE, "withdrawn")
 
     # --- it is found ------------------------------------------------------------------------------------------------
 
@@ -252,6 +261,7 @@ class Offers:
             self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
+            self._grows_no_more(lease)
             self._give_back(lease)
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
