@@ -92,7 +92,7 @@ test-pure: setup
 test-real: setup
 	$(BIN)/python -m pytest -m "not slow and real"
 
-# A real vLLM: the main path, three minutes.
+# A real vLLM: the main path, four minutes.
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm tests/engines/vllm
 

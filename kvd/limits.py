@@ -440,7 +440,8 @@ MAX_NOTIFICATION_BYTES: Final = 16 * KIB
 """A message between transports; the longest asks for `SLICE_DESCRIPTORS` pieces of a pool, 8 KiB."""
 
 MAX_NOTIFICATIONS_AT_ONCE: Final = 256
-"""Such messages that the transport's process passes on between two looks at its reads; it drops what comes above it."""
+"""Such messages that the transport's process passes on between two looks at its reads, and that the daemon takes from
+it in one turn of its loop; both drop what comes above it."""
 
 STAGING_WINDOWS: Final = 16
 """Windows of `SLICE_BYTES` of pinned host memory by which others read a daemon's GPU pools, and as many slots by which

@@ -106,6 +106,13 @@ class Processes:
         self._children.append(child)
         return child
 
+    def start_daemon(
+        self, name: str, socket: str | Path, *flags: str, log: str = "", within: Sequence[str] = ()
+    ) -> Child:
+        """Runs `kvd serve` at `socket`; what it logs is JSON, in a file called as `log` says, or as the daemon."""
+        arguments = ("--name", name, "--socket", str(socket), "--log-format", "json", *flags)
+        return self.start(log or name, "kvd.cli.main", "serve", *arguments, within=within)
+
     def __enter__(self) -> "Processes":
         return self
 

@@ -41,9 +41,8 @@ class _Side:
     def start(self) -> None:
         """Starts the daemon, or the next one."""
         self.starts += 1
-        flags = {"name": self.name, "socket": str(self.socket), "device": "cuda:0"}
-        arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
-        self.daemon: Child = self._processes.start(f"{self.name}-{self.starts}", "kvd.cli.main", "serve", *arguments)
+        run = f"{self.name}-{self.starts}"
+        self.daemon: Child = self._processes.start_daemon(self.name, self.socket, "--device", "cuda:0", log=run)
 
     def attach(self, blocks: int, block_bytes: int) -> Worker:
         """A worker with a new pool."""

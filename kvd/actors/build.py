@@ -34,7 +34,6 @@ from kvd.transport.interface import (
     Landed,
     NetworkDown,
     NetworkUp,
-    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -205,7 +204,7 @@ def _delivery(  # noqa: C901 - one of each kind
     transfers, memory = actors.scheduler.transfers, actors.pools.memory
     metrics, condition = context.metrics, context.condition
 
-    def on_transport(event: Event) -> None:  # noqa: C901, PLR0912 - the same
+    def on_transport(event: Event) -> None:  # noqa: C901 - the same
         match event:
             case Landed():
                 call(transfers.landed, event)
@@ -234,7 +233,5 @@ def _delivery(  # noqa: C901 - one of each kind
                 dependencies.transport_answered(event.number)
             case TransportDied():
                 dependencies.transport_died(event.reason)
-            case Notified():
-                pass  # of another transport, which the one above it has taken
 
     return on_transport

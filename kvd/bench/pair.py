@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -150,11 +151,14 @@ class Pair:
         self._pools: list[Pool] = []
 
     def __enter__(self) -> "Pair":
-        self.daemons = {side: self._start_daemon(side) for side in self.sockets}
-        self._producer: Child = self._processes.start(
-            "producer-worker", "kvd.bench.producer", piped=True, within=self._within("producer")
-        )
-        self._input = open(self._producer.source, "rb", closefd=False)
+        with ExitStack() as stack:
+            stack.enter_context(self._processes)
+            self.daemons = {side: self._start_daemon(side) for side in self.sockets}
+            self._producer: Child = self._processes.start(
+                "producer-worker", "kvd.bench.producer", piped=True, within=self._within("producer")
+            )
+            self._input = open(self._producer.source, "rb", closefd=False)
+            stack.pop_all()  # all of them run: what ends them is the end of this block
         return self
 
     def __exit__(
@@ -165,13 +169,12 @@ class Pair:
         self._processes.__exit__(kind, error, trace)
 
     def _start_daemon(self, side: str) -> Child:
-        flags = ["--name", f"bench-{side}", "--socket", str(self.sockets[side]), "--log-format", "json"]
+        flags: list[str] = []
         if side in self._places:
             address = self._places[side].address
-            flags += ["--listen", f"tcp://{address}:{_PORT}", "--insecure", "--unprotected-transport", address]
-        return self._processes.start(
-            side, "kvd.cli.main", "serve", *flags, within=[*self._within(side), *self._daemons_within]
-        )
+            flags = ["--listen", f"tcp://{address}:{_PORT}", "--insecure", "--unprotected-transport", address]
+        within = [*self._within(side), *self._daemons_within]
+        return self._processes.start_daemon(f"bench-{side}", self.sockets[side], *flags, within=within)
 
     @property
     def remote(self) -> bool:

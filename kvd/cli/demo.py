@@ -112,19 +112,13 @@ def _serve(configs: list[EngineConfig], folder: Path, requests: list[Request], c
     starting = progress.add_task("two daemons, two engines", total=1)
     steps = {step: progress.add_task(step, total=len(requests)) for step in ("prefilled", "pulled", "decoded")}
     with Processes(folder) as processes:
-        daemons = [_start_daemon(processes, config) for config in configs]
+        daemons = [processes.start_daemon(f"{config.name}-daemon", config.socket) for config in configs]
         prefill, decode = (_start_engine(processes, config) for config in configs)
         with closing(Router(prefill, decode, daemons, lambda step: progress.advance(steps[step]))) as router:
             router.start()
             progress.advance(starting)
             router.run(requests, count)
             router.stop()
-
-
-def _start_daemon(processes: Processes, config: EngineConfig) -> Child:
-    name = f"{config.name}-daemon"
-    flags = ["--name", name, "--socket", config.socket, "--log-format", "json"]
-    return processes.start(name, "kvd.cli.main", "serve", *flags)
 
 
 def _start_engine(processes: Processes, config: EngineConfig) -> Child:

@@ -55,7 +55,9 @@ def _terminate(process: int, inquiry: Inquiry) -> None:
         with inquiry.unless_ended():
             signal.pidfd_send_signal(process, signal.SIGTERM)
     except PermissionError as error:
-        text = f"pid {inquiry.identity.pid} belongs to user {inquiry.identity.uid}; run this as that user or as root"
+        text = (
+            f"pid {inquiry.credentials.pid} belongs to user {inquiry.credentials.uid}; run this as that user or as root"
+        )
         raise refusal(ErrorCode.NOT_PERMITTED, text) from error
 
 

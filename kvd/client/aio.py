@@ -1,17 +1,19 @@
 """The client for workers with an asyncio loop."""
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event
-from kvd.client.session import Session, Spec
-from kvd.errors import ErrorCode, refusal
+from kvd.client.session import Spec
+from kvd.client.waits import WaitingSession, Waits
 
 T = TypeVar("T")
 
@@ -19,7 +21,7 @@ UNSENT_SECONDS = 0.01
 """How soon to try again what a full queue did not take."""
 
 
-class AsyncWorker(Session):
+class AsyncWorker(WaitingSession):
     """Like `Worker`, on the running loop, which also attaches again after a loss while nobody polls."""
 
     def __init__(self, driver: Driver) -> None:
@@ -36,16 +38,8 @@ class AsyncWorker(Session):
     @classmethod
     async def attach(cls, socket_path: str, *, name: str, spec: Spec, timeout: float = 10.0) -> Self:  # noqa: ASYNC109
         """Like `Worker.attach`, without blocking the loop."""
-        driver = Driver(socket_path, name, spec.encode(), spec.pool_bytes)
-        worker = cls(driver)
-        attached = None
-        try:
-            attached = await worker._until(worker._take_attached, worker._deadline(timeout))
-        finally:
-            if attached is None:
-                worker.close()
-        if attached is None:
-            raise driver.no_answer(timeout)
+        worker = cls(Driver(socket_path, name, spec.encode(), spec.pool_bytes))
+        await worker._run(worker._attaching(timeout))
         return worker
 
     async def offer(
@@ -59,12 +53,8 @@ class AsyncWorker(Session):
         timeout: float = 10.0,  # noqa: ASYNC109
     ) -> str:
         """Like `Worker.offer`."""
-        until = self._deadline(timeout)
-        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
-        ticket = await self._until(lambda: self._take_offer(offer), until)
-        if ticket is None:
-            raise self._offer_overdue(offer, timeout)
-        return ticket
+        request = partial(self.offer_nowait, offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
+        return await self._run(self._offering(offer, request, timeout))
 
     async def open_offer(
         self,
@@ -75,37 +65,20 @@ class AsyncWorker(Session):
         timeout: float = 10.0,  # noqa: ASYNC109
     ) -> str:
         """Like `Worker.open_offer`."""
-        until = self._deadline(timeout)
-        self.open_offer_nowait(offer, ttl=ttl, consumers=consumers)
-        ticket = await self._until(lambda: self._take_offer(offer), until)
-        if ticket is None:
-            raise self._offer_overdue(offer, timeout)
-        return ticket
+        request = partial(self.open_offer_nowait, offer, ttl=ttl, consumers=consumers)
+        return await self._run(self._offering(offer, request, timeout))
 
     async def status(self, timeout: float = 10.0) -> dict[str, Any]:  # noqa: ASYNC109
         """Like `Worker.status`."""
-        until, call = self._deadline(timeout), self._request_status()
-        try:
-            report = await self._until(lambda: self._take_status(call), until)
-        finally:
-            self._driver.core.abandon_status(call)
-        if report is None:
-            raise refusal(ErrorCode.DEADLINE, f"no status within {timeout} s")
-        return report
+        return await self._run(self._asking_status(timeout))
 
     async def wait(self, timeout: float) -> list[Event]:  # noqa: ASYNC109
         """Like `Worker.wait`."""
-        return await self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout)) or []
+        return await self._run(self._waiting(timeout))
 
     async def detach(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109
         """Like `Worker.detach`."""
-        until = self._deadline(timeout)
-        try:
-            self._driver.detach()
-            if await self._until(self._take_detached, until) is None:
-                raise refusal(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
-        finally:
-            self.close()
+        await self._run(self._detaching(timeout))
 
     def close(self) -> None:
         """Like `Worker.close`; cancels those who wait."""
@@ -127,27 +100,25 @@ class AsyncWorker(Session):
     ) -> None:
         self.close()
 
-    def poll(self) -> list[Event]:
-        """Like `Worker.poll`."""
-        self._step(time.monotonic())
-        return self._driver.core.take_events()
+    async def _run(self, steps: Waits[T]) -> T:
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    until = next(steps)
+                except StopIteration as end:
+                    return cast("T", end.value)
+                await self._readable(until)
 
-    async def _until(self, take: Callable[[], T | None], until: float) -> T | None:
-        while True:
-            now = time.monotonic()
-            self._step(now)
-            if (taken := take()) is not None:
-                return taken
-            if now >= until:
-                return None
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.add(waiter)
-            handle = self._loop.call_later(until - now, _set, waiter)
-            try:
-                await waiter
-            finally:
-                handle.cancel()
-                self._waiters.discard(waiter)
+    async def _readable(self, until: float) -> None:
+        """Waits until there is something to do, or until `until`."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.add(waiter)
+        handle = self._loop.call_later(until - time.monotonic(), _set, waiter)
+        try:
+            await waiter
+        finally:
+            handle.cancel()
+            self._waiters.discard(waiter)
 
     def _turn(self) -> None:
         """Something is readable."""

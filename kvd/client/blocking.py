@@ -1,20 +1,21 @@
 """The client for workers without an asyncio loop."""
 
-import time
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
 from kvd.client.events import Event
-from kvd.client.session import Session, Spec
-from kvd.errors import ErrorCode, refusal
+from kvd.client.session import Spec
+from kvd.client.waits import WaitingSession, Waits
 
 T = TypeVar("T")
 
 
-class Worker(Session):
+class Worker(WaitingSession):
     """A worker's session with its daemon; made by `attach`. One thread, one process; also a context manager."""
 
     @classmethod
@@ -27,16 +28,8 @@ class Worker(Session):
                 (`POOL_BUSY`, another process has this name; `OVERLOADED`, not enough memory).
 
         """
-        driver = Driver(socket_path, name, spec.encode(), spec.pool_bytes)
-        worker = cls(driver)
-        attached = None
-        try:
-            attached = worker._until(worker._take_attached, worker._deadline(timeout))
-        finally:
-            if attached is None:
-                worker.close()
-        if attached is None:
-            raise driver.no_answer(timeout)
+        worker = cls(Driver(socket_path, name, spec.encode(), spec.pool_bytes))
+        worker._run(worker._attaching(timeout))
         return worker
 
     def offer(
@@ -60,12 +53,8 @@ class Worker(Session):
                 returns either `OfferRefused` or `Released`.
 
         """
-        until = self._deadline(timeout)
-        self.offer_nowait(offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
-        ticket = self._until(lambda: self._take_offer(offer), until)
-        if ticket is None:
-            raise self._offer_overdue(offer, timeout)
-        return ticket
+        request = partial(self.offer_nowait, offer, tokens=tokens, blocks=blocks, ttl=ttl, consumers=consumers)
+        return self._run(self._offering(offer, request, timeout))
 
     def open_offer(self, offer: str, *, ttl: float, consumers: int = 1, timeout: float = 10.0) -> str:
         """Opens an offer that grows and returns its ticket (see `open_offer_nowait`). Other events wait for `poll`.
@@ -74,12 +63,8 @@ class Worker(Session):
             KvdError: as `offer`.
 
         """
-        until = self._deadline(timeout)
-        self.open_offer_nowait(offer, ttl=ttl, consumers=consumers)
-        ticket = self._until(lambda: self._take_offer(offer), until)
-        if ticket is None:
-            raise self._offer_overdue(offer, timeout)
-        return ticket
+        request = partial(self.open_offer_nowait, offer, ttl=ttl, consumers=consumers)
+        return self._run(self._offering(offer, request, timeout))
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """The daemon's status, from its JSON.
@@ -88,18 +73,11 @@ class Worker(Session):
             Unavailable: `DAEMON_LOST`, the daemon cannot be reached; `DEADLINE`, no answer within `timeout` seconds.
 
         """
-        until, call = self._deadline(timeout), self._request_status()
-        try:
-            report = self._until(lambda: self._take_status(call), until)
-        finally:
-            self._driver.core.abandon_status(call)
-        if report is None:
-            raise refusal(ErrorCode.DEADLINE, f"no status within {timeout} s")
-        return report
+        return self._run(self._asking_status(timeout))
 
     def wait(self, timeout: float) -> list[Event]:
         """Like `poll`, but waits up to `timeout` seconds for the first event."""
-        return self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout)) or []
+        return self._run(self._waiting(timeout))
 
     def detach(self, timeout: float = 10.0) -> None:
         """Gives the pool back and closes. Returns once nothing reads from the pool or writes to it.
@@ -109,22 +87,7 @@ class Worker(Session):
                 session is closed all the same.
 
         """
-        until = self._deadline(timeout)
-        try:
-            self._driver.detach()
-            if self._until(self._take_detached, until) is None:
-                raise refusal(ErrorCode.DEADLINE, f"the pool was not given back within {timeout} s")
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Ends the session; the daemon keeps the pool and its bytes for the next process with this name.
-
-        Another process gets them only when this one has ended, since this one could still write to them.
-
-        Memory that tensors use stays mapped until they are gone. A second call does nothing.
-        """
-        self._driver.close()
+        self._run(self._detaching(timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -134,12 +97,11 @@ class Worker(Session):
     ) -> None:
         self.close()
 
-    def _until(self, take: Callable[[], T | None], until: float) -> T | None:
-        while True:
-            now = time.monotonic()
-            self._driver.step(now)
-            if (taken := take()) is not None:
-                return taken
-            if now >= until:
-                return None
-            self._driver.wait_readable(until)
+    def _run(self, steps: Waits[T]) -> T:
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    until = next(steps)
+                except StopIteration as end:
+                    return cast("T", end.value)
+                self._driver.wait_readable(until)

@@ -197,7 +197,7 @@ class Core:
         self._attached, self._connected, self._gap_since, self._stranger = attached, True, math.inf, ""
         if before is None:
             return
-        same = (before.incarnation, before.pool) == (attached.incarnation, attached.pool)
+        same = (before.incarnation, before.tenancy) == (attached.incarnation, attached.tenancy)
         if not same:
             self.on_daemon_gone()
             self._expected, self._handed_out, self._acknowledged = 1, 0, 0

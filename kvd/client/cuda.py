@@ -41,7 +41,7 @@ class DeviceBytes:
 
 
 class DevicePool:
-    """`size` of the `length` bytes behind `descriptor` on the GPU `identity`; owns the descriptor from now on.
+    """`size` of the `length` bytes behind `descriptor` on the GPU `uuid`; owns the descriptor from now on.
 
     Raises:
         BadRequest: `BAD_POOL`, it cannot be imported; the descriptor is closed.
@@ -49,9 +49,9 @@ class DevicePool:
 
     """
 
-    def __init__(self, descriptor: int, identity: str, size: int, length: int) -> None:
+    def __init__(self, descriptor: int, uuid: str, size: int, length: int) -> None:
         try:
-            self._mapping = _import(descriptor, identity, size, length)
+            self._mapping = _import(descriptor, uuid, size, length)
         except (BadRequest, Unavailable):
             os.close(descriptor)
             raise
@@ -80,10 +80,10 @@ class DevicePool:
             del self.view
 
 
-def _import(descriptor: int, identity: str, size: int, length: int) -> Mapping:
+def _import(descriptor: int, uuid: str, size: int, length: int) -> Mapping:
     if not 0 < size <= length:
         raise refusal(ErrorCode.BAD_POOL, f"the daemon lent {length} bytes as a pool of {size}")
-    device = device_of(identity)
+    device = device_of(uuid)
     try:
         return Mapping.map_descriptor(device, descriptor, length, writable=True)
     except DeviceError as error:

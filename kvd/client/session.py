@@ -1,18 +1,15 @@
-"""What the blocking and the asyncio client share."""
+"""The pool, facts about the daemon, and every request that does not wait."""
 
-import math
 import secrets
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Protocol
 
 from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
-from kvd.client.events import Event, Offered, OfferRefused, Released
+from kvd.client.events import Event
 from kvd.client.pool import PoolMap
-from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
+from kvd.errors import ErrorCode, refusal
 from kvd.limits import SECRET_BYTES
 
 if TYPE_CHECKING:
@@ -31,10 +28,7 @@ class Spec(Protocol):
 
 
 class Session:
-    """The pool, facts about the daemon, and every request that does not wait.
-
-    Belongs to one thread of one process: do not share it, nor use it on both sides of a fork.
-    """
+    """Belongs to one thread of one process: do not share it, nor use it on both sides of a fork."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -244,60 +238,17 @@ class Session:
 
         The next call acknowledges them; the daemon keeps them until then. Connects again after a loss.
         """
-        self._driver.step(time.monotonic())
+        self._step(time.monotonic())
         return self._driver.core.take_events()
 
-    # --- for the two clients ----------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Ends the session; the daemon keeps the pool and its bytes for the next process with this name.
 
-    def _deadline(self, timeout: float) -> float:
-        """When `timeout` seconds from now are over.
+        Another process gets them only when this one has ended, since this one could still write to them.
 
-        Raises:
-            BadRequest: `BAD_MESSAGE`, it is not a number, which no time ever reaches.
-
+        Memory that tensors use stays mapped until they are gone. A second call does nothing.
         """
-        if math.isnan(timeout):
-            raise refusal(ErrorCode.BAD_MESSAGE, "the timeout is not a number (NaN); give it in seconds")
-        return time.monotonic() + timeout
+        self._driver.close()
 
-    def _take_attached(self) -> bool | None:
-        self._driver.check()
-        return self._driver.connected or None
-
-    def _take_offer(self, offer: str) -> str | None:
-        """The ticket, once it has arrived; raises the daemon's refusal."""
-        self._driver.check()
-        match self._driver.core.take_offer(offer):
-            case Offered(_, ticket):
-                return ticket
-            case OfferRefused(_, code, text):
-                raise error_from_code(code, text)
-            case Released(_, reason):
-                text = f"the daemon's answer was lost, and the offer {offer!r} has ended ({reason}); make it again"
-                raise refusal(ErrorCode.DAEMON_LOST, f"{text} under another name")
-            case _:
-                return None
-
-    def _offer_overdue(self, offer: str, timeout: float) -> KvdError:
-        self._driver.core.abandon(offer)
-        return refusal(
-            ErrorCode.DEADLINE,
-            f"no answer to the offer {offer!r} within {timeout} s; it is withdrawn, and its end comes by poll()",
-        )
-
-    def _request_status(self) -> int:
-        self._driver.check()
-        call, frame = self._driver.core.status()
-        self._driver.request(frame)
-        return call
-
-    def _take_status(self, call: int) -> dict[str, Any] | None:
-        report = self._driver.core.status_answer(call)
-        return None if report is None else msgspec.json.decode(report, type=dict[str, Any])
-
-    def _take_detached(self) -> bool | None:
-        if self._driver.detached:
-            return True
-        if not self._driver.connected:
-            raise refusal(ErrorCode.DAEMON_LOST, "the daemon is gone, and the pool with it")
-        return None
+    def _step(self, now: float) -> None:
+        self._driver.step(now)

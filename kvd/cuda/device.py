@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import os
-import uuid
 from collections.abc import Iterator
 from typing import Any
+from uuid import UUID
 
 from kvd.cuda.driver import api, call
 from kvd.errors import DeviceError, ErrorCode, refusal
@@ -38,8 +38,8 @@ class Device:
         kind = "MIG" if " MIG " in self.name else "GPU"
         # Of a MIG instance, the older call has the UUID of the whole GPU; cuda-bindings 13 has only the newer.
         newer = hasattr(api(), "cuDeviceGetUuid_v2")
-        identity = call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", self._device)
-        self.uuid = f"{kind}-{uuid.UUID(bytes=bytes(identity.bytes))}"
+        found = call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", self._device)
+        self.uuid = f"{kind}-{UUID(bytes=bytes(found.bytes))}"
         """As `nvidia-smi -L` shows it; it is the same in every process."""
 
     @functools.cached_property
@@ -91,8 +91,8 @@ def device(ordinal: int) -> Device:
     return Device(ordinal)
 
 
-def device_of(identity: str) -> Device:
-    """The GPU with the UUID `identity`.
+def device_of(uuid: str) -> Device:
+    """The GPU with this UUID.
 
     Raises:
         Unavailable: `NO_DEVICE`, this process does not see it, or there is no driver.
@@ -100,10 +100,10 @@ def device_of(identity: str) -> Device:
     """
     seen = [device(ordinal) for ordinal in range(call("cuDeviceGetCount"))]
     for candidate in seen:
-        if candidate.uuid == identity:
+        if candidate.uuid == uuid:
             return candidate
     names = ", ".join(map(str, seen)) or "none"
-    text = f"the pool is on {identity}, which this process does not see: it sees {names} ({_visible()})"
+    text = f"the pool is on {uuid}, which this process does not see: it sees {names} ({_visible()})"
     raise refusal(ErrorCode.NO_DEVICE, f"{text}; attach to that GPU's daemon, or make the GPU visible")
 
 

@@ -61,7 +61,7 @@ def load_trust(config: Config) -> Trust | None:
 
 def open_parts(
     config: Config,
-    identity: str,
+    agent: str,
     trust: Trust | None,
     *,
     loop: asyncio.AbstractEventLoop,
@@ -69,7 +69,7 @@ def open_parts(
     health: Health,
     log: Any,
 ) -> Opened:
-    """Opens everything; nobody can connect before the sockets are started. `identity` names this run.
+    """Opens everything; nobody can connect before the sockets are started. `agent` names this run.
 
     Raises:
         BadRequest: `BAD_CONFIG`, a part cannot be opened as it is configured.
@@ -80,7 +80,7 @@ def open_parts(
     policy = admission.Policy(os.geteuid(), rules)
     http = HttpServer(config.http, metrics.registry, health)
     same_host = SameHostTransport(
-        identity,
+        agent,
         loop,
         export_path(config.listen, str(config.socket)),
         host=boot_id(),
@@ -88,7 +88,7 @@ def open_parts(
         device=provider.device,
         mode=0o666 if trust or config.insecure else 0o600,  # peers of other users; they show a token
     )
-    network, probe = _open_network(config, identity, loop, same_host.lock, log)
+    network, probe = _open_network(config, agent, loop, same_host.lock, log)
     return Opened(
         provider=provider,
         policy=policy,
@@ -102,7 +102,7 @@ def open_parts(
         ),
         peers=PeerSockets(
             config.listen,
-            identity.encode(),
+            agent.encode(),
             config.advertise,
             trust=trust,
             on_rejected=Rejections(metrics, log),

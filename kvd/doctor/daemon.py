@@ -40,19 +40,19 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
     findings = [_check_mode(path, found)]
     try:
         with Inquiry(path) as inquiry:
-            identity = inquiry.identity
+            listener = inquiry.credentials
             status = decode(inquiry.status(timeout))
     except KvdError as error:
         fix = "if it hangs, its log and /livez say more, and systemd's watchdog restarts it"
         return [*findings, Finding("daemon", Level.BROKEN, error.text, fix)]
-    if identity.pid == 0:
+    if listener.pid == 0:
         text = "it runs in another PID namespace"
         findings.append(Finding("daemon", Level.NOTE, text, "run `kvd drain` in its container"))
-    findings.extend(_check_sharing(path, identity))
+    findings.extend(_check_sharing(path, listener))
     if status.ready:
         findings.append(Finding("daemon", Level.OK, f"{status.daemon} {status.version} is ready"))
     findings.append(check_wait(status.processor))
-    if identity.pid and identity.pid == status.pid:  # else its numbers are those of another PID namespace
+    if listener.pid and listener.pid == status.pid:  # else its numbers are those of another PID namespace
         findings.extend(check_groups(status.pid, status.worker_pids))
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
@@ -90,15 +90,15 @@ def _check_mode(path: str, found: os.stat_result) -> Finding:
     return Finding("socket", Level.OK, text)
 
 
-def _check_sharing(path: str, identity: Credentials) -> list[Finding]:
+def _check_sharing(path: str, listener: Credentials) -> list[Finding]:
     """Looks for daemons of the same user, in the socket's folder and beside it."""
     own = Path(path).resolve()
     found = (*own.parent.glob(f"*{POOLS}"), *own.parent.parent.glob(f"*/*{POOLS}"))
     places = {place.resolve() for place in found} - {Path(f"{own}{POOLS}")}
-    others = sorted(str(place) for place in places if _serves(place, identity.uid))
+    others = sorted(str(place) for place in places if _serves(place, listener.uid))
     if not others:
         return []
-    text = f"user {identity.uid} also runs the daemon at {', '.join(others)}: what a daemon lends to another of its "
+    text = f"user {listener.uid} also runs the daemon at {', '.join(others)}: what a daemon lends to another of its "
     return [Finding("daemon", Level.NOTE, f"{text}user for reading, that one may write to", _SAME_USER)]
 
 

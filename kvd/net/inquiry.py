@@ -35,7 +35,7 @@ class Inquiry:
         except OSError as error:
             connected.close()
             raise refusal(ErrorCode.DAEMON_LOST, f"no daemon at {path}: {error.strerror or error}") from error
-        self.identity = credentials(connected)
+        self.credentials = credentials(connected)
         self._connected = connected
         self._path = path
         self._stream = FrameStream(connected)
@@ -50,9 +50,9 @@ class Inquiry:
 
         """
         pidfd = -1
-        if self.identity.pid:
+        if self.credentials.pid:
             with self.unless_ended():
-                pidfd = peer_pidfd(self._connected, self.identity.pid, listens=True)
+                pidfd = peer_pidfd(self._connected, self.credentials.pid, listens=True)
         if pidfd < 0:
             text = f"the daemon behind {self._path} runs in another PID namespace; run this in its container"
             raise refusal(ErrorCode.NOT_PERMITTED, text)
@@ -69,7 +69,7 @@ class Inquiry:
         try:
             yield
         except ProcessLookupError as error:
-            text = f"the process that listened at {self._path} (pid {self.identity.pid}) has ended; if another one "
+            text = f"the process that listened at {self._path} (pid {self.credentials.pid}) has ended; if another one "
             raise refusal(ErrorCode.DAEMON_LOST, f"{text}has the socket now, end that by its number") from error
 
     def status(self, timeout: float) -> bytes:

@@ -37,7 +37,7 @@ class Allowed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A daemon's identity: 32 bytes each."""
+    """The keys of one daemon, 32 bytes each."""
 
     public: bytes
     secret: bytes

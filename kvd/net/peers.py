@@ -66,8 +66,8 @@ class _Link:
 class PeerSockets:
     """A `kvd.net.interface.PeerPort` over ZMQ.
 
-    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `identity`
-    names this daemon and its incarnation to every peer, 1 to 220 bytes. `advertise` is the address that peers use, if
+    `listen` is the address to bind (`tcp://host:port`, port 0 for a free one, or `ipc:///path.peers`). `agent`
+    names this daemon in this run to every peer, 1 to 220 bytes. `advertise` is the address that peers use, if
     it is not the bound one. `folder` is one where sockets can be made, that of the Unix socket unless it is given.
     With `trust`, both ends of every connection prove an allowed key; `on_rejected` is told about those that do not.
     Without, a daemon at a Unix socket connects only to Unix sockets, and one at `tcp://` trusts its network.
@@ -76,7 +76,7 @@ class PeerSockets:
     def __init__(
         self,
         listen: str,
-        identity: bytes,
+        agent: bytes,
         advertise: str | None = None,
         *,
         trust: Trust | None = None,
@@ -96,7 +96,7 @@ class PeerSockets:
         self._lock: PathLock | None = None
         self._gate: Gate | None = None
         self._inner: PrivateListener | None = None
-        self._identity = identity
+        self._agent = agent
         self._advertise = advertise
         self._trust = trust
         self._on_rejected = on_rejected
@@ -208,7 +208,7 @@ class PeerSockets:
             check_user(match["path"])
         socket = self._new_dealer()
         apply(socket, Kind.PEER_DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self._identity + b"#" + secrets.token_hex(8).encode())
+        socket.setsockopt(zmq.ROUTING_ID, self._agent + b"#" + secrets.token_hex(8).encode())
         if self._trust is not None and key is not None:
             self._trust.secure_client(socket, key)
         passage = None

@@ -79,9 +79,9 @@ class Attached(Message, frozen=True, tag="attached"):
     kept: bool
     """Whether the pool still has the bytes of an earlier session."""
     version: int = VERSION
-    pool: Count = 0
-    """Number of the pool within this incarnation; it changes too when another worker had the pool since. Then every
-    earlier request has ended, and notifications are numbered from 1 again."""
+    tenancy: Count = 0
+    """A number for this worker's time with the pool, within this incarnation. If it is another one, somebody else had
+    the pool since, or it is a new pool: every earlier request has ended, and notifications begin at 1 again."""
     device: Annotated[str, Meta(max_length=64)] = ""
     """The UUID of the GPU that has the pool, as `nvidia-smi -L` shows it (`GPU-...`); empty for host memory. Compare no
     ordinals: CUDA_VISIBLE_DEVICES changes them."""

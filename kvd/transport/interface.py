@@ -184,24 +184,15 @@ class TransportDied(Struct, frozen=True, gc=False, tag=True):
     reason: str
 
 
-Event = (
-    Registered
-    | Deregistered
-    | Described
-    | RegisterFailed
-    | PeerAdded
-    | PeerFailed
-    | Landed
-    | ReadFailed
-    | Answered
-    | Notified
-    | NetworkDown
-    | NetworkUp
-    | TransportDied
+AgentEvent = (
+    Registered | Deregistered | Described | RegisterFailed | PeerAdded | PeerFailed | Landed | ReadFailed | Answered
 )
+"""What became of what an agent was asked, or of a peer."""
+Event = AgentEvent | NetworkDown | NetworkUp | TransportDied
+NetworkEvent = Event | Notified
 
 
-class Transport(Protocol):
+class _Agent(Protocol):
     """One agent: it registers local memory and reads remote memory into it."""
 
     @property
@@ -211,9 +202,6 @@ class Transport(Protocol):
     @property
     def metadata(self) -> bytes:
         """What a peer needs to add this agent, as of the last event; peers treat it as untrusted input."""
-
-    def start(self, on_event: Callable[[Event], None]) -> None:
-        """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
     def register(self, pool: int, region: Region) -> None:
         """Registers memory; answered by `Registered` or `RegisterFailed`. Its descriptor stays the caller's."""
@@ -252,8 +240,18 @@ class Transport(Protocol):
         """Shuts down in order and waits for it. Open reads get no more events."""
 
 
-class Network(Transport, Protocol):
-    """A transport to other hosts, which passes messages between agents, too."""
+class Transport(_Agent, Protocol):
+    """What the daemon has."""
+
+    def start(self, on_event: Callable[[Event], None]) -> None:
+        """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
+
+
+class Network(_Agent, Protocol):
+    """A transport to other hosts, which passes messages between agents, too; below a `Transport` that takes these."""
+
+    def start(self, on_event: Callable[[NetworkEvent], None]) -> None:
+        """As `Transport.start`."""
 
     def notify(self, agent: str, content: bytes) -> None:
         """Sends a message of up to `limits.MAX_NOTIFICATION_BYTES` to a peer, whose agent is `Notified` of it.

@@ -18,8 +18,10 @@ from kvd.protocol import worker as wire
 BLOCKS = (Blocks(0, 0, [1, 2]),)
 
 
-def attached(incarnation: int = 1, pool: int = 1) -> wire.Attached:
-    return wire.Attached(b"s" * 16, "ipc://x", "daemon-0", incarnation, "tcp://h:1", 4096, "plain", False, pool=pool)
+def attached(incarnation: int = 1, tenancy: int = 1) -> wire.Attached:
+    return wire.Attached(
+        b"s" * 16, "ipc://x", "daemon-0", incarnation, "tcp://h:1", 4096, "plain", False, tenancy=tenancy
+    )
 
 
 def connected() -> Core:
@@ -314,8 +316,8 @@ def test_what_comes_again_is_acknowledged_again() -> None:
     assert core.take_frames(9.0) == []
 
 
-@pytest.mark.parametrize("again", [attached(2), attached(1, pool=2)], ids=["incarnation", "pool"])
-def test_a_new_incarnation_or_pool_starts_its_sequence_anew(again: wire.Attached) -> None:
+@pytest.mark.parametrize("again", [attached(2), attached(1, tenancy=2)], ids=["incarnation", "tenancy"])
+def test_a_new_incarnation_or_tenancy_starts_its_sequence_anew(again: wire.Attached) -> None:
     core = connected()
     core.offer("first", 10, BLOCKS, 60.0, secret=bytes(16))
     core.on_frame(batch(1, wire.Released("first", "read")), now=0.0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -28,9 +29,9 @@ from kvd.client import (
     Reattached,
     Released,
     Worker,
-    blocking,
     connection,
     core,
+    waits,
 )
 from kvd.client.core import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -122,7 +123,7 @@ class TestAttaching:
         over_once_tried_again = SimpleNamespace(
             monotonic=lambda: time.monotonic() + MOMENT * (len(daemon.attaches) > 1)
         )
-        monkeypatch.setattr(blocking, "time", over_once_tried_again)
+        monkeypatch.setattr(waits, "time", over_once_tried_again)
         with pytest.raises(Unavailable, match=r"within 60\.0 s: another process has prefill-0") as caught:
             Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT)
         assert caught.value.code is ErrorCode.POOL_BUSY
@@ -263,11 +264,13 @@ class TestOffers:
     def test_waiting_for_a_ticket_ends_with_the_offer_whose_answer_was_lost(
         self, daemon: ScriptedDaemon, worker: Worker
     ) -> None:
-        worker.offer_nowait("req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        request = partial(worker.offer_nowait, "req-1", tokens=1000, blocks=BLOCKS, ttl=60)
+        offering = worker._offering("req-1", request, MOMENT)
+        next(offering)
         daemon.expect(wire.Offer)
         daemon.notify(1, wire.Released("req-1", "expired"))
         with pytest.raises(Unavailable, match="the daemon's answer was lost") as caught:
-            worker._until(lambda: worker._take_offer("req-1"), worker._deadline(MOMENT))
+            worker._run(offering)
         assert caught.value.code is ErrorCode.DAEMON_LOST
         assert worker.poll() == []
 
@@ -506,9 +509,10 @@ class TestNotifications:
 
 class TestStatus:
     def test_it_is_the_daemons_document(self, daemon: ScriptedDaemon, worker: Worker) -> None:
-        call = worker._request_status()
+        asking = worker._asking_status(MOMENT)
+        next(asking)
         daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b'{"pulls": 0}'))
-        assert worker._until(lambda: worker._take_status(call), worker._deadline(MOMENT)) == {"pulls": 0}
+        assert worker._run(asking) == {"pulls": 0}
 
     def test_no_answer_is_a_deadline(self, worker: Worker) -> None:
         with pytest.raises(Unavailable, match=r"no status within 0\.01 s"):

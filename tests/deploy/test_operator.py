@@ -32,7 +32,7 @@ def test_status_and_top_show_a_pull_and_the_path_that_it_took_to_one_who_never_a
     assert decode_worker.outcome("r")["kind"] == "Done"
 
     with Inquiry(str(target.socket)) as inquiry:
-        assert inquiry.identity.pid == target.child.pid
+        assert inquiry.credentials.pid == target.child.pid
         status = decode(inquiry.status(PATIENCE))
     assert status.ready
     assert [pool.worker for pool in status.pools] == ["decode-0"]

@@ -62,14 +62,14 @@ def _attached(stream: FrameStream) -> Attached:
 
 
 @contextmanager
-def dealer(address: str, identity: bytes = b"", pair: keys.KeyPair | None = None) -> Iterator["zmq.Socket[bytes]"]:
+def dealer(address: str, routing_id: bytes = b"", pair: keys.KeyPair | None = None) -> Iterator["zmq.Socket[bytes]"]:
     """A ZMQ socket at an address; with `pair` it proves that key to whoever has the address's."""
     place, _, key = address.partition("#")
     with zmq.Context() as context, context.socket(zmq.DEALER) as made:
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, QUEUE), (zmq.RCVHWM, QUEUE), (zmq.IPV6, 1)):
             made.setsockopt(option, value)
-        if identity:
-            made.setsockopt(zmq.ROUTING_ID, identity)
+        if routing_id:
+            made.setsockopt(zmq.ROUTING_ID, routing_id)
         if pair is not None:
             server = bytes.fromhex(key) if key else pair.public
             for option, content in (

@@ -34,9 +34,9 @@ def command(name: bytes, body: bytes) -> bytes:
     return b"\x06" + struct.pack(">Q", len(content)) + content
 
 
-def ready(identity: bytes = b"", kind: bytes = b"DEALER") -> bytes:
+def ready(routing_id: bytes = b"", kind: bytes = b"DEALER") -> bytes:
     """What follows the greeting: the kind of socket, and its routing id where it has one."""
-    properties = [(b"Socket-Type", kind), *([(b"Identity", identity)] if identity else [])]
+    properties = [(b"Socket-Type", kind), *([(b"Identity", routing_id)] if routing_id else [])]
     body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in properties)
     return command(b"READY", body)
 
@@ -48,11 +48,11 @@ def frame(content: bytes, *, more: bool = False, declared: int | None = None) ->
 
 
 @contextmanager
-def speaking(address: str, identity: bytes = b"") -> Iterator[socket.socket]:
+def speaking(address: str, routing_id: bytes = b"") -> Iterator[socket.socket]:
     """A connection that has said what ZMTP wants to hear."""
     with connect(address) as made:
         made.sendall(GREETING)
         made.recv(len(GREETING), socket.MSG_WAITALL)
-        made.sendall(ready(identity))
+        made.sendall(ready(routing_id))
         made.recv(1 << 12)  # libzmq takes a message before its own `READY` for a part of the handshake
         yield made

@@ -76,7 +76,7 @@ class Inbox:
 
 
 def without_token(asked: PeerAsked) -> PeerAsked:
-    """As if the routing id of its link were the daemon's identity alone."""
+    """As if the routing id of its link were the daemon's agent alone."""
     return PeerAsked(asked.sender.rpartition(b"#")[0], asked.frame, asked.key)
 
 

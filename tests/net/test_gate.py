@@ -38,8 +38,8 @@ class Daemon:
     def __init__(self, path: Path, known: Trust | None = None) -> None:
         self.inbox, self.rejected = Inbox(), list[Rejection]()
         self.path = f"{path}.peers"
-        identity = f"{path.name}#1".encode()
-        self.port = PeerSockets(f"ipc://{self.path}", identity, trust=known, on_rejected=self.rejected.append)
+        agent = f"{path.name}#1".encode()
+        self.port = PeerSockets(f"ipc://{self.path}", agent, trust=known, on_rejected=self.rejected.append)
         self.port.start(self.inbox)
 
 

@@ -24,8 +24,8 @@ class Daemon:
     def __init__(self, name: str, *allowed: str, speaks_as: str = "") -> None:
         self.inbox, self.rejected = Inbox(), Inbox()
         self.trust = Trust(KEYS[name], name, {KEYS[each].public: Allowed(each) for each in allowed})
-        identity = f"{speaks_as or name}#1".encode()
-        self.port = PeerSockets("tcp://127.0.0.1:0", identity, trust=self.trust, on_rejected=self.rejected)
+        agent = f"{speaks_as or name}#1".encode()
+        self.port = PeerSockets("tcp://127.0.0.1:0", agent, trust=self.trust, on_rejected=self.rejected)
         self.port.start(self.inbox)
 
     @property

@@ -34,8 +34,8 @@ class Daemon:
     def __init__(self, path: Path, trust: Trust | None = None) -> None:
         self.inbox, self.rejected = Inbox(), list[Rejection]()
         self.path = Path(f"{path}.peers")
-        identity = f"{path.name}#1".encode()
-        self.port = PeerSockets(f"ipc://{self.path}", identity, trust=trust, on_rejected=self.rejected.append)
+        agent = f"{path.name}#1".encode()
+        self.port = PeerSockets(f"ipc://{self.path}", agent, trust=trust, on_rejected=self.rejected.append)
         self.port.start(self.inbox)
 
 

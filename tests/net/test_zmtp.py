@@ -51,12 +51,12 @@ received = st.one_of(
 class TestDecoder:
     @given(st.lists(received, max_size=20), st.lists(st.integers(0, 10_000)), st.binary(min_size=1, max_size=255))
     def test_every_split_of_the_bytes_gives_the_same_frames(
-        self, frames: list[tuple[bytes, Received]], cuts: list[int], identity: bytes
+        self, frames: list[tuple[bytes, Received]], cuts: list[int], routing_id: bytes
     ) -> None:
-        data = GREETING + ready(identity) + b"".join(sent for sent, _ in frames)
+        data = GREETING + ready(routing_id) + b"".join(sent for sent, _ in frames)
         ends = [*sorted(cut % len(data) for cut in cuts), len(data)]
         pieces = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        assert decode(pieces) == [Ready(identity), *(content for _, content in frames)]
+        assert decode(pieces) == [Ready(routing_id), *(content for _, content in frames)]
 
     @given(st.sampled_from([b"", GREETING, HANDSHAKE]), st.lists(st.binary(max_size=300)))
     def test_garbage_is_accepted_or_raises_the_one_error(self, before: bytes, garbage: list[bytes]) -> None:

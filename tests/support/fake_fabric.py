@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvd import limits
 from kvd.errors import ErrorCode, InternalError
-from kvd.transport.interface import Event, ReadRequest
+from kvd.transport.interface import NetworkEvent, ReadRequest
 from kvd.transport.slices import Slice
 
 Bytes = npt.NDArray[np.uint8]
@@ -139,7 +139,7 @@ class Agent(Protocol):
     def die(self) -> None:
         """From now on nothing is heard from it."""
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: NetworkEvent) -> None:
         """Another agent has sent something."""
 
     def exposes(self, flight: Flight) -> bool:
@@ -190,7 +190,7 @@ class FakeFabric:
         self._cut: set[tuple[str, str]] = set()
         self._explicit: dict[str, deque[Fault]] = {}
 
-    def tell(self, agent: str, event: Event) -> None:
+    def tell(self, agent: str, event: NetworkEvent) -> None:
         """Delivers what one agent sends to another, if that is there."""
         if agent in self._agents:
             self.loop.call_later(self._latency, self._agents[agent].hear, event)

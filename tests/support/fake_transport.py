@@ -14,9 +14,9 @@ from kvd.transport.interface import (
     Answered,
     Deregistered,
     Described,
-    Event,
     Landed,
     NetworkDown,
+    NetworkEvent,
     NetworkUp,
     Notified,
     PeerAdded,
@@ -41,7 +41,7 @@ class _Peer:
 
 
 class FakeTransport:
-    """`kvd.transport.interface.Transport` over a `FakeFabric`. Commands and events each take a turn of the loop."""
+    """A `Transport` and a `Network` over a `FakeFabric`. Commands and events each take a turn of the loop."""
 
     def __init__(self, agent: str, fabric: FakeFabric) -> None:
         self.alive = False
@@ -50,7 +50,7 @@ class FakeTransport:
         """Metadata of peers that wait for the process."""
         self._agent = agent
         self._fabric = fabric
-        self._on_event: Callable[[Event], None]
+        self._on_event: Callable[[NetworkEvent], None]
         self._pools: dict[int, Place] = {}
         self._registrations = 0
         self._metadata = self._describe()
@@ -68,7 +68,7 @@ class FakeTransport:
         """What a peer needs to add this agent, as of the last event that changed it."""
         return self._metadata
 
-    def start(self, on_event: Callable[[Event], None]) -> None:
+    def start(self, on_event: Callable[[Any], None]) -> None:
         """Joins the fabric."""
         self._on_event = on_event
         self.alive = True
@@ -126,7 +126,7 @@ class FakeTransport:
 
     # --- for the fabric ---------------------------------------------------------------------------------------------
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: NetworkEvent) -> None:
         """Another agent has sent something."""
         self._emit(event)
 
@@ -317,10 +317,10 @@ class FakeTransport:
         if self.alive:
             command(*arguments)
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: NetworkEvent) -> None:
         self._fabric.loop.call_soon(self._if_alive, self._deliver, event)
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: NetworkEvent) -> None:
         if isinstance(event, Registered | Deregistered | NetworkUp):
             self._metadata = event.metadata
         self._on_event(event)

@@ -44,10 +44,9 @@ class Daemon:
 
     def start(self) -> None:
         self.starts += 1
-        flags = {"name": self.name, "socket": str(self.socket), "log-format": "json", **self.flags}
-        arguments = [part for key, value in flags.items() for part in (f"--{key}", value)]
+        flags = [part for key, value in self.flags.items() if key != "socket" for part in (f"--{key}", value)]
         run = f"{self.name}-{self.starts}"
-        self.child: Child = self._processes.start(run, "kvd.cli.main", "serve", *arguments, within=self._within)
+        self.child: Child = self._processes.start_daemon(self.name, self.socket, *flags, log=run, within=self._within)
         self.log = self._folder / f"{run}.log"
 
     def kill(self) -> None:

@@ -23,7 +23,9 @@ from kvd.transport.interface import (
     Event,
     Landed,
     NetworkDown,
+    NetworkEvent,
     NetworkUp,
+    Notified,
     PeerAdded,
     PeerFailed,
     ReadFailed,
@@ -102,7 +104,7 @@ class Run:
     """A transport whose process is scripted, and what it has told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[Event] = []
+        self.events: list[NetworkEvent] = []
         ScriptedChild.born, ScriptedChild.first = [], Opened(b"first")
         monkeypatch.setattr(keeper, "Child", ScriptedChild)
         monkeypatch.setattr(keeper, "FIRST_PAUSE", 0.0)
@@ -127,7 +129,7 @@ class Run:
         self.transport.register(pool, Region(pool << 30, 4096, 0, length=4096))
         self.child.says([Registered(pool, b"with %d" % pool)])
 
-    def taken(self) -> list[Event]:
+    def taken(self) -> list[NetworkEvent]:
         events, self.events[:] = list(self.events), []
         return events
 
@@ -254,6 +256,17 @@ async def test_a_process_that_tells_what_only_copies_within_the_host_can_is_not_
     run.child.says([event])
     assert run.child.fault.startswith("it told of copies within the host")
     assert run.taken() == []
+
+
+async def test_messages_of_peers_fill_no_turn_of_the_loop_and_those_above_the_bound_are_dropped(run: Run) -> None:
+    some = [Notified("p", b"%d" % number) for number in range(limits.MAX_NOTIFICATIONS_AT_ONCE)]
+    more = [Notified("p", b"more")] * messages.MAX_EVENTS
+    run.transport.ping(1)
+    run.child.says(some, more, [*more[1:], Answered(1)])
+    assert run.taken() == [*some, Answered(1)]
+    assert not run.child.fault
+    run.child.says([Notified("p", b"later")])
+    assert run.taken() == [Notified("p", b"later")]
 
 
 LONG = "x" * limits.MIB

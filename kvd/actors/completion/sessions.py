@@ -57,17 +57,17 @@ class Sessions:
 
     def add(self, session: Session) -> None:
         """From now on requests are taken from the worker, and things are sent to it."""
-        self._by_worker[session.pool.worker] = self._by_id[session.id] = session
+        self._by_worker[session.pool.name] = self._by_id[session.id] = session
         self._metrics.workers.set(len(self._by_worker))
 
     def remove(self, session: Session) -> None:
         """Nothing more is taken from the worker or sent to it."""
-        del self._by_worker[session.pool.worker], self._by_id[session.id]
+        del self._by_worker[session.pool.name], self._by_id[session.id]
         self._metrics.workers.set(len(self._by_worker))
 
     def renew(self, pool: Pool) -> None:
         """A worker's pool was registered anew: new requests are about its new epoch."""
-        session = self._by_worker.get(pool.worker)
+        session = self._by_worker.get(pool.name)
         if session is not None:
             session.pool = pool
 

@@ -213,7 +213,7 @@ class Connections(Component):
 
     def pool_lent(self, lent: Lent) -> None:
         """The pool is ready: its worker gets it, its session, and the notifications that it has not acknowledged."""
-        connection, worker = self._by_number.get(lent.connection), lent.pool.worker
+        connection, worker = self._by_number.get(lent.connection), lent.pool.name
         if connection is None:
             call(self._pools.worker_gone, worker, lent.connection)
             return
@@ -232,7 +232,7 @@ class Connections(Component):
             device=memory.device,
             pool_length=memory.length,
             kept=lent.kept,
-            pool=lent.tenancy,
+            tenancy=lent.tenancy,
         )
         self._port.send_session(connection.number, codec.encode(attached), (memory.descriptor,))
         run(self._completion.session_up, worker, lent.tenancy)
@@ -240,9 +240,9 @@ class Connections(Component):
     def _end_session(self, connection: Connection, session: Session) -> None:
         connection.session = None
         self._sessions.remove(session)
-        run(self._completion.session_down, session.pool.worker)
-        run(self._scheduler.end_holds, session.pool.worker)
-        run(self._leases.end_growing, session.pool.worker)
+        run(self._completion.session_down, session.pool.name)
+        run(self._scheduler.end_holds, session.pool.name)
+        run(self._leases.end_growing, session.pool.name)
 
     def pool_returned(self, number: int) -> None:
         """A detach is complete."""

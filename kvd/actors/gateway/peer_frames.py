@@ -77,9 +77,9 @@ class PeerFrames:
         if isinstance(request, Ping):
             call(self._server.pinged, event.sender, request)
         elif isinstance(request, Hello):
-            call(self._server.greeted, Greeting(event.sender, event.key, _identity_of(event), request))
+            call(self._server.greeted, Greeting(event.sender, event.key, _peer_of(event), request))
         elif (permitted := self._permitted(event, request)) is not None:
-            call(self._claims.requested, event.sender, _identity_of(event), permitted)
+            call(self._claims.requested, event.sender, _peer_of(event), permitted)
 
     def _permitted(self, event: PeerAsked, request: LeaseRequest) -> LeaseRequest | None:
         """The request without what concerns pools that this peer may not read; a claim of such a pool is refused."""
@@ -114,7 +114,7 @@ class PeerFrames:
             call(self._transfers.answered, peer.address, reply)
 
 
-def _identity_of(event: PeerAsked) -> str:
+def _peer_of(event: PeerAsked) -> str:
     """The key of a peer if it has proved one; else the name that it gives itself, without the `#` of its run."""
     return event.key or event.sender.partition(b"#")[0].decode(errors="replace")
 

@@ -47,7 +47,7 @@ class Requests(Component):
         if session is not None and event.uid != session.uid:
             # Not answered: an answer would travel to the session's owner.
             self._context.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
-            self._admission.stolen(session.pool.worker, session.uid, event.uid)
+            self._admission.stolen(session.pool.name, session.uid, event.uid)
             return
         number = 0
         try:
@@ -61,7 +61,7 @@ class Requests(Component):
             self._sessions.refuse_frame(event.session, number, error)
 
     def _route(self, request: Request, session: Session) -> None:
-        worker = session.pool.worker
+        worker = session.pool.name
         match request:
             case Pull():
                 self._check_new(request, session)

@@ -100,12 +100,12 @@ class PeerServer(Component):
 
     def pool_up(self, pool: Pool, metadata: bytes) -> None:
         """Tells peers that say hello from now on of this pool."""
-        self._pools[pool.worker] = pool
+        self._pools[pool.name] = pool
         self._keys_changed(metadata)
 
     def pool_down(self, pool: Pool) -> None:
         """Tells peers no more of this pool."""
-        worker = pool.worker
+        worker = pool.name
         self._pools.pop(worker, None)
         self._parts.clear()
         self._welcomes.clear()
@@ -174,7 +174,7 @@ class PeerServer(Component):
         if patterns == EVERY_POOL:
             self._welcome(greeting, (), self._metadata, tuple(self._pools.values()))
             return
-        pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.worker))
+        pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.name))
         numbers = tuple(pool.id for pool in pools)
         metadata = self._parts.get(numbers)
         if metadata is not None:
@@ -192,7 +192,7 @@ class PeerServer(Component):
             self._introduce(greeting)
 
     def _welcome(self, greeting: Greeting, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]) -> None:
-        self._told.update((greeting.key, pool.worker) for pool in pools)
+        self._told.update((greeting.key, pool.name) for pool in pools)
         self._transport.expect_connection()
         if numbers not in self._welcomes:
             self._welcomes[numbers] = codec.encode(self._introduction(metadata, pools))
@@ -209,7 +209,7 @@ class PeerServer(Component):
             self._transport.agent,
             metadata,
             tuple(
-                PoolInfo(pool.worker, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
+                PoolInfo(pool.name, pool.epoch, pool.base.to_bytes(8, "little"), pool.size, pool.raw_spec)
                 for pool in pools
             ),
             host=settings.host,

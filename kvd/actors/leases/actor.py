@@ -79,9 +79,9 @@ class LeasesActor(Actor):
         try:
             lease = self._offers.put(offer, pool)
         except KvdError as error:
-            self._sessions.refuse(pool.worker, offer.call, error)
+            self._sessions.refuse(pool.name, offer.call, error)
             return
-        self._sessions.answer(pool.worker, Offered(offer.call, self._ticket(offer, lease)))
+        self._sessions.answer(pool.name, Offered(offer.call, self._ticket(offer, lease)))
         self.claims.offered(lease)
 
     def _ticket(self, offer: Offer, lease: Lease) -> str:
@@ -89,7 +89,7 @@ class LeasesActor(Actor):
             daemon=self._context.settings.daemon,
             address=self._peer_address(),
             incarnation=self._context.settings.incarnation,
-            pool=lease.pool.worker,
+            pool=lease.pool.name,
             offer=offer.offer,
             blocks=0,
             secret=offer.secret,

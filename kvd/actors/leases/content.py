@@ -44,8 +44,6 @@ class Effect(StrEnum):
 
     PROVE = "prove"
     """make the proof over the whole, and the stamp"""
-    TELL = "tell"
-    """tell the readers that wait for more"""
     REFUSE = "refuse"
 
 
@@ -56,8 +54,8 @@ TABLE: Table[State, Event, Effect] = Table(
     initial=_S.GROWING,
     final=frozenset({_S.CLOSED}),
     steps={
-        (_S.GROWING, _E.EXTEND): Step(_S.GROWING, (_F.TELL,)),
-        (_S.GROWING, _E.CLOSE): Step(_S.CLOSED, (_F.PROVE, _F.TELL)),
+        (_S.GROWING, _E.EXTEND): Step(_S.GROWING),
+        (_S.GROWING, _E.CLOSE): Step(_S.CLOSED, (_F.PROVE,)),
         (_S.CLOSED, _E.EXTEND): Step(_S.CLOSED, (_F.REFUSE,)),
         (_S.CLOSED, _E.CLOSE): Step(_S.CLOSED, (_F.REFUSE,)),
     },
@@ -103,7 +101,8 @@ class Content:
                 begin behind those before them, do not hold its tokens, or may only come with the close.
 
         """
-        if self.state is State.CLOSED:
+        event = Event.CLOSE if more.closes else Event.EXTEND
+        if Effect.REFUSE in TABLE.step(self.state, event).effects:
             text = f"the offer {more.offer!r} is closed, with {self.tokens} tokens; make another one"
             raise refusal(ErrorCode.WRONG_STATE, text)
         if more.tokens < self.tokens:

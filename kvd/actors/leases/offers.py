@@ -63,6 +63,8 @@ class Offers:
         """Offers that stand, by the id of their pool."""
         self._parts: Counter[int] = Counter()
         """Their parts."""
+        self._growing: dict[str, dict[OfferKey, Lease]] = {}
+        """Offers that are not closed, by worker."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
@@ -77,19 +79,21 @@ class Offers:
             KvdError: the offer is refused; nothing has changed.
 
         """
-        key = (pool.worker, offer.offer)
+        key = (pool.name, offer.offer)
         self._check(key, pool, offer)
         lease = Lease(
             key=key,
             pool=pool,
             generation=self._last_generation + 1,
-            proof=ticket.proof(offer.secret, pool.worker, offer.offer, offer.tokens, offer.spans),
+            proof=ticket.proof(offer.secret, pool.name, offer.offer, offer.tokens, offer.spans),
             secret=offer.secret,
             consumers=offer.consumers,
             ttl=offer.ttl,
             expires=self._context.loop.time() + offer.ttl,
         )
-        if not offer.grows:
+        if offer.grows:
+            self._growing.setdefault(pool.name, {})[key] = lease
+        else:
             self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans)
         self._last_generation += 1
         self._leases[key] = lease
@@ -101,8 +105,8 @@ class Offers:
     def _check(self, key: OfferKey, pool: Pool, offer: Offer) -> None:
         if self._draining:
             raise refusal(ErrorCode.SHUTTING_DOWN, "the daemon is stopping; nothing new can be offered")
-        if self._pools.get(pool.worker) is not pool or pool.id in self._quiescing:
-            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.worker!r} is being given back")
+        if self._pools.get(pool.name) is not pool or pool.id in self._quiescing:
+            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.name!r} is being given back")
         if offer.ttl <= 0:
             raise refusal(ErrorCode.BAD_MESSAGE, f"an offer's ttl is {offer.ttl} s; it must be above 0")
         if offer.grows and (offer.tokens or offer.spans):
@@ -170,12 +174,17 @@ class Offers:
             content.proof = ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
             lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
             lease.secret = b""
+            self._grows_no_more(lease)
+
+    def _grows_no_more(self, lease: Lease) -> None:
+        growing = self._growing.get(lease.pool.name, {})
+        if growing.pop(lease.key, None) is not None and not growing:
+            del self._growing[lease.pool.name]
 
     def end_growing(self, worker: str) -> None:
         """Takes back what a worker has not closed: nobody will."""
-        for lease in [lease for lease in self._leases.values() if lease.key[0] == worker]:
-            if lease.content.state is growth.State.GROWING:
-                self.step(lease, Event.REVOKE, "withdrawn")
+        for lease in list(self._growing.get(worker, {}).values()):
+            self.step(lease, Event.REVOKE, "withdrawn")
 
     # --- it is found ------------------------------------------------------------------------------------------------
 
@@ -252,6 +261,7 @@ class Offers:
             self._break_claims(lease, f"the offer has ended ({reason})")
         if Effect.RELEASE in step.effects:
             lease.reason = reason
+            self._grows_no_more(lease)
             self._give_back(lease)
             self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
@@ -299,11 +309,11 @@ class Offers:
 
     def pool_up(self, pool: Pool) -> None:
         """Takes offers of this pool from now on."""
-        self._pools[pool.worker] = pool
+        self._pools[pool.name] = pool
 
     def pool_down(self, pool: Pool) -> None:
         """The pool is gone; it was quiet."""
-        self._pools.pop(pool.worker, None)
+        self._pools.pop(pool.name, None)
         self._quiescing.discard(pool.id)
 
     def quiesce(self, pool: Pool, *, force: bool) -> None:

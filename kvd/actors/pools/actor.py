@@ -139,12 +139,12 @@ class PoolsActor(Actor):
             self._step(record, Event.AWAIT)
         else:
             text = "a pool goes to a successor though nothing tells whether its predecessor has ended"
-            _log.warning(text, pool=record.pool.worker, predecessor=record.holder)
+            _log.warning(text, pool=record.pool.name, predecessor=record.holder)
             record.held = False
             self._step(record, Event.CLEAR)
 
     def _await_end(self, record: PoolRecord) -> None:
-        _log.info("a successor waits for a process to end", pool=record.pool.worker, predecessor=record.holder)
+        _log.info("a successor waits for a process to end", pool=record.pool.name, predecessor=record.holder)
         self._waits.begin(record)
 
     def _make(self, request: AttachPool) -> None:
@@ -162,7 +162,7 @@ class PoolsActor(Actor):
             call(watcher.pool_up, record.pool, metadata)
         renewed = record.state is State.RENEWING
         if renewed:
-            _log.info("pool registered anew", pool=record.pool.worker, epoch=record.pool.epoch)
+            _log.info("pool registered anew", pool=record.pool.name, epoch=record.pool.epoch)
         if record.ends or isinstance(record.waiting, DetachPool):  # perhaps only since it was quiesced
             self._step(record, Event.CLEAR)
         elif record.waiting is None:
@@ -266,7 +266,7 @@ class PoolsActor(Actor):
 
     def quiesced(self, pool: Pool, user: str) -> None:
         """Nothing of `user` uses the pool any more; an answer for an earlier epoch says nothing of this one."""
-        record = self._records.get(pool.worker)
+        record = self._records.get(pool.name)
         if record is None or record.pool is not pool or user not in record.users:
             return
         record.users.remove(user)
@@ -289,7 +289,7 @@ class PoolsActor(Actor):
         self._step(self._records[worker], Event.TIME)
 
     def _expired(self, record: PoolRecord) -> None:
-        _log.info("nobody came for a pool", pool=record.pool.worker, uid=record.request.uid, bytes=record.pool.size)
+        _log.info("nobody came for a pool", pool=record.pool.name, uid=record.request.uid, bytes=record.pool.size)
         record.ending = True
         self._step(record, Event.CLEAR)
 
@@ -317,9 +317,9 @@ class PoolsActor(Actor):
     def _forget(self, record: PoolRecord) -> None:
         """The pool has no memory any more. A successor that wants another size or layout gets a new pool."""
         waiting, error = record.waiting, record.error
-        del self._records[record.pool.worker]
+        del self._records[record.pool.name]
         self._workers.released(record.request.connection)
-        self._completion.forget(record.pool.worker)
+        self._completion.forget(record.pool.name)
         if isinstance(waiting, DetachPool):
             self._workers.returned(waiting.connection)
         elif waiting is not None:

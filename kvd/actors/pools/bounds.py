@@ -84,19 +84,19 @@ class Bounds:
             return
         enough = [record for record in spare if self._bytes([record]) >= lack.bytes]
         record = min(enough or spare, key=lambda each: each.kept_since)
-        _log.info("a pool whose worker is gone makes room", pool=record.pool.worker, worker=request.worker)
+        _log.info("a pool whose worker is gone makes room", pool=record.pool.name, worker=request.worker)
         self._end(record, request)
 
     def _refuse_for_now(self, request: AttachPool, lack: Lack) -> None:
         """What is in the way now need not be for long."""
-        names = ", ".join(sorted(repr(record.pool.worker) for record in self._unlent(request)))
+        names = ", ".join(sorted(repr(record.pool.name) for record in self._unlent(request)))
         text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, or offers stand: end those "
         error = refusal(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
         self._refuse(request, error)
 
     def _others(self, request: AttachPool) -> list[PoolRecord]:
         of_user = [record for record in self._records.values() if record.request.uid == request.uid]
-        return [record for record in of_user if record.pool.worker != request.worker]
+        return [record for record in of_user if record.pool.name != request.worker]
 
     def _unlent(self, request: AttachPool) -> list[PoolRecord]:
         """Other pools of this user that no worker has or is about to get."""

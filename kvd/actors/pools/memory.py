@@ -73,16 +73,16 @@ class PoolMemory(Component):
 
     def _allocate(self, record: PoolRecord) -> None:
         record.preserved = False
-        work = partial(self._provider.allocate, record.pool.worker, record.pool.size)
+        work = partial(self._provider.allocate, record.pool.name, record.pool.size)
         self._background(work, lambda result: self.actor.call(self._made, record, result))
 
     def _taken(self, record: PoolRecord, result: Memory | KvdError) -> None:
         """What was stored may be no pool (any more): freed before its daemon was killed, or another device's."""
         if isinstance(result, BadRequest):
             _log.warning(
-                "a stored pool is of no use, its worker gets a new one", pool=record.pool.worker, why=result.text
+                "a stored pool is of no use, its worker gets a new one", pool=record.pool.name, why=result.text
             )
-            self._store.drop(record.pool.worker)
+            self._store.drop(record.pool.name)
             self._allocate(record)
         else:
             self._made(record, result)
@@ -113,7 +113,7 @@ class PoolMemory(Component):
         """The memory is of no use here."""
         record = self._by_id[event.pool]
         if record.state is State.RENEWING:
-            _log.error("pool lost: it cannot be registered anew", pool=record.pool.worker, reason=event.reason)
+            _log.error("pool lost: it cannot be registered anew", pool=record.pool.name, reason=event.reason)
         text = f"the transport cannot register {record.pool.size} bytes: {event.reason}; check `ulimit -l`"
         record.error = refusal(ErrorCode.TRANSPORT, text)
         self._step(record, Event.UNREGISTERED)
@@ -132,7 +132,7 @@ class PoolMemory(Component):
 
     def _moved(self, record: PoolRecord, error: KvdError | None) -> None:
         if error is not None:
-            pool = record.pool.worker
+            pool = record.pool.name
             _log.error("a pool keeps its address, so that old keys may read it", pool=pool, reason=error.text)
         self._register(record)
 
@@ -149,8 +149,8 @@ class PoolMemory(Component):
 
     def _released(self, record: PoolRecord, error: KvdError | None) -> None:
         if error is not None:
-            _log.error("memory is not given back", pool=record.pool.worker, reason=error.text)
+            _log.error("memory is not given back", pool=record.pool.name, reason=error.text)
         self._context.metrics.pool_bytes.labels(record.mapped.backing).dec(record.pool.size)
-        self._store.drop(record.pool.worker)
+        self._store.drop(record.pool.name)
         del self._by_id[record.pool.id]
         self._step(record, Event.FREED)

@@ -251,7 +251,7 @@ class PoolRecord:
 
     def suits(self, request: AttachPool) -> bool:
         """Whether the memory is what an attach asks for."""
-        return request.worker == self.pool.worker and request.spec == self.pool.spec
+        return request.worker == self.pool.name and request.spec == self.pool.spec
 
     def is_held_beside(self, request: AttachPool) -> bool:
         """Whether another process than that of `request` may still map the memory, and would lose it or write to it.
@@ -280,18 +280,18 @@ class PoolRecord:
 
         """
         if request.uid != self.request.uid:
-            text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {request.uid}"
+            text = f"the pool {self.pool.name!r} belongs to user {self.request.uid}, not to {request.uid}"
             raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; attach under another name")
         forsaken = self.state is State.FORSAKEN and not self.is_held_beside(request)
         if not (forsaken or self.state in (State.KEPT, State.AWAITED)):
-            text = f"the pool {self.pool.worker!r} is {self.shown}: another worker has it"
+            text = f"the pool {self.pool.name!r} is {self.shown}: another worker has it"
             raise refusal(ErrorCode.POOL_BUSY, f"{text}; detach that one, or attach under another name")
         if self.state is State.AWAITED and not self.is_own(request):
-            text = f"the pool {self.pool.worker!r} is {self.shown}: another worker waits for it"
+            text = f"the pool {self.pool.name!r} is {self.shown}: another worker waits for it"
             raise refusal(ErrorCode.POOL_BUSY, f"{text}; attach under another name")
         unseen = self.is_held_beside(request) and not self.request.watched
         if unseen and self.mapped.device:
-            text = f"the pool {self.pool.worker!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
+            text = f"the pool {self.pool.name!r} is in GPU memory; {self.holder} had it, and its end cannot be seen"
             hint = "use Linux 6.5 or later, or one PID namespace; else wait for `pool_linger`, or use another name"
             raise refusal(ErrorCode.POOL_BUSY, f"{text}: {hint}")
 
@@ -304,9 +304,9 @@ class PoolRecord:
 
         """
         if uid not in (None, self.request.uid):
-            text = f"the pool {self.pool.worker!r} belongs to user {self.request.uid}, not to {uid}"
+            text = f"the pool {self.pool.name!r} belongs to user {self.request.uid}, not to {uid}"
             raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; run this as that user, the daemon's or root")
-        text = f"the pool {self.pool.worker!r} is {self.shown}"
+        text = f"the pool {self.pool.name!r} is {self.shown}"
         if self.state not in UNUSED:
             raise refusal(ErrorCode.POOL_BUSY, f"{text}: a worker has it or waits for it; stop that, or try again")
         if self.outlived:
@@ -314,17 +314,17 @@ class PoolRecord:
 
     def refusal(self, why: str) -> KvdError:
         """What whoever waits is told that waits no more: `POOL_BUSY`."""
-        pool = f"the pool {self.pool.worker!r}"
+        pool = f"the pool {self.pool.name!r}"
         if not isinstance(self.waiting, AttachPool):
             return refusal(ErrorCode.POOL_BUSY, f"{pool} ends later: {why}")
-        guest = "" if self.waiting.worker == self.pool.worker else ", which was to make room,"
+        guest = "" if self.waiting.worker == self.pool.name else ", which was to make room,"
         text = f"{pool}{guest} cannot be had: {why}; try again later, or attach under another name"
         return refusal(ErrorCode.POOL_BUSY, text)
 
     def report(self) -> PoolStatus:
         """Its entry in a status."""
         return PoolStatus(
-            worker=self.pool.worker,
+            worker=self.pool.name,
             bytes=self.pool.size,
             backing=self.memory.backing if self.memory else None,
             state=self.shown,

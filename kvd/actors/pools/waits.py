@@ -50,19 +50,19 @@ class Waits(Component):
 
     def begin(self, record: PoolRecord) -> None:
         """Lets the pool wait as long as an attach may."""
-        self._patience.set(record.pool.worker, self._loop.time() + self._settings.attach_wait)
+        self._patience.set(record.pool.name, self._loop.time() + self._settings.attach_wait)
 
     def end(self, record: PoolRecord) -> None:
         """It waits no more."""
-        self._patience.unset(record.pool.worker)
+        self._patience.unset(record.pool.name)
 
     def linger(self, record: PoolRecord) -> None:
         """Keeps a pool that nobody waits for as long as its process lives, which may map it, and for a while after."""
         record.kept_since = self._loop.time()
         if record.outlived:
-            self._patience.unset(record.pool.worker)
+            self._patience.unset(record.pool.name)
         else:
-            self._patience.set(record.pool.worker, self._loop.time() + self._settings.pool_linger)
+            self._patience.set(record.pool.name, self._loop.time() + self._settings.pool_linger)
 
     def _waited(self, worker: str) -> None:
         if worker not in self._patience:  # else it waits for something else since, before this call was made

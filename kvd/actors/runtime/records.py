@@ -1,4 +1,4 @@
-"""Records that pass between actors: our pools, and peers that are ready. `worker` is the name of an attached worker.
+"""Records that pass between actors: our pools, and peers that are ready.
 
 The garbage collector does not track them.
 """
@@ -17,7 +17,8 @@ class Pool(Struct, frozen=True, gc=False):
     """A pool of this daemon, registered with the transport. `base` is an address, `size` bytes."""
 
     id: int
-    worker: str
+    name: str
+    """That of the worker that it is lent to, and of its successors."""
     epoch: int
     base: int
     size: int

@@ -91,7 +91,7 @@ class SchedulerActor(Actor):
 
         Its ticket has been decoded, and its blocks have been checked.
         """
-        key = (pool.worker, request.request)
+        key = (pool.name, request.request)
         now, unknown = self.loop.time(), self._producers.unknown(ticket)
         pull = Pull(
             key,
@@ -110,10 +110,10 @@ class SchedulerActor(Actor):
             self._check(key)
             self._targets.take(pull)
         except KvdError as error:
-            self._sessions.refuse(pool.worker, request.call, error)
+            self._sessions.refuse(pool.name, request.call, error)
             return
         if self._context.spans is not None:
-            pull.span = self._context.spans.pull(pool.worker, request)
+            pull.span = self._context.spans.pull(pool.name, request)
         self._pulls[key] = pull
         self._held.move(pull.size, None, Hold.PULLING)
         self._deadlines.set(key, now + request.timeout)

@@ -50,7 +50,7 @@ class Plans:
         elif transfer.descriptors is None and transfer.planning is None:
             transfer.planning = object()
             pool = transfer.pull.pool
-            self._queued.setdefault(pool.uid, {}).setdefault(pool.worker, {})[transfer] = transfer.planning
+            self._queued.setdefault(pool.uid, {}).setdefault(pool.name, {})[transfer] = transfer.planning
             self._start()
         return transfer.descriptors is not None
 
@@ -84,7 +84,7 @@ class Plans:
         """The plan is not wanted any more: one that has begun is made for nothing."""
         transfer.planning = None
         pool = transfer.pull.pool
-        if transfer in self._queued.get(pool.uid, {}).get(pool.worker, {}):
+        if transfer in self._queued.get(pool.uid, {}).get(pool.name, {}):
             self._take(transfer)
 
     def _start(self) -> None:
@@ -93,9 +93,9 @@ class Plans:
             pool, name = transfer.pull.pool, self._take(transfer)
             if workers := self._queued.pop(pool.uid, None):
                 self._queued[pool.uid] = workers  # behind all other users
-                if transfers := workers.pop(pool.worker, None):
-                    workers[pool.worker] = transfers
-            self._running[pool.worker] = pool.uid
+                if transfers := workers.pop(pool.name, None):
+                    workers[pool.name] = transfers
+            self._running[pool.name] = pool.uid
             self._make(transfer, name)
 
     def _make(self, transfer: Transfer, name: object) -> None:
@@ -114,15 +114,15 @@ class Plans:
         """Takes a transfer out of what waits. Returns the name of its plan."""
         pool = transfer.pull.pool
         workers = self._queued[pool.uid]
-        name = workers[pool.worker].pop(transfer)
-        if not workers[pool.worker]:
-            del workers[pool.worker]
+        name = workers[pool.name].pop(transfer)
+        if not workers[pool.name]:
+            del workers[pool.name]
         if not workers:
             del self._queued[pool.uid]
         return name
 
     def _made(self, transfer: Transfer, name: object, result: Descriptors | KvdError) -> None:
-        del self._running[transfer.pull.pool.worker]
+        del self._running[transfer.pull.pool.name]
         if transfer.planning is name:
             transfer.planning = None
             if isinstance(result, Descriptors):

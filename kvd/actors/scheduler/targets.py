@@ -51,7 +51,7 @@ class Targets:
 
     def up(self, pool: Pool) -> None:
         """Accepts pulls into this pool from now on."""
-        self._pools[pool.worker] = pool
+        self._pools[pool.name] = pool
 
     def close(self, pool: int) -> None:
         """Accepts no more pulls into this pool."""
@@ -59,7 +59,7 @@ class Targets:
 
     def down(self, pool: Pool) -> None:
         """Forgets a pool that is gone; it was quiet."""
-        del self._pools[pool.worker]
+        del self._pools[pool.name]
         self._closing.discard(pool.id)
 
     def is_quiet(self, pool: int) -> bool:
@@ -76,8 +76,8 @@ class Targets:
 
         """
         pool = pull.pool
-        if self._pools.get(pool.worker) is not pool or pool.id in self._closing:
-            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.worker!r} is being given back")
+        if self._pools.get(pool.name) is not pool or pool.id in self._closing:
+            raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.name!r} is being given back")
         after = replace(self._open.get(pool.id, _Open()))
         after.add(pull)
         after.check()
@@ -107,4 +107,4 @@ class Targets:
 
     def busy_blocks(self) -> dict[str, int]:
         """How many blocks are busy, by worker."""
-        return {pool.worker: pool.blocks.busy for pool in self._pools.values()}
+        return {pool.name: pool.blocks.busy for pool in self._pools.values()}

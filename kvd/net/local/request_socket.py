@@ -41,7 +41,7 @@ class RequestSocket:
         self.buffer = memoryview(bytearray(RECEIVE_BYTES))
         """Every connection reads into it and copies at once."""
         self.connections: set[_Connection] = set()
-        self.by_identity: dict[bytes, _Connection] = {}
+        self.by_routing_id: dict[bytes, _Connection] = {}
         self.unfinished: Counter[int] = Counter()
         """Bytes of unfinished frames, by user."""
 
@@ -53,16 +53,16 @@ class RequestSocket:
         else:
             hang_up(accepted)
 
-    def send(self, identity: bytes, message: bytes) -> bool:
+    def send(self, routing_id: bytes, message: bytes) -> bool:
         """Sends without blocking; False if the queue is full or nobody has that routing id."""
-        connection = self.by_identity.get(identity)
+        connection = self.by_routing_id.get(routing_id)
         return connection is not None and connection.send(message)
 
     def close(self) -> None:
         """Closes every connection, after at most `LINGER_MS` for those that still read what was sent."""
         end = time.monotonic() + LINGER_MS / 1000
         with selectors.DefaultSelector() as selector:
-            for connection in self.by_identity.values():
+            for connection in self.by_routing_id.values():
                 if not connection.flush():
                     selector.register(connection.socket, selectors.EVENT_WRITE, connection)
             while selector.get_map() and (left := end - time.monotonic()) > 0:
@@ -91,7 +91,7 @@ class _Connection(FrameReader[zmtp.Received]):
         self.uid = uid
         self._refuses = take_descriptors(accepted, take=False)
         self._owner = owner
-        self._identity: bytes | None = None
+        self._routing_id: bytes | None = None
         self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES)
         self._unfinished = UnfinishedBytes(uid, owner.unfinished)
         self._unsent = bytearray()
@@ -131,8 +131,8 @@ class _Connection(FrameReader[zmtp.Received]):
             hang_up(self.socket)
         self._unfinished.release()
         self._owner.connections.discard(self)
-        if self._identity is not None:
-            del self._owner.by_identity[self._identity]
+        if self._routing_id is not None:
+            del self._owner.by_routing_id[self._routing_id]
 
     def receive(self) -> bool:
         try:
@@ -150,10 +150,10 @@ class _Connection(FrameReader[zmtp.Received]):
 
     def deliver(self, frame: zmtp.Received) -> None:
         if isinstance(frame, zmtp.Ready):
-            self._welcome(frame.identity)
+            self._welcome(frame.routing_id)
         elif isinstance(frame, bytes):
-            assert self._identity is not None  # noqa: S101 - the decoder passes no message before `Ready`
-            self._owner.on_message(self._identity, frame, self.uid)
+            assert self._routing_id is not None  # noqa: S101 - the decoder passes no message before `Ready`
+            self._owner.on_message(self._routing_id, frame, self.uid)
         elif self._unsent_pongs < MAX_UNSENT_PONGS:
             pong = zmtp.pong(frame)
             self._unsent_pongs += len(pong)
@@ -162,18 +162,18 @@ class _Connection(FrameReader[zmtp.Received]):
             self.close()
 
     def lost(self, error: KvdError | None) -> None:
-        identity = self._identity
-        if identity is None and self.frames and isinstance(ready := self.frames[0], zmtp.Ready):
-            identity = ready.identity if ready.identity not in self._owner.by_identity else None
+        routing_id = self._routing_id
+        if routing_id is None and self.frames and isinstance(ready := self.frames[0], zmtp.Ready):
+            routing_id = ready.routing_id if ready.routing_id not in self._owner.by_routing_id else None
         self.close()
-        if error is not None and identity is not None:
-            self._owner.on_message(identity, b"", self.uid)
+        if error is not None and routing_id is not None:
+            self._owner.on_message(routing_id, b"", self.uid)
 
-    def _welcome(self, identity: bytes) -> None:
-        if self._owner.by_identity.setdefault(identity, self) is not self:
+    def _welcome(self, routing_id: bytes) -> None:
+        if self._owner.by_routing_id.setdefault(routing_id, self) is not self:
             self.close()
             return
-        self._identity = identity
+        self._routing_id = routing_id
         self._deadline.cancel()
         self._queue(zmtp.WELCOME)
 

@@ -12,7 +12,7 @@ from kvd.errors import ErrorCode, KvdError, refusal
 GREETING_BYTES: Final = 64
 MAX_COMMAND_BYTES: Final = 1024
 """A DEALER's READY has about 60 bytes when its routing id has 16; a PING has at most 23."""
-MAX_IDENTITY_BYTES: Final = 255
+MAX_ROUTING_ID_BYTES: Final = 255
 
 _MORE: Final = 1
 _LONG: Final = 2
@@ -24,7 +24,7 @@ _PING: Final = b"\x04PING"
 class Ready(NamedTuple):
     """The peer's half of the handshake, with its routing id; answer it with `WELCOME`."""
 
-    identity: bytes
+    routing_id: bytes
 
 
 class Ping(NamedTuple):
@@ -108,7 +108,7 @@ class Decoder:
         if self._ready or not is_command or not body.startswith(_READY):
             raise _bad(f"{body[:8]!r} where {'a message or PING' if self._ready else 'READY'} is due")
         self._ready = True
-        return Ready(_identity(body))
+        return Ready(_routing_id(body))
 
     def _greet(self, greeting: bytes) -> None:
         # The minor version and the eight bytes after the first one are free.
@@ -123,22 +123,23 @@ class Decoder:
         return content
 
 
-def _identity(ready: bytes) -> bytes:
+def _routing_id(ready: bytes) -> bytes:
     """The routing id among the properties of READY. Any bytes will do: session ids are random."""
-    identity, at = b"", len(_READY)
+    routing_id, at = b"", len(_READY)
     while at < len(ready):
         name = at + 1 + ready[at]
         end = name + 4 + int.from_bytes(ready[name : name + 4], "big")
         if end > len(ready):
             raise _bad("a property of READY exceeds READY")
         if ready[at + 1 : name].lower() == b"identity":
-            identity = ready[name + 4 : end]
+            routing_id = ready[name + 4 : end]
         at = end
-    if not identity:
+    if not routing_id:
         raise _bad("no routing id; a worker's is the session id that `Attached` gave it")
-    if len(identity) > MAX_IDENTITY_BYTES:
-        raise refusal(ErrorCode.TOO_LARGE, f"a routing id of {len(identity)} bytes, the bound is {MAX_IDENTITY_BYTES}")
-    return identity
+    if len(routing_id) > MAX_ROUTING_ID_BYTES:
+        text = f"a routing id of {len(routing_id)} bytes, the bound is {MAX_ROUTING_ID_BYTES}"
+        raise refusal(ErrorCode.TOO_LARGE, text)
+    return routing_id
 
 
 def _bad(what: str) -> KvdError:

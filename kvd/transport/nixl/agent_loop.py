@@ -17,13 +17,13 @@ from kvd.transport.interface import (
     Answered,
     Deregistered,
     Described,
-    Event,
     Notified,
     ReadRequest,
     Registered,
     RegisterFailed,
 )
 from kvd.transport.nixl import metadata
+from kvd.transport.nixl.messages import Reported
 from kvd.transport.nixl.peers import text_of
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
 from kvd.transport.nixl.reads import Reads
@@ -63,7 +63,7 @@ class AgentLoop:
         endpoints: UcxEndpoints,
         *,
         commands: Callable[[float], Sequence[Command] | None],
-        emit: Callable[[Event], None],
+        emit: Callable[[Reported], None],
         flush: Callable[[], None],
     ) -> None:
         self._commands = commands

@@ -9,8 +9,9 @@ from typing import Final
 
 import structlog
 
+from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, refusal
-from kvd.transport.interface import Answered, Deregistered, Registered, RegisterFailed
+from kvd.transport.interface import Answered, Deregistered, Notified, Registered, RegisterFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.messages import NotOpened, Opened
@@ -75,6 +76,8 @@ class Keeper:
         """Since its last sign of life."""
         self._pinged: dict[int, int] = {}
         """Pings that it has not answered, and how many bytes it was told up to each."""
+        self._notified = 0
+        """Messages of peers in this turn of the loop."""
         self._stopped = False
 
     @staticmethod
@@ -140,6 +143,7 @@ class Keeper:
         frames = child.receive() if child is not None else None
         if child is None or frames is None:
             return False
+        self._notified = 0
         try:
             for frame in frames:
                 self._heard(child, frame.content)
@@ -156,10 +160,18 @@ class Keeper:
                 return
             if not messages.is_of_network(event):
                 child.kill(f"it told of copies within the host, which it does not make: {type(event).__name__}")
+            elif isinstance(event, Notified):
+                self._pass_on(event)
             elif not (self._was_asked(child, event) and self._on_heard(event)):
                 child.kill(f"it told of what nobody asked for: {type(event).__name__}")
             elif isinstance(event, _SIGNS_OF_LIFE):
                 self._pings = 0
+
+    def _pass_on(self, message: Notified) -> None:
+        """Passes a peer's message on, unless there were too many: nobody asked for it, and others wait for the loop."""
+        self._notified += 1
+        if self._notified <= limits.MAX_NOTIFICATIONS_AT_ONCE:
+            self._on_heard(message)
 
     def _was_asked(self, child: Child, event: messages.Reported) -> bool:
         """Whether an answer is to a ping that the kernel has taken: a process that does not read could guess numbers.

@@ -1,6 +1,6 @@
 """What the daemon and the process of its NIXL transport say to each other, a frame each: msgpack, by tag.
 
-The process answers with lists of `kvd.transport.interface.Event`. Whoever reaches its port may have written to its
+The process answers with lists of `Reported`. Whoever reaches its port may have written to its
 memory, so the daemon takes nothing from it that it did not ask for.
 """
 
@@ -20,18 +20,13 @@ from kvd.plan import Descriptors
 from kvd.protocol.codec import Decoder
 from kvd.protocol.types import Text
 from kvd.transport.interface import (
-    Answered,
-    Deregistered,
-    Described,
+    AgentEvent,
     Landed,
     Notified,
     OwnMetadata,
     PeerAdded,
-    PeerFailed,
     ReadFailed,
     ReadRequest,
-    Registered,
-    RegisterFailed,
 )
 
 INLINE_BYTES: Final = 64 * limits.KIB
@@ -155,18 +150,7 @@ class NotOpened(Message, frozen=True):
     reason: Text
 
 
-Reported = (
-    Registered
-    | Deregistered
-    | Described
-    | RegisterFailed
-    | PeerAdded
-    | PeerFailed
-    | Landed
-    | ReadFailed
-    | Answered
-    | Notified
-)
+Reported = AgentEvent | Notified
 """The events that the process may tell of."""
 Reports = Annotated[list[Reported], Meta(min_length=1, max_length=MAX_EVENTS)]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvd.transport.interface import Event, PeerAdded, PeerFailed
+from kvd.transport.interface import AgentEvent, PeerAdded, PeerFailed
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.metadata import Metadata, agent_of
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
@@ -49,7 +49,7 @@ class Peers:
         failures: tuple[type[Exception], ...],
         endpoints: UcxEndpoints,
         *,
-        emit: Callable[[Event], None],
+        emit: Callable[[AgentEvent], None],
         fail_read: Callable[[int, str], None],
     ) -> None:
         self._nixl = nixl

@@ -26,7 +26,7 @@ import msgspec
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.memory.mapping import Mapping
 from kvd.net.stream import Frame, FrameStream
-from kvd.transport.interface import Deregistered, Described, Event, PeerAdded, Registered, RegisterFailed
+from kvd.transport.interface import Deregistered, Described, PeerAdded, Registered, RegisterFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.agent import failures_of, open_agent
 from kvd.transport.nixl.agent_loop import AgentLoop
@@ -55,14 +55,14 @@ class _Link:
 
     def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
-        self._events: list[Event] = []
+        self._events: list[messages.Reported] = []
         self.loop: AgentLoop
 
     def say(self, message: object) -> None:
         """Sends one frame; if the kernel does not take it now, `commands` goes on with it."""
         self._stream.send(messages.encode(message))
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: messages.Reported) -> None:
         """Keeps an event for the next frame; those with metadata, which may be long, end theirs."""
         self._events.append(event)
         long = isinstance(event, Registered | Deregistered | Described | PeerAdded)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
-from kvd.transport.interface import Event, Landed, ReadFailed, ReadRequest
+from kvd.transport.interface import AgentEvent, Landed, ReadFailed, ReadRequest
 from kvd.transport.nixl.peers import Peer, Peers, text_of
 from kvd.transport.nixl.poll_interval import PROMPT
 from kvd.transport.nixl.prepared import PreparedRead
@@ -70,7 +70,7 @@ class Reads:
         endpoints: UcxEndpoints,
         addresses: Mapping[int, int],
         *,
-        emit: Callable[[Event], None],
+        emit: Callable[[AgentEvent], None],
         flush: Callable[[], None],
     ) -> None:
         self._nixl = nixl

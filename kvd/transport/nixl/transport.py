@@ -19,9 +19,9 @@ from kvd.transport.interface import (
     Answered,
     Deregistered,
     Described,
-    Event,
     Landed,
     NetworkDown,
+    NetworkEvent,
     NetworkUp,
     Notified,
     PeerAdded,
@@ -73,7 +73,7 @@ class NixlTransport:
         self._keeper = Keeper(agent, loop, held, opened=self._opened, heard=self._heard, ended=self._ended)
         self._metadata = self._keeper.metadata
         self._peers = ExaminedPeers(_of_nixl(examine), load=self._load, refuse=self._refuse)
-        self._on_event: Callable[[Event], None]
+        self._on_event: Callable[[NetworkEvent], None]
         self._down = False
         """Whether `NetworkDown` was the last word about it."""
         self._readers_expected = False
@@ -108,7 +108,7 @@ class NixlTransport:
         """The process that runs now."""
         return self._keeper.pid
 
-    def start(self, on_event: Callable[[Event], None]) -> None:
+    def start(self, on_event: Callable[[NetworkEvent], None]) -> None:
         """Starts; `on_event` is called on the loop, in the order of the events."""
         self._on_event = on_event
         self._keeper.start()

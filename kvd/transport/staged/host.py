@@ -23,17 +23,17 @@ _log = structlog.get_logger("kvd.transport")
 
 
 class GpuCopier:
-    """`kvd.transport.staged.arena.Copier` by the GPU with the UUID `identity`, on `threads` threads.
+    """`kvd.transport.staged.arena.Copier` by the GPU with this UUID, on `threads` threads.
 
     Raises:
         Unavailable: `NO_DEVICE`, this process does not see it, or there is no driver.
 
     """
 
-    def __init__(self, identity: str, threads: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, uuid: str, threads: int, loop: asyncio.AbstractEventLoop) -> None:
         from kvd.transport.samehost.gpu import Gpu  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
 
-        self._gpu = Gpu(identity)
+        self._gpu = Gpu(uuid)
         self._loop = loop
         self._threads = ThreadPoolExecutor(threads, "kvd-stage")
 

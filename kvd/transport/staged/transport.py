@@ -20,6 +20,7 @@ from kvd.transport.interface import (
     Event,
     Landed,
     Network,
+    NetworkEvent,
     NetworkUp,
     Notified,
     PeerAdded,
@@ -44,7 +45,7 @@ ARENA: int = -1
 
 
 class StagedTransport:
-    """`kvd.transport.interface.Network` over one; both have not been started. `loop` is asyncio's, or one for tests.
+    """`kvd.transport.interface.Transport` over `network`, which was not started. `loop` is asyncio's, or a test's.
 
     `arena` is registered when it is needed first. `copier` copies to and from the GPU that our pools are on; None if
     they are in host memory.
@@ -171,10 +172,6 @@ class StagedTransport:
         self._reads.abort(read)
         self._network.abort(read)
 
-    def notify(self, agent: str, content: bytes) -> None:
-        """Sends a message to a peer, see `Network.notify`."""
-        self._network.notify(agent, content)
-
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def expect_connection(self) -> None:
@@ -213,7 +210,7 @@ class StagedTransport:
         if not self._stopped:
             self._on_event(event)
 
-    def _heard(self, event: Event) -> None:
+    def _heard(self, event: NetworkEvent) -> None:
         """What the network says."""
         match event:
             case Notified():

@@ -138,7 +138,7 @@ def test_the_log_of_a_worker_that_never_comes_back_ends_with_its_pool():
     stage.run(10.0)
     assert stage.actors.completion._logs == {}
     stage.to_workers.clear()
-    assert stage.attach(connection=2).pool != first.pool
+    assert stage.attach(connection=2).tenancy != first.tenancy
     assert batches(stage) == []
 
 

@@ -274,7 +274,7 @@ def test_a_successor_is_held_against_the_quota_and_its_predecessors_pool_is_kept
     _, refused_successor = attach(large, b"2" * 16)
     assert (refused_successor.code, "quota of 4096" in refused_successor.text) == ("not_permitted", True)
     _, back = attach(small, b"1" * 16)
-    assert (back.kept, back.pool) == (True, first.pool)
+    assert (back.kept, back.tenancy) == (True, first.tenancy)
 
 
 def test_one_user_has_so_many_pools():

@@ -262,12 +262,12 @@ def test_a_pool_whose_worker_left_while_it_was_made_is_kept_for_it(stage):
 def test_a_worker_that_comes_back_after_another_had_its_pool_is_told_that_it_is_another_pool(stage):
     first = stage.attach()
     stage.hang_up()
-    assert stage.attach(connection=2).pool == first.pool
+    assert stage.attach(connection=2).tenancy == first.tenancy
     stage.hang_up(2)
     other = stage.attach(connection=3, instance=b"j" * 16)
     stage.hang_up(3)
     again = stage.attach(connection=4)
-    assert len({first.pool, other.pool, again.pool}) == 3
+    assert len({first.tenancy, other.tenancy, again.tenancy}) == 3
 
 
 @pytest.mark.parametrize("gets_it", [True, False])

@@ -256,13 +256,13 @@ def have_quiesced_by_a_client_that_goes(stage):
 def test_a_process_with_two_clients_gets_its_pool_back_when_it_is_quiesced_if_the_second_dies_before(stage):
     """The second one had it quiesced, so the first must not go on with the leases that it had."""
     have_quiesced_by_a_client_that_goes(stage)
-    tenancy = stage.on_sessions[0].pool
+    tenancy = stage.on_sessions[0].tenancy
     stage.attach(connection=3, pid=7)
     assert waits(stage)
     stage.asked_by_peer(Release(1, finished=False))
     attached = stage.on_sessions[-1]
     assert isinstance(attached, Attached)
-    assert (attached.kept, attached.pool) == (True, tenancy)
+    assert (attached.kept, attached.tenancy) == (True, tenancy)
 
 
 def test_a_pool_that_quiesced_for_a_client_that_is_gone_still_waits_for_the_process_of_both(stage):

@@ -60,7 +60,7 @@ def check_stored(world: World, daemon: Daemon) -> None:
         return
     for record in pools._records.values():
         if record.state is PoolState.LENT and world.kernel.file(record.mapped.descriptor) not in daemon.systemd.files:
-            world.violate(Promise.SURVIVES, f"{daemon.name}: the pool of {record.pool.worker} is not stored")
+            world.violate(Promise.SURVIVES, f"{daemon.name}: the pool of {record.pool.name} is not stored")
 
 
 class Inspector:
@@ -68,12 +68,12 @@ class Inspector:
         self._world = world
         self._daemons = daemons
         self._seen: dict[tuple[str, int], int] = {}
-        self._by_identity: dict[bytes, Daemon] = {}
+        self._by_agent: dict[bytes, Daemon] = {}
         self._look()
 
     def _look(self) -> None:
-        self._by_identity = {daemon.peer_port.identity: daemon for daemon in self._daemons if daemon.alive}
-        for daemon in self._by_identity.values():
+        self._by_agent = {daemon.peer_port.agent: daemon for daemon in self._daemons if daemon.alive}
+        for daemon in self._by_agent.values():
             check_offered(self._world, daemon)
             check_stored(self._world, daemon)
         # Where clocks step back a consumer may claim of a run that it has not met, and forget that with the one before.
@@ -96,7 +96,7 @@ class Inspector:
                 continue
             leases = daemon.actors.leases
             for key in [record.key for record in leases.claims._records.values() if record.state is State.HELD]:
-                consumer = self._by_identity.get(key.sender.rpartition(b"#")[0])
+                consumer = self._by_agent.get(key.sender.rpartition(b"#")[0])
                 if consumer is not None and not self._wants(consumer, key.claim, daemon):
                     known = (f"{daemon.name} {key.sender!r}", key.claim)
                     seen[known] = looks = self._seen.get(known, 0) + 1

@@ -152,8 +152,8 @@ class BadInput:
             return
         leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
         standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
-        pulls = [(pull.pool.worker, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
-        used = [(lease.pool.worker, wire.Offer, lease.content.blocks) for lease in standing] + pulls
+        pulls = [(pull.pool.name, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
+        used = [(lease.pool.name, wire.Offer, lease.content.blocks) for lease in standing] + pulls
         used = [each for each in used if any(span.ids for span in each[2])]
         if not used:
             return

@@ -258,7 +258,7 @@ class Worker(Ledger):
 
     def _check_reply(self, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Notifications):
-            self.check_batch((self.core.attached.incarnation, self.core.attached.pool), reply)
+            self.check_batch((self.core.attached.incarnation, self.core.attached.tenancy), reply)
         elif isinstance(reply, wire.Error):
             self.calls.pop(reply.call, None)
             self.blocks_are_free(self._stray_pulls.pop(reply.call, ""))

@@ -87,11 +87,11 @@ class Daemon:
         self.runs += 1
         world, name = self.world, self.name
         world.note(name, "starts", self.runs)
-        identity = f"{name}#{self.runs}"
-        self.process = process = Process(world.loop, identity)
+        agent = f"{name}#{self.runs}"
+        self.process = process = Process(world.loop, agent)
         self._started.append(world.loop.now)
-        self.transport = make_transport(identity, self._fabric, process)
-        self.peer_port = SimPeerPort(self._network, process, name, identity.encode())
+        self.transport = make_transport(agent, self._fabric, process)
+        self.peer_port = SimPeerPort(self._network, process, name, agent.encode())
         self.worker_port = SimWorkerPort(self._network, process, name)
         self.incarnation = self._draw_incarnation()
         self._shutdown = Shutdown(lambda: False)
@@ -118,7 +118,7 @@ class Daemon:
         self._draining = False
         provider = SimProvider(
             world.kernel,
-            identity,
+            agent,
             map_file=self._map,
             unmap=self._unmap,
             is_full=self._is_full,

@@ -95,11 +95,11 @@ class _Inbox:
 class SimPeerPort:
     """One daemon's peer socket; implements `kvd.net.interface.PeerPort`."""
 
-    def __init__(self, network: Network, process: Process, daemon: str, identity: bytes) -> None:
+    def __init__(self, network: Network, process: Process, daemon: str, agent: bytes) -> None:
         self._network = network
         self._process = process
         self.daemon = daemon
-        self.identity = identity
+        self.agent = agent
         self.links: dict[int, str] = {}
         self._askers: dict[bytes, tuple[SimPeerPort, int]] = {}
         """By routing id: each link has its own, `<daemon>#<incarnation>#<token>`."""
@@ -139,7 +139,7 @@ class SimPeerPort:
         return True
 
     def _asked(self, asker: "SimPeerPort", link: int, frame: bytes) -> None:
-        routing = b"%s#%d" % (asker.identity, link)
+        routing = b"%s#%d" % (asker.agent, link)
         self._askers[routing] = (asker, link)
         self.inject_ask(routing, frame)
 
