@@ -102,10 +102,11 @@ test-sglang: setup-sglang
 
 # Every test; `make --keep-going test-all` goes on after a failure. Takes root, `ip netns`, systemd-nspawn and Prometheus
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
-test-all: test-untimed test-timed test-vllm-all test-sglang-all
+test-all: test-untimed test-timed
 
-test-untimed: setup
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real
+test-untimed: setup setup-vllm setup-sglang
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
+	  test-vllm-all test-sglang-all
 
 test-untimed-pure: setup
 	$(BIN)/python -m pytest -m "not timed and not real"
