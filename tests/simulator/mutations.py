@@ -43,7 +43,6 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
 from kvd.plan import Section
-from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks import bounds as small
@@ -146,7 +145,7 @@ def the_fence_always_holds(monkeypatch):
         if held(self, key):
             original(self, key, peer, fence)
         else:
-            self._reply(key.sender, Held(key.claim))
+            self._answers.held(key)
 
     monkeypatch.setattr(Claims, "_fence", fence)
 
@@ -194,7 +193,7 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
 
     def fence(self, key, peer, fence):
         if held(self, key):
-            self._reply(key.sender, Held(key.claim))
+            self._answers.held(key)
         else:
             fence_then(self, key, peer, fence)
 
