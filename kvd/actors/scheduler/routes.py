@@ -9,9 +9,8 @@ from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.peer import Grown
-from kvd.protocol.spans import joined
 from kvd.protocol.ticket import TicketRank
-from kvd.protocol.types import Span, Spans
+from kvd.protocol.types import Span, Spans, joined
 
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
