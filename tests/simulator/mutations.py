@@ -28,11 +28,11 @@ from kvd.actors.pools.pool import PoolRecord
 from kvd.actors.pools.pool import State as PoolState
 from kvd.actors.pools.requests import AttachPool
 from kvd.actors.pools.waits import Waits
-from kvd.actors.runtime import blocks
 from kvd.actors.runtime import deferred as deadlines
-from kvd.actors.runtime.blocks import BlocksInUse
+from kvd.actors.runtime import pools as runtime_pools
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
+from kvd.actors.runtime.pools import BlocksInUse
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import transfer as transfer_machine
@@ -396,7 +396,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 
 @mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
-    monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
+    monkeypatch.setattr(runtime_pools, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BlocksInUse, "take", lambda self, spans: None)
     monkeypatch.setattr(BlocksInUse, "give_back", lambda self, spans: None)
 

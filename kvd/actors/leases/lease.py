@@ -21,9 +21,8 @@ from typing import Final
 
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
 from kvd.actors.leases.content import Content
-from kvd.actors.runtime.blocks import NOTHING, Hold, Size
 from kvd.actors.runtime.machine import Step, Table
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import NOTHING, Hold, Pool, Size
 from kvd.protocol.peer import Claim
 
 

@@ -12,10 +12,9 @@ from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.blocks import HeldBlocks, Hold, Size
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import HeldBlocks, Hold, Pool, Size
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket

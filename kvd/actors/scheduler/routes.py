@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvd import limits, plan
-from kvd.actors.runtime.records import PeerPool, PeerView, Pool
+from kvd.actors.runtime.pools import PeerPool, PeerView, Pool
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
 from kvd.plan import Descriptors, Planner

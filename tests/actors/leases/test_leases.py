@@ -5,8 +5,8 @@ from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
-from kvd.actors.runtime.blocks import Hold
 from kvd.actors.runtime.pace import RateLimit
+from kvd.actors.runtime.pools import Hold
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
