@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.bench.messages import Attach, Attached, Closed, CloseRaw, Offer, Offered, OpenRaw, RawOpened, Reply, Request
+from kvd.bench.producer import Attach, Attached, Closed, CloseRaw, Offer, Offered, OpenRaw, RawOpened, Reply, Request
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import flat_spec, pattern
 from kvd.client import Blocks, Done, Worker

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvd.plan import Descriptors
-from kvd.transport.nixl.agent import open_agent
 from kvd.transport.nixl.poll_interval import RECENT
+from kvd.transport.nixl.ucx import open_agent
 
 
 class RawAgent:

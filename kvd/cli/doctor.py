@@ -14,11 +14,10 @@ from rich.table import Table
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.daemon.config import load
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.devices import check_rdma
 from kvd.doctor.finding import Finding, Level
 from kvd.doctor.gpus import check_gpus
+from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.loopback import check_transfer
-from kvd.doctor.memory import check_huge_pages, check_memlock
 from kvd.doctor.samehost import check_copy
 
 _TRANSFER_SECONDS = 60.0

@@ -1,10 +1,4 @@
-"""The client without its sockets: requests in, frames out; frames in, events out. Its only clock is its arguments.
-
-Notifications carry sequence numbers, from 1 within one incarnation of the daemon. The core takes each once and in
-order: it drops duplicates, and what comes too early, because the daemon sends that again. If the gap does not close in
-time, `lost_notifications` says so and the client attaches again, so that the daemon sends all that is not acknowledged.
-What one `poll` returned is acknowledged by a later one, with what came until then.
-"""
+"""The client without its sockets: requests in, frames out; frames in, events out. Its only clock is its arguments."""
 
 import itertools
 import math
@@ -13,19 +7,13 @@ from enum import Enum, auto
 
 from kvd.client.blocks import Blocks, spans
 from kvd.client.events import DaemonError, Disconnected, Event, NotExtended, Reattached
+from kvd.client.inbox import Inbox
 from kvd.client.offers import Offers
 from kvd.client.pulls import Pulls
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.ticket import Ticket, TicketRank, growing
-
-GAP_SECONDS = 1.0
-"""How long a notification may be missing before the client attaches again; the daemon repeats within 0.05 s."""
-
-ACKNOWLEDGE_SECONDS = 0.02
-ACKNOWLEDGE_EVERY = 64
-"""An acknowledgement waits for this long or for this many notifications: one for each would double the messages."""
 
 
 class _Call(Enum):
@@ -56,11 +44,7 @@ class Core:
         """Requests whose cancel may have been lost with the last session."""
         self._events: list[Event] = []
         self._frames: list[bytes] = []
-        self._expected = 1
-        self._handed_out = 0
-        self._acknowledged = 0
-        self._acknowledge_at = math.inf
-        self._gap_since = math.inf
+        self._inbox = Inbox()
         self._unknown: list[tuple[int, str]] = []
         """Requests that the daemon does not know, each with the notification before which their last one comes."""
         self._reports: dict[int, bytes | KvdError] = {}
@@ -194,13 +178,13 @@ class Core:
     def on_attached(self, attached: wire.Attached) -> None:
         """The daemon lent the pool, for the first time or again."""
         before = self._attached
-        self._attached, self._connected, self._gap_since, self._stranger = attached, True, math.inf, ""
+        self._attached, self._connected, self._stranger = attached, True, ""
         if before is None:
             return
         same = (before.incarnation, before.tenancy) == (attached.incarnation, attached.tenancy)
         if not same:
             self.on_daemon_gone()
-            self._expected, self._handed_out, self._acknowledged = 1, 0, 0
+            self._inbox.begin_anew()
         again = [request for request in self._cancelled if request in self._offers or request in self._pulls]
         for request in dict.fromkeys((*self._offers.unanswered(), *self._pulls.overdue(), *again)):
             self._frames.append(self._cancel(request, _Call.SETTLE))
@@ -213,7 +197,7 @@ class Core:
         self._connected = False
         self._frames.clear()
         self._unknown.clear()
-        self._gap_since = math.inf
+        self._inbox.forgive()
         self._cancelled = [request for kind, request in self._pending.values() if kind in {_Call.CANCEL, _Call.SETTLE}]
         for call, (kind, _) in self._pending.items():
             if kind is _Call.STATUS:
@@ -272,16 +256,15 @@ class Core:
     @property
     def next_timer(self) -> float:
         """When `on_time`, `lost_notifications` or `take_frames` have something to do; infinite if never."""
-        owed = self._acknowledge_at if self._owes_acknowledgement else math.inf
-        return min(self._pulls.next_expiry, self._gap_since + GAP_SECONDS, owed)
+        return min(self._pulls.next_expiry, self._inbox.next_timer if self._connected else math.inf)
 
     def lost_notifications(self, now: float) -> bool:
         """Whether a notification is missing that the daemon did not repeat."""
-        return now >= self._gap_since + GAP_SECONDS
+        return self._inbox.is_lost(now)
 
     def take_events(self) -> list[Event]:
         """The events since the last call, which count as delivered from now on."""
-        self._handed_out = self._expected - 1  # acknowledges notifications without an event, too
+        self._inbox.hand_out()  # notifications without an event, too
         events, self._events = self._events, []
         return events
 
@@ -294,20 +277,15 @@ class Core:
 
     def take_frames(self, now: float) -> list[bytes]:
         """The core's own frames: an acknowledgement, and queries about requests that seem lost."""
-        unacknowledged = self._handed_out - self._acknowledged
-        if self._owes_acknowledgement and (now >= self._acknowledge_at or unacknowledged >= ACKNOWLEDGE_EVERY):
-            self._acknowledged, self._acknowledge_at = self._handed_out, now + ACKNOWLEDGE_SECONDS
-            self._frames.append(codec.encode(wire.Acknowledge(self._handed_out)))
+        sequence = self._inbox.acknowledgement(now) if self._connected else None
+        if sequence is not None:
+            self._frames.append(codec.encode(wire.Acknowledge(sequence)))
         if not self._frames:
             return []
         frames, self._frames = self._frames, []
         return frames
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _owes_acknowledgement(self) -> bool:
-        return self._connected and self._handed_out > self._acknowledged
 
     def _check_connected(self) -> None:
         if not self._connected:
@@ -336,21 +314,13 @@ class Core:
         return codec.encode(wire.Cancel(self._await(next(self._calls), kind, request), request))
 
     def _notified(self, batch: wire.Notifications, now: float) -> None:
-        if batch.first > self._expected:
-            self._gap_since = min(self._gap_since, now)
-            return
-        if not self._owes_acknowledgement:
-            self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
-        self._acknowledged = min(self._acknowledged, batch.first - 1)  # a repeated notification was lost with a session
-        for item in batch.items[self._expected - batch.first :]:
-            self._expected += 1
+        for item in self._inbox.take(batch, now):
             if isinstance(item, wire.Released):
                 self._events += self._offers.released(item.offer, item.reason)
                 self._forget(item.offer)
             else:
                 self._events += self._pulls.notified(item)
                 self._forget(item.request)
-        self._gap_since = math.inf
         self._end_unknown()
 
     def _refused(self, error: wire.Error) -> None:
@@ -380,8 +350,8 @@ class Core:
 
         Not before: a notification that is on the way would count for the next request of that name.
         """
-        ended = [request for upcoming, request in self._unknown if upcoming <= self._expected]
-        self._unknown = [(upcoming, request) for upcoming, request in self._unknown if upcoming > self._expected]
+        ended = [request for upcoming, request in self._unknown if upcoming <= self._inbox.expected]
+        self._unknown = [(upcoming, request) for upcoming, request in self._unknown if upcoming > self._inbox.expected]
         for request in ended:
             self._events += self._offers.unknown(request)
             self._events += self._pulls.unknown(request)

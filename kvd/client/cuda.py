@@ -7,8 +7,7 @@ from typing import Any
 from kvd.client import dlpack
 from kvd.cuda.device import device_of
 from kvd.cuda.driver import call
-from kvd.cuda.mark import read_mark
-from kvd.cuda.memory import Mapping
+from kvd.cuda.memory import Mapping, read_mark
 from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable, refusal
 
 

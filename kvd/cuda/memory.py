@@ -2,13 +2,17 @@
 
 The descriptor keeps the allocation alive in whatever process holds it, as a memfd does. Unlike a memfd it cannot be
 sealed, tells nothing about itself, and cannot be emptied: whoever has mapped it keeps its bytes until it unmaps.
+
+So a pool's memory has a mark at its end, which says that it is one, and which. To stat(2) all exports of a driver are
+one device, and what compares open files is new (F_DUPFD_QUERY) or forbidden in many containers (kcmp).
 """
 
 import contextlib
 import ctypes
 import os
+import struct
 from functools import cache
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvd import foreign
 from kvd.cuda.device import Device
@@ -192,3 +196,24 @@ def check_export(device: Device, descriptor: int) -> None:
         text = f"the descriptor is of file type {kind[0]:#o}, device {kind[1]:#x}, this driver's exports are of "
         text += f"{own[0]:#o}, {own[1]:#x}: give back the one that kvd lent"
         raise refusal(ErrorCode.BAD_POOL, text)
+
+
+_MARK: Final = struct.Struct("<8sQ16s")
+_MAGIC: Final = b"kvd pool"
+MARK_BYTES: Final = _MARK.size
+
+
+def mark(memory: Mapping, size: int) -> None:
+    """Marks the memory as a new pool of `size` bytes, unlike any other."""
+    memory.write(memory.length - MARK_BYTES, _MARK.pack(_MAGIC, size, os.urandom(16)))
+
+
+def read_mark(memory: Mapping) -> bytes:
+    """The last bytes of the memory; those of two mappings are the same only if they are of one pool."""
+    return memory.read(memory.length - MARK_BYTES, MARK_BYTES)
+
+
+def is_pool(memory: Mapping, size: int) -> bool:
+    """Whether the memory is a pool of `size` bytes that has not ended."""
+    magic, marked, _ = _MARK.unpack(read_mark(memory))
+    return (magic, marked) == (_MAGIC, size)

@@ -15,9 +15,9 @@ import dns.resolver
 from dns.rdatatype import RdataType
 
 from kvd import limits
-from kvd.discovery.directory import check_mutual
 from kvd.errors import ErrorCode, refusal
 from kvd.net.trust import Trust
+from kvd.protocol.address import check_mutual
 
 MIN_SECONDS: Final = 5.0
 MAX_SECONDS: Final = 60.0

@@ -10,8 +10,7 @@ from typing import Final
 
 from kvd import foreign
 from kvd.cuda.device import device
-from kvd.cuda.mark import MARK_BYTES, is_pool, mark
-from kvd.cuda.memory import Mapping, check_export, export_kind, granule
+from kvd.cuda.memory import MARK_BYTES, Mapping, check_export, export_kind, granule, is_pool, mark
 from kvd.errors import BadRequest, DeviceError, ErrorCode, NoMemory, Unavailable, refusal
 
 _NO_EXPORT: Final = frozenset(

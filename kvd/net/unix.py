@@ -102,6 +102,11 @@ def created_with(mode: int) -> Iterator[None]:
         os.umask(before)
 
 
+def is_trusted(uid: int) -> bool:
+    """Whether this is root or our own user: all others share bounds, so that room is left for these two."""
+    return uid in (0, os.geteuid())
+
+
 def peer_pidfd(connected: socket.socket, pid: int, *, listens: bool = False) -> int:
     """A pidfd of the process at the other end, whose number is `pid`; -1 if none can be had.
 

@@ -11,10 +11,9 @@ from kvd import foreign
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
-from kvd.net.local.processes import WatchedProcesses
 from kvd.net.local.reader import UnfinishedBytes
 from kvd.net.local.request_socket import RequestSocket
-from kvd.net.local.session import Session
+from kvd.net.local.session import Session, WatchedProcesses
 from kvd.net.lock import PathLock, refuse_other_files
 from kvd.net.stream import pack
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, take_descriptors

@@ -1,7 +1,10 @@
 """Where daemons are: peers at `tcp://host:port`, or `ipc:///path` on one host; with CURVE `#<key>` follows."""
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Final
+
+from kvd.errors import ErrorCode, refusal
 
 DEFAULT_SOCKET: Final = "/run/kvd/kvd.sock"
 """Session socket of a daemon that was given no other."""
@@ -53,3 +56,19 @@ def key_of(address: str) -> str:
 def is_everywhere(address: str) -> bool:
     """Whether it means every address of a host: one to listen on, not to connect to."""
     return host_of(address) in _EVERY_HOST
+
+
+def check_mutual(own: str, addresses: Iterable[str]) -> None:
+    """Checks that the daemons at `addresses` could reach the one at `own`, too.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, one of them is on another host, where `own` means that host itself.
+
+    """
+    abroad = sorted(address for address in addresses if not is_local(address))
+    if abroad and is_local(own):
+        text = (
+            f"peers would look for this daemon at {own.partition('#')[0]}, which on {abroad[0]}'s host means "
+            "that host itself; set `listen` (or `advertise`) to an address that other hosts reach"
+        )
+        raise refusal(ErrorCode.BAD_CONFIG, text)

@@ -1,11 +1,13 @@
 """The types in messages, with bounds, so that decoders do the checking and handlers need not."""
 
+from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from kvd import limits
+from kvd.errors import ErrorCode, refusal
 
 VERSION = 1
 """Version of the protocol, in the first message on each socket. A peer with another one is refused."""
@@ -53,3 +55,37 @@ class Span(Message, frozen=True):
 
 
 Spans = Annotated[tuple[Span, ...], Meta(max_length=limits.MAX_GROUPS)]
+
+
+def go_on(stops: dict[int, int], span: Span) -> None:
+    """Notes a span in `stops`, the position behind the last block of each group.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, it does not begin there.
+
+    """
+    group = span.group
+    if stops.get(group, span.first) != span.first:
+        text = f"blocks of group {group} are named from position {span.first} on; those before end at"
+        raise refusal(ErrorCode.BAD_BLOCKS, f"{text} {stops[group]}, and the next ones begin there")
+    stops[group] = span.first + len(span.ids) // 4
+
+
+def joined(parts: Iterable[Spans]) -> Spans:
+    """One span a group, in the order in which the groups first appear, from lists of spans that continue each other.
+
+    Both sides of an offer that grows join what they have this way, so that their proofs are over the same list.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, blocks of a group do not begin at the position behind those before them.
+
+    """
+    ids: dict[int, list[bytes]] = {}
+    first: dict[int, int] = {}
+    stops: dict[int, int] = {}
+    for spans in parts:
+        for span in spans:
+            go_on(stops, span)
+            first.setdefault(span.group, span.first)
+            ids.setdefault(span.group, []).append(span.ids)
+    return tuple(Span(group, first[group], b"".join(found)) for group, found in ids.items())

@@ -30,10 +30,10 @@ from kvd.client import (
     Released,
     Worker,
     connection,
-    core,
+    inbox,
     waits,
 )
-from kvd.client.core import ACKNOWLEDGE_SECONDS
+from kvd.client.inbox import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
 from kvd.net.options import Kind, apply
@@ -481,7 +481,7 @@ class TestNotifications:
     def test_a_gap_that_the_daemon_closes_is_no_reason_to_attach_again(
         self, daemon: ScriptedDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(core, "GAP_SECONDS", 600.0)
+        monkeypatch.setattr(inbox, "GAP_SECONDS", 600.0)
         for number in range(1, 3):
             pull(worker, daemon, f"req-{number}")
         daemon.notify(2, wire.Done("req-2"))
@@ -493,7 +493,7 @@ class TestNotifications:
     def test_a_gap_that_stays_makes_the_worker_attach_again_and_nothing_is_lost(
         self, daemon: ScriptedDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(core, "GAP_SECONDS", 0.05)
+        monkeypatch.setattr(inbox, "GAP_SECONDS", 0.05)
         for number in range(1, 3):
             pull(worker, daemon, f"req-{number}")
         daemon.notify(2, wire.Done("req-2"))

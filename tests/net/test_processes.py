@@ -11,7 +11,7 @@ import pytest
 
 from kvd.net import unix
 from kvd.net.interface import ProcessEnded, SessionClosed, SessionOpened
-from kvd.net.local.processes import WatchedProcesses
+from kvd.net.local.session import WatchedProcesses
 from kvd.net.workers import WorkerSockets
 from tests.net.conftest import Inbox
 

@@ -28,11 +28,11 @@ from kvd.actors.pools.pool import PoolRecord
 from kvd.actors.pools.pool import State as PoolState
 from kvd.actors.pools.requests import AttachPool
 from kvd.actors.pools.waits import Waits
-from kvd.actors.runtime import blocks
 from kvd.actors.runtime import deferred as deadlines
-from kvd.actors.runtime.blocks import BlocksInUse
+from kvd.actors.runtime import pools as runtime_pools
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
+from kvd.actors.runtime.pools import BlocksInUse
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import transfer as transfer_machine
@@ -43,7 +43,6 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.daemon.systemd import DescriptorStore
 from kvd.memory.stamps import Stamps
 from kvd.plan import Section
-from kvd.protocol.peer import Held
 from kvd.protocol.worker import Cancelled, Failed
 from kvd.transport.routed import RoutedTransport
 from tests.simulator.checks import bounds as small
@@ -146,7 +145,7 @@ def the_fence_always_holds(monkeypatch):
         if held(self, key):
             original(self, key, peer, fence)
         else:
-            self._reply(key.sender, Held(key.claim))
+            self._answers.held(key)
 
     monkeypatch.setattr(Claims, "_fence", fence)
 
@@ -194,7 +193,7 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
 
     def fence(self, key, peer, fence):
         if held(self, key):
-            self._reply(key.sender, Held(key.claim))
+            self._answers.held(key)
         else:
             fence_then(self, key, peer, fence)
 
@@ -397,7 +396,7 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 
 @mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
-    monkeypatch.setattr(blocks, "check_ids", lambda group, ids: None)
+    monkeypatch.setattr(runtime_pools, "check_ids", lambda group, ids: None)
     monkeypatch.setattr(BlocksInUse, "take", lambda self, spans: None)
     monkeypatch.setattr(BlocksInUse, "give_back", lambda self, spans: None)
 

@@ -18,8 +18,8 @@ import numpy as np
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Deregistered, Described, Region, Registered
 from kvd.transport.nixl import metadata as form
-from kvd.transport.nixl.agent import open_agent
 from kvd.transport.nixl.transport import NixlTransport
+from kvd.transport.nixl.ucx import open_agent
 from tests.support.patience import MOMENT
 
 SIZE = 1 << 20

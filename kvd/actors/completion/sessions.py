@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvd import limits
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.errors import KvdError
 from kvd.net.interface import WorkerPort
 from kvd.protocol.codec import encode

@@ -8,8 +8,8 @@ from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.runtime.actor import Actor, Component, run
-from kvd.actors.runtime.blocks import check_spans
 from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.pools import check_spans
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import WorkerFrame

@@ -17,7 +17,7 @@ from kvd.actors.runtime.actor import Actor, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.records import PeerPool
+from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.loop import Background
-from kvd.actors.runtime.records import PeerPool
+from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec
 from kvd.protocol.peer import PoolInfo, Welcome

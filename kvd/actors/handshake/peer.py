@@ -8,7 +8,7 @@ import structlog
 from kvd.actors.handshake import peer_table as machine
 from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.records import PeerPool, PeerView
+from kvd.actors.runtime.pools import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
 from kvd.protocol.status import PeerStatus
 from kvd.transport.interface import PeerAdded

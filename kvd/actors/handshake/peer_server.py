@@ -17,7 +17,7 @@ from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.pace import RateLimit, TokenBuckets
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.errors import ErrorCode
 from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec

@@ -11,7 +11,7 @@ from kvd import limits
 from kvd.actors.handshake.peer import Peer
 from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.records import PeerView
+from kvd.actors.runtime.pools import PeerView
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec

@@ -13,7 +13,7 @@ from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol.peer import LeaseAnswer

@@ -6,38 +6,18 @@ same answer both times.
 
 from collections.abc import Callable
 
-import structlog
-
 from kvd import limits
 from kvd.actors.leases import claim as machine
 from kvd.actors.leases import lease as lease_machine
+from kvd.actors.leases.answers import Answers
 from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord, Effect, Event, State, WaitingClaims
-from kvd.actors.leases.followers import Followers
 from kvd.actors.leases.lease import Lease
 from kvd.actors.leases.offers import Offers
 from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.pace import RateLimit, TokenBuckets, WarnOnce
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.protocol.peer import (
-    Broken,
-    Claim,
-    Fence,
-    Follow,
-    Grant,
-    Held,
-    LeaseAnswer,
-    LeaseRequest,
-    Refuse,
-    Release,
-    Renew,
-    Settle,
-    Settled,
-)
-
-_WRONG_PROOFS = RateLimit(limits.MAX_WRONG_PROOFS / 60, limits.MAX_WRONG_PROOFS)
-_UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CLAIMS)
+from kvd.protocol.peer import Claim, Fence, Follow, LeaseAnswer, LeaseRequest, Release, Renew, Settle
 
 
 class Claims(Component):
@@ -61,22 +41,15 @@ class Claims(Component):
         self.actor = actor
         self._context = context
         self._offers = offers
-        self._reply = reply
+        self._answers = Answers(actor, context, reply)
         self._remember = remember
         self._expect_readers = expect_readers
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
-        self._followers = Followers(reply)
         self._held = 0
         self._served = 0
         """Held claims whose reads the transport has a part in."""
         self._due: Deadlines[ClaimKey] = Deadlines(context.loop, Batch(actor, self._all_overdue).put, for_others=True)
-        self._untold: Batch[ClaimRecord] = Batch(actor, self._tell_broken)
-        """Broken claims whose consumers have not been told."""
-        # By peer.
-        self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
-        self._unknown: TokenBuckets[str] = TokenBuckets(_UNKNOWN)
-        self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
 
     def requested(self, sender: bytes, peer: str, request: LeaseRequest) -> None:
         """Answers a request of a consumer's daemon, at most once.
@@ -88,8 +61,8 @@ class Claims(Component):
                 self._claim(ClaimKey(sender, claim.claim), peer, claim)
             case Release() as release:
                 self._release(ClaimKey(sender, release.claim), finished=release.finished)
-            case _ if self._unknown.is_empty(peer, self._context.loop.time()):
-                self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
+            case _ if self._answers.drops(peer):
+                pass
             case Follow() as follow:
                 self._follow(ClaimKey(sender, follow.claim), peer, follow)
             case Fence() as fence:
@@ -107,9 +80,9 @@ class Claims(Component):
             self._judge(self._add(key, peer, request))
         elif claim.state is State.HELD:
             self._due.set(key, self._context.loop.time() + request.ttl)
-            self._grant(claim)
+            self._answers.granted(claim)
         elif claim.state is State.BROKEN:
-            self._refuse(claim, claim.error)
+            self._answers.refused(claim, claim.error)
 
     def _add(self, key: ClaimKey, peer: str, request: Claim) -> ClaimRecord:
         spans = self._context.spans
@@ -134,7 +107,7 @@ class Claims(Component):
         except KvdError as error:
             self._end(claim, Event.REFUSE, "refused", error)
             if not leaving:
-                self._refuse(claim, error)
+                self._answers.refused(claim, error)
             return error
         if leaving:
             self._end(claim, Event.RELEASE, "released", finished=True)
@@ -142,7 +115,7 @@ class Claims(Component):
         self._context.metrics.claims.labels("granted").inc()
         if claim.span is not None:
             claim.span.granted()
-        self._grant(claim)
+        self._answers.granted(claim)
         return None
 
     def offered(self, lease: Lease) -> None:
@@ -180,30 +153,6 @@ class Claims(Component):
         self._due.set(claim.key, self._context.loop.time() + request.ttl)
         self._count(request, +1)
 
-    def _grant(self, claim: ClaimRecord) -> None:
-        assert claim.lease is not None  # noqa: S101 - it is held
-        number, incarnation = claim.key.claim, self._context.settings.incarnation
-        self._reply(claim.key.sender, Grant(number, claim.lease.generation, claim.lease.pool.epoch, incarnation))
-
-    def _refuse(self, claim: ClaimRecord, error: KvdError) -> None:
-        self._context.metrics.claims.labels("refused").inc()
-        if self._may_hear(claim.peer, error):
-            self._reply(claim.key.sender, Refuse(claim.key.claim, error.code, error.text))
-
-    def _may_hear(self, peer: str, error: KvdError) -> bool:
-        """Whether a peer gets this answer: one that sends many wrong proofs does not hear of each.
-
-        A right proof is answered all the same, or one worker's wrong tickets would hold up its neighbours' pulls.
-        """
-        if error.code is not ErrorCode.BAD_TICKET:
-            return True
-        self._log_wrong_proof(peer, error)
-        return self._wrong_proofs.take(peer, self._context.loop.time())
-
-    def _log_wrong_proof(self, peer: str, error: KvdError) -> None:
-        if error.code is ErrorCode.BAD_TICKET:
-            self._once.warn("wrong proof", peer, peer=peer, text=error.text)
-
     # --- it is held -------------------------------------------------------------------------------------------------
 
     def _renew(self, sender: bytes, peer: str, numbers: tuple[int, ...]) -> None:
@@ -215,31 +164,22 @@ class Claims(Component):
                 lost.append(number)
             elif claim.state is State.HELD:
                 self._due.set(claim.key, now + claim.request.ttl)
-        if lost:
-            self._unknown.charge(peer, now, len(lost))
-            self._reply(sender, Broken(tuple(lost), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
+        self._answers.not_renewed(sender, peer, lost)
 
     def _follow(self, key: ClaimKey, peer: str, follow: Follow) -> None:
         claim = self._records.get(key)
         if claim is None or claim.state is State.BROKEN:
-            self._unknown.charge(peer, self._context.loop.time(), 1)
-            error = NOT_HELD if claim is None else claim.error
-            self._reply(key.sender, Broken((key.claim,), error.code, error.text))
+            self._answers.not_held(key, peer, NOT_HELD if claim is None else claim.error)
         elif claim.state is State.HELD:
-            self._followers.ask(claim, follow.seen)
+            self._answers.follow(claim, follow.seen)
 
     def grown(self, lease: Lease) -> None:
         """Tells the readers of an offer that it was extended or closed."""
-        self._followers.grown(lease)
+        self._answers.grown(lease)
 
     def _settle(self, sender: bytes, peer: str, fences: tuple[Fence, ...]) -> None:
         settled = [self._settle_one(ClaimKey(sender, fence.claim), peer, fence) for fence in fences]
-        errors = [error for error in settled if error is not None]
-        for error in errors:
-            self._log_wrong_proof(peer, error)
-        if errors:
-            self._unknown.charge(peer, self._context.loop.time(), len(errors))
-        self._reply(sender, Settled(tuple(fence.claim for fence in fences)))
+        self._answers.settled(sender, peer, fences, [error for error in settled if error is not None])
 
     def _settle_one(self, key: ClaimKey, peer: str, fence: Fence) -> KvdError | None:
         if fence.generation:
@@ -257,11 +197,9 @@ class Claims(Component):
     def _fence(self, key: ClaimKey, peer: str, fence: Fence) -> None:
         error = self._check_fence(key, peer, fence)
         if error is None:
-            self._reply(key.sender, Held(key.claim))
-            return
-        self._unknown.charge(peer, self._context.loop.time(), 1)
-        if self._may_hear(peer, error):
-            self._reply(key.sender, Broken((key.claim,), error.code, error.text))
+            self._answers.held(key)
+        else:
+            self._answers.not_held(key, peer, error)
 
     def _check_fence(self, key: ClaimKey, peer: str, fence: Fence) -> KvdError | None:
         """Why the lease is not held under that generation; None if it is, and then this reader has finished."""
@@ -319,7 +257,7 @@ class Claims(Component):
         elif claim.state is State.WAITING:
             error = refusal(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
             self._break(claim, error)
-            self._refuse(claim, error)
+            self._answers.refused(claim, error)
         elif claim.state is State.LEAVING:
             self._end(claim, Event.BREAK, "released")
 
@@ -350,7 +288,7 @@ class Claims(Component):
                 case Effect.FORGET:
                     del self._records[claim.key]
                 case Effect.TELL:
-                    self._untold.put(claim)
+                    self._answers.broken_later(claim)
                 case Effect.LEAVE:
                     self._leave(claim, finished=finished)
 
@@ -366,16 +304,6 @@ class Claims(Component):
             self._offers.step(lease, lease_machine.Event.FINISHED, "read")
         elif not lease.claims:
             self._offers.unclaim(lease)
-
-    def _tell_broken(self, broken: list[ClaimRecord]) -> None:
-        """Tells each consumer's daemon of all its broken claims together."""
-        claims: dict[tuple[bytes, str], list[int]] = {}
-        for claim in broken:
-            claims.setdefault((claim.key.sender, claim.error.text), []).append(claim.key.claim)
-        for (sender, why), numbers in claims.items():
-            for start in range(0, len(numbers), limits.MAX_RENEWALS):
-                some = tuple(numbers[start : start + limits.MAX_RENEWALS])
-                self._reply(sender, Broken(some, ErrorCode.LEASE_BROKEN, why))
 
     def forget(self, key: ClaimKey) -> None:
         """Forgets what became of a claim."""

@@ -16,8 +16,7 @@ from enum import StrEnum
 from kvd.actors.runtime.machine import Step, Table
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
-from kvd.protocol.spans import go_on, joined
-from kvd.protocol.types import Spans
+from kvd.protocol.types import Spans, go_on, joined
 from kvd.protocol.worker import Extend
 
 

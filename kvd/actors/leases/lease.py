@@ -17,12 +17,12 @@ The rules, which the table below makes precise:
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
 from kvd.actors.leases.content import Content
-from kvd.actors.runtime.blocks import NOTHING, Hold, Size
 from kvd.actors.runtime.machine import Step, Table
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import NOTHING, Hold, Pool, Size
 from kvd.protocol.peer import Claim
 
 
@@ -101,6 +101,9 @@ TABLE: Table[State, Event, Effect] = Table(
         **dict.fromkeys(_ENDED, frozenset({_E.UNCLAIMED, _E.FINISHED, _E.EXPIRE, _E.REVOKE})),
     },
 )
+
+HOLD_OF: Final = {_S.OFFERED: Hold.OFFERED, _S.CLAIMED: Hold.CLAIMED, _S.OVERDUE: Hold.OVERDUE}
+"""As what a lease's blocks are counted."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,9 @@ from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.blocks import HeldBlocks, Hold, Size
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import HeldBlocks, Hold, Pool, Size
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.stamps import Stamps
 from kvd.protocol import ticket
@@ -24,8 +23,7 @@ from kvd.protocol.status import LeaseStatus
 from kvd.protocol.types import Spans
 from kvd.protocol.worker import Extend, Offer, Released
 
-_HOLD_OF: Final = {State.OFFERED: Hold.OFFERED, State.CLAIMED: Hold.CLAIMED, State.OVERDUE: Hold.OVERDUE}
-_HOLDS: Final = tuple(_HOLD_OF.values())
+_HOLDS: Final = tuple(machine.HOLD_OF.values())
 
 
 class Offers:
@@ -59,10 +57,9 @@ class Offers:
         # No two runs of a daemon share a generation: incarnations lie further apart than a run has leases.
         self._last_generation = context.settings.incarnation
         self._in_claim = 0
+        # Offers that stand, and their parts, by the id of their pool.
         self._standing: Counter[int] = Counter()
-        """Offers that stand, by the id of their pool."""
         self._parts: Counter[int] = Counter()
-        """Their parts."""
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
@@ -85,7 +82,7 @@ class Offers:
             key=key,
             pool=pool,
             generation=self._last_generation + 1,
-            proof=ticket.proof(offer.secret, pool.name, offer.offer, offer.tokens, offer.spans),
+            proof=ticket.proof(offer.secret, *key, offer.tokens, offer.spans),
             secret=offer.secret,
             consumers=offer.consumers,
             ttl=offer.ttl,
@@ -170,8 +167,7 @@ class Offers:
         lease.size = Size(lease.size.blocks + more.blocks, lease.size.bytes + more.bytes)
         self._count_held(lease, counted)
         if growth.Effect.PROVE in step.effects:
-            worker, offer = lease.key
-            content.proof = ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
+            content.proof = ticket.proof(lease.secret, *lease.key, tokens, content.blocks)
             lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
             lease.secret = b""
             self._grows_no_more(lease)
@@ -291,7 +287,7 @@ class Offers:
         self._in_claim += (state in machine.IN_CLAIM) - (lease.state in machine.IN_CLAIM)
         if state is not lease.state:
             lease.state = state
-            self._count_held(lease, _HOLD_OF.get(state))
+            self._count_held(lease, machine.HOLD_OF.get(state))
 
     def _count_held(self, lease: Lease, hold: Hold | None) -> None:
         """Counts the blocks of a lease as what they stand for now; None once they are the worker's own again."""

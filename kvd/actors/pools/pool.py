@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from kvd.actors.pools.requests import AttachPool, DetachPool
 from kvd.actors.runtime.machine import Step, Table
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.memory.interface import Memory
 from kvd.protocol.status import PoolStatus

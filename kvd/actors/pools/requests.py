@@ -5,7 +5,7 @@ from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.errors import KvdError
 from kvd.layout import CacheSpec
 from kvd.memory.interface import Memory

@@ -1,7 +1,7 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
 from kvd import limits
-from kvd.actors.runtime.records import PeerView
+from kvd.actors.runtime.pools import PeerView
 from kvd.actors.scheduler.pull import Pull
 from kvd.actors.scheduler.routes import RouteKey, Source, make_route, route_key
 from kvd.errors import ErrorCode, refusal

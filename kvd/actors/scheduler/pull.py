@@ -15,9 +15,8 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
-from kvd.actors.runtime.blocks import Size
 from kvd.actors.runtime.machine import Step, Table
-from kvd.actors.runtime.records import PeerView, Pool
+from kvd.actors.runtime.pools import PeerView, Pool, Size
 from kvd.actors.runtime.spans import PullSpan
 from kvd.actors.scheduler.transfer import Transfer
 from kvd.protocol.ticket import Ticket

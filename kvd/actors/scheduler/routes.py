@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvd import limits, plan
-from kvd.actors.runtime.records import PeerPool, PeerView, Pool
+from kvd.actors.runtime.pools import PeerPool, PeerView, Pool
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.peer import Grown
-from kvd.protocol.spans import joined
 from kvd.protocol.ticket import TicketRank
-from kvd.protocol.types import Span, Spans
+from kvd.protocol.types import Span, Spans, joined
 
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kvd import limits
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.actors.scheduler.pull import Pull
 from kvd.errors import ErrorCode, refusal
 

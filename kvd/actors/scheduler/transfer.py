@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.actors.runtime.machine import Step, Table
-from kvd.actors.runtime.records import PeerView
+from kvd.actors.runtime.pools import PeerView
 from kvd.actors.runtime.spans import TransferSpan
 from kvd.actors.scheduler.routes import Source, Told, is_large, plan_read
 from kvd.plan import Descriptors

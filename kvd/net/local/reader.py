@@ -1,7 +1,6 @@
 """Reads the frames of one of many connections, in turns and within bounds: each gets the same share of time."""
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from typing import Final, Generic, TypeVar
@@ -9,6 +8,7 @@ from typing import Final, Generic, TypeVar
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import Intake
+from kvd.net.unix import is_trusted
 
 
 class UnfinishedBytes:
@@ -33,9 +33,8 @@ class UnfinishedBytes:
         if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
             text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
-        trusted = (0, os.geteuid())
-        others = sum(count for user, count in self._by_user.items() if user not in trusted)
-        if self._uid not in trusted and others > limits.MAX_UNFINISHED_BYTES_OF_STRANGERS:
+        others = sum(count for user, count in self._by_user.items() if not is_trusted(user))
+        if not is_trusted(self._uid) and others > limits.MAX_UNFINISHED_BYTES_OF_STRANGERS:
             text = f"unfinished frames of all users but root and the daemon's own take {others} bytes"
             bound = limits.MAX_UNFINISHED_BYTES_OF_STRANGERS
             raise refusal(ErrorCode.OVERLOADED, f"{text}, the bound is {bound}; try again later")

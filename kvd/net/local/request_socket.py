@@ -1,6 +1,5 @@
 """The daemon's end of the workers' request socket: messages by routing id, with every byte bounded (`zmtp`)."""
 
-import os
 import selectors
 import socket
 import time
@@ -16,7 +15,7 @@ from kvd.net.local.listener import MAX_CONNECTIONS, hang_up
 from kvd.net.local.reader import FrameReader, UnfinishedBytes
 from kvd.net.options import HANDSHAKE_MS, LINGER_MS
 from kvd.net.stream import RECEIVE_BYTES, receive_without_descriptors
-from kvd.net.unix import credentials, take_descriptors
+from kvd.net.unix import credentials, is_trusted, take_descriptors
 
 MAX_UNSENT_BYTES: Final = limits.MAX_MESSAGE_BYTES
 """Bytes waiting for a worker that does not read; beyond it `send` refuses."""
@@ -73,11 +72,10 @@ class RequestSocket:
             connection.close()
 
     def _has_room(self, uid: int) -> bool:
-        trusted = (0, os.geteuid())
         if len(self.connections) >= MAX_CONNECTIONS:
             return False
-        others = [connection.uid for connection in self.connections if connection.uid not in trusted]
-        return uid in trusted or (
+        others = [connection.uid for connection in self.connections if not is_trusted(connection.uid)]
+        return is_trusted(uid) or (
             len(others) < limits.MAX_STRANGERS and others.count(uid) < limits.MAX_SESSIONS_PER_USER
         )
 

@@ -1,16 +1,18 @@
-"""The daemon's end of one worker's session."""
+"""The daemon's ends of workers' sessions, and the processes behind them."""
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import KvdError, Unavailable
-from kvd.net.interface import Intake, SessionClosed, SessionFrame
+from kvd.net.interface import Intake, ProcessEnded, SessionClosed, SessionFrame
 from kvd.net.local.reader import FrameReader, UnfinishedBytes
 from kvd.net.stream import Frame, FrameStream
+from kvd.net.unix import peer_pidfd
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
 
@@ -136,3 +138,42 @@ class Session(FrameReader[Frame]):
         elif self._held:
             self._held = False
             self.deliver_frames()
+
+
+class WatchedProcesses:
+    """The processes that opened sessions: calls `on_ended` once for each when it ends, by a pidfd."""
+
+    def __init__(self, on_ended: Callable[[ProcessEnded], None]) -> None:
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[int, int] = {}
+        """By connection."""
+
+    def watch(self, connection: int, connected: socket.socket, pid: int) -> bool:
+        """Whether `on_ended` will be called for the process that connected; never before this has returned."""
+        try:
+            pidfd = peer_pidfd(connected, pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._on_ended, ProcessEnded(connection))
+            return True
+        if pidfd < 0:
+            return False
+        self._pidfds[connection] = pidfd
+        self._loop.add_reader(pidfd, self._ended, connection)
+        return True
+
+    def forget(self, connection: int) -> None:
+        """Watches the process that opened this session no more."""
+        pidfd = self._pidfds.pop(connection, -1)
+        if pidfd >= 0:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def close(self) -> None:
+        """Forgets all."""
+        for connection in list(self._pidfds):
+            self.forget(connection)
+
+    def _ended(self, connection: int) -> None:
+        self.forget(connection)
+        self._on_ended(ProcessEnded(connection))

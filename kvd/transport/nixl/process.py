@@ -28,10 +28,9 @@ from kvd.memory.mapping import Mapping
 from kvd.net.stream import Frame, FrameStream
 from kvd.transport.interface import Deregistered, Described, PeerAdded, Registered, RegisterFailed
 from kvd.transport.nixl import messages
-from kvd.transport.nixl.agent import failures_of, open_agent
 from kvd.transport.nixl.agent_loop import AgentLoop
 from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.ucx import load_nixl
+from kvd.transport.nixl.ucx import failures_of, load_nixl, open_agent
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -1,4 +1,4 @@
-"""UCX's settings, made before NIXL loads it: which devices it may be reached by, how it sends, what it logs.
+"""NIXL over UCX: its settings, made before it is loaded, and the agent of a process.
 
 UCX's TCP transport listens on every interface that it may use and authenticates nobody: whoever connects reads and
 writes any address of the process, and random bytes have killed it. So it is kept to the interface and the ports that
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, Final
 
 from kvd import limits
+from kvd.errors import ErrorCode, refusal
+from kvd.transport.nixl.peers import text_of
 
 BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
 
@@ -91,6 +94,33 @@ def load_nixl() -> Any:
 
     """
     return importlib.import_module(nixl_name())
+
+
+def open_agent(name: str, devices: Collection[str] | None = None, ports: str | None = None) -> Any:
+    """A NIXL agent with the UCX backend and no progress thread: the caller makes the progress.
+
+    `devices` and `ports` are as in `choose_settings`; those of the first agent in a process hold for all.
+
+    Raises:
+        ImportError: nixl is not installed (it comes with the extra `daemon`).
+        BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
+
+    """
+    choose_settings(os.environ, devices, ports)
+    nixl = load_nixl()
+    try:
+        return make_agent(nixl, name)
+    except failures_of(nixl) as error:
+        told = set_by_operator(os.environ)
+        text = f"UCX does not start ({text_of(error)}) with {told or 'no variable of its own set'}"
+        fix = "change or remove what the manifest or the unit sets of that; UCX_LOG_LEVEL=info says more"
+        raise refusal(ErrorCode.BAD_CONFIG, f"{text}; {fix}") from error
+
+
+def failures_of(nixl: Any) -> tuple[type[Exception], ...]:
+    """The errors of NIXL's module `nixl`, which have no base of their own."""
+    bindings = vars(nixl._bindings)
+    return tuple(kind for name, kind in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
 
 
 def make_agent(api: Any, name: str) -> Any:

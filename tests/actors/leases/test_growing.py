@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvd import limits
-from kvd.actors.runtime.blocks import Hold
+from kvd.actors.runtime.pools import Hold
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Follow, Grant, Grown, Held, Release

@@ -5,8 +5,8 @@ from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
-from kvd.actors.runtime.blocks import Hold
 from kvd.actors.runtime.pace import RateLimit
+from kvd.actors.runtime.pools import Hold
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
@@ -562,7 +562,7 @@ def test_a_ticket_with_a_generation_that_no_lease_has_had_is_made_up_which_is_co
 def test_what_a_peer_says_of_claims_that_are_not_known_has_a_pace_and_holds_up_nobody_else(kind, monkeypatch):
     size = {"renew": limits.MAX_RENEWALS, "settle": limits.MAX_SETTLED, "fence": 1}[kind]
     burst, second = 16 * size, limits.MAX_UNKNOWN_CLAIMS_PER_SECOND
-    monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(second, burst))
+    monkeypatch.setattr("kvd.actors.leases.answers._UNKNOWN", RateLimit(second, burst))
     stage = Stage()
     stage.attach()
     [offered] = stage.offer(consumers=0)

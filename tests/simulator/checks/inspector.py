@@ -6,7 +6,7 @@ from kvd import limits
 from kvd.actors.leases import lease as lease_machine
 from kvd.actors.leases.claim import State
 from kvd.actors.pools.pool import State as PoolState
-from kvd.actors.runtime.records import Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.protocol.types import Spans
 from kvd.transport.interface import ReadRequest
 from tests.simulator.checks.bounds import over

@@ -1,18 +1,22 @@
-"""The block ids of a pool: which ones a worker may name, which ones are in use, and what those stand for.
+"""Pools as actors pass them on, ours and those of peers; and of ours, which blocks are in use and what these stand for.
 
-No pull writes to blocks of another pull or of an offer.
+No pull writes to blocks of another pull or of an offer. The garbage collector tracks no pool.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
 from kvd.plan import check_ids
+from kvd.protocol.peer import Grant
+from kvd.protocol.ticket import TicketRank
 from kvd.protocol.types import Span
 
 
@@ -217,3 +221,46 @@ class HeldBlocks:
     def report(self) -> dict[str, int]:
         """Blocks by state, as a status tells of them."""
         return {hold.value: self.of(hold).blocks for hold in self._holds}
+
+
+class Pool(Struct, frozen=True, gc=False):
+    """A pool of this daemon, registered with the transport. `base` is an address, `size` bytes."""
+
+    id: int
+    name: str
+    """That of the worker that it is lent to, and of its successors."""
+    epoch: int
+    base: int
+    size: int
+    spec: CacheSpec
+    raw_spec: bytes
+    blocks: BlocksInUse
+    uid: int
+    """The user that it belongs to."""
+
+
+class PeerPool(Struct, frozen=True, gc=False):
+    """A pool of a peer."""
+
+    epoch: int
+    base: int
+    size: int
+    spec: CacheSpec
+
+
+class PeerView(Struct, frozen=True, gc=False):
+    """A peer that is ready: its transport agent and its pools by name."""
+
+    address: str
+    daemon: str
+    incarnation: int
+    agent: str
+    pools: Mapping[str, PeerPool]
+    same_host: bool = False
+    """Whether its transport has no part in reads from it."""
+    stamps: int = 0
+    """Address of its first stamp; 0 if it has none, or if its process cannot be read."""
+
+    def told_of(self, pool: PeerPool, named: Grant | TicketRank) -> bool:
+        """Whether `named` means this very pool that the peer has told us about: of its run, registered that time."""
+        return (named.incarnation, named.epoch) == (self.incarnation, pool.epoch)

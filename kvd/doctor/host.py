@@ -1,5 +1,6 @@
-"""Memory: how much may be locked, and which pages pools can have."""
+"""What the host gives to pools and to the network: memory to lock, huge pages, RDMA devices."""
 
+import os
 import re
 import resource
 from pathlib import Path
@@ -10,6 +11,8 @@ from kvd.units import size
 
 _PROC = Path("/proc")
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_CLASS = Path("/sys/class/infiniband")
+_VERBS = Path("/dev/infiniband")
 
 
 def check_memlock() -> Finding:
@@ -39,3 +42,25 @@ def check_huge_pages(meminfo: str | None = None, shmem: str | None = None) -> Fi
         return Finding("huge pages", Level.OK, f"none reserved; transparent ones for shared memory: {chosen}")
     text = f"none reserved, transparent ones for shared memory: {chosen}; kvd asks for them by MADV_COLLAPSE"
     return Finding("huge pages", Level.NOTE, text, f"{fix}; or echo advise > {_SHMEM_THP}")
+
+
+def check_rdma(devices: Path = _CLASS, verbs: Path = _VERBS) -> list[Finding]:
+    """A finding for each device, or one that says that there is none."""
+    names = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
+    if not names:
+        return [Finding("RDMA", Level.NOTE, "no devices: peers on other hosts are reached over TCP")]
+    opened = [str(node) for node in sorted(verbs.glob("uverbs*")) if os.access(node, os.R_OK | os.W_OK)]
+    if not opened:
+        text = f"{len(names)} devices, but no permission to open any under {verbs}"
+        fix = "systemd: drop-ins/rdma.conf; Kubernetes: request the device plugin's resource (rdma/...); or the group"
+        return [Finding("RDMA", Level.SLOW, text, fix)]
+    return [_check_ports(devices / name) for name in names]
+
+
+def _check_ports(device: Path) -> Finding:
+    states = {port.name: (port / "state").read_text(encoding="ascii") for port in (device / "ports").iterdir()}
+    active = [port for port, state in sorted(states.items()) if "ACTIVE" in state]
+    if active:
+        return Finding(f"RDMA {device.name}", Level.OK, f"port {', '.join(active)} is active")
+    text = "; ".join(f"port {port}: {state.strip()}" for port, state in sorted(states.items()))
+    return Finding(f"RDMA {device.name}", Level.SLOW, text, "check cable, switch, subnet manager; `ibstat` says more")

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.protocol.spans import joined
-from kvd.protocol.types import Span
+from kvd.protocol.types import Span, joined
 
 
 def span(group, first, *blocks):

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.actors.runtime.blocks import BlocksInUse
+from kvd.actors.runtime.pools import BlocksInUse
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import CacheSpec, Full, Group, Shard
 from kvd.layout.presets import FLASH_HND, Attention, Placement

@@ -1,0 +1,138 @@
+"""What the daemons of consumers are told of their claims, and how often.
+
+- Who asks about claims that are not there, as strangers and defects do, is answered at a pace. So is who sends wrong
+  proofs; a right one is answered all the same, or one worker's wrong tickets would hold up its neighbours' pulls.
+- A reader of an offer that grows is told what is new once for each time it asks: nobody is told faster than it reads,
+  and what came meanwhile is told together.
+- Claims that break together are told together.
+"""
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kvd import limits
+from kvd.actors.leases import content as growth
+from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord
+from kvd.actors.leases.lease import Lease
+from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.deferred import Batch
+from kvd.actors.runtime.pace import RateLimit, TokenBuckets, WarnOnce
+from kvd.errors import ErrorCode, KvdError
+from kvd.protocol.peer import Broken, Fence, Grant, Grown, Held, LeaseAnswer, Refuse, Settled
+
+_WRONG_PROOFS = RateLimit(limits.MAX_WRONG_PROOFS / 60, limits.MAX_WRONG_PROOFS)
+_UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CLAIMS)
+
+
+class Answers:
+    """Answers by `reply(sender, answer)`. `peer` is whose a request is: the same for all its runs and links."""
+
+    def __init__(self, actor: Actor, context: ActorContext, reply: Callable[[bytes, LeaseAnswer], None]) -> None:
+        self._context = context
+        self._reply = reply
+        self._untold: Batch[ClaimRecord] = Batch(actor, self._tell_broken)
+        # By peer.
+        self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
+        self._unknown: TokenBuckets[str] = TokenBuckets(_UNKNOWN)
+        self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
+
+    def drops(self, peer: str) -> bool:
+        """Whether to pass over what a peer asks about claims: it has asked too often about some that are not there."""
+        if not self._unknown.is_empty(peer, self._context.loop.time()):
+            return False
+        self._context.metrics.refused.labels("peer", ErrorCode.OVERLOADED).inc()
+        return True
+
+    # --- of a claim -------------------------------------------------------------------------------------------------
+
+    def granted(self, claim: ClaimRecord) -> None:
+        """The claim holds its lease."""
+        assert claim.lease is not None  # noqa: S101 - it is held
+        number, incarnation = claim.key.claim, self._context.settings.incarnation
+        self._reply(claim.key.sender, Grant(number, claim.lease.generation, claim.lease.pool.epoch, incarnation))
+
+    def refused(self, claim: ClaimRecord, error: KvdError) -> None:
+        """It holds nothing."""
+        self._context.metrics.claims.labels("refused").inc()
+        if self._may_hear(claim.peer, error):
+            self._reply(claim.key.sender, Refuse(claim.key.claim, error.code, error.text))
+
+    def broken_later(self, claim: ClaimRecord) -> None:
+        """It held its lease, and holds it no more: its consumer is told together with others."""
+        self._untold.put(claim)
+
+    def _tell_broken(self, broken: list[ClaimRecord]) -> None:
+        claims: dict[tuple[bytes, str], list[int]] = {}
+        for claim in broken:
+            claims.setdefault((claim.key.sender, claim.error.text), []).append(claim.key.claim)
+        for (sender, why), numbers in claims.items():
+            for start in range(0, len(numbers), limits.MAX_RENEWALS):
+                some = tuple(numbers[start : start + limits.MAX_RENEWALS])
+                self._reply(sender, Broken(some, ErrorCode.LEASE_BROKEN, why))
+
+    # --- of what a peer asked ---------------------------------------------------------------------------------------
+
+    def held(self, key: ClaimKey) -> None:
+        """The fence holds."""
+        self._reply(key.sender, Held(key.claim))
+
+    def not_held(self, key: ClaimKey, peer: str, error: KvdError) -> None:
+        """The claim that a peer asked about is not held."""
+        self._unknown.charge(peer, self._context.loop.time(), 1)
+        if self._may_hear(peer, error):
+            self._reply(key.sender, Broken((key.claim,), error.code, error.text))
+
+    def not_renewed(self, sender: bytes, peer: str, numbers: Sequence[int]) -> None:
+        """These claims could not be renewed."""
+        if numbers:
+            self._unknown.charge(peer, self._context.loop.time(), len(numbers))
+            self._reply(sender, Broken(tuple(numbers), ErrorCode.LEASE_BROKEN, NOT_HELD.text))
+
+    def settled(self, sender: bytes, peer: str, fences: Sequence[Fence], errors: Sequence[KvdError]) -> None:
+        """All of these are over; `errors` says why some do not hold, which their sender does not need to know."""
+        for error in errors:
+            self._log_wrong_proof(peer, error)
+        if errors:
+            self._unknown.charge(peer, self._context.loop.time(), len(errors))
+        self._reply(sender, Settled(tuple(fence.claim for fence in fences)))
+
+    def _may_hear(self, peer: str, error: KvdError) -> bool:
+        """Whether a peer gets this answer: one that sends many wrong proofs does not hear of each."""
+        if error.code is not ErrorCode.BAD_TICKET:
+            return True
+        self._log_wrong_proof(peer, error)
+        return self._wrong_proofs.take(peer, self._context.loop.time())
+
+    def _log_wrong_proof(self, peer: str, error: KvdError) -> None:
+        if error.code is ErrorCode.BAD_TICKET:
+            self._once.warn("wrong proof", peer, peer=peer, text=error.text)
+
+    # --- of an offer that grows -------------------------------------------------------------------------------------
+
+    def follow(self, claim: ClaimRecord, seen: int) -> None:
+        """The reader of a claim that is held knows `seen` parts, and asks for more."""
+        claim.follows = seen
+        self._tell_grown(claim)
+
+    def grown(self, lease: Lease) -> None:
+        """An offer was extended or closed."""
+        for claim in lease.claims.values():
+            self._tell_grown(claim)
+
+    def _tell_grown(self, claim: ClaimRecord) -> None:
+        lease, seen = claim.lease, claim.follows
+        if lease is None or seen is None or seen >= len(lease.content.parts):
+            return
+        claim.follows, content = None, lease.content
+        grown = Grown(
+            claim=claim.key.claim,
+            seen=seen,
+            parts=len(content.parts),
+            tokens=content.tokens,
+            spans=content.since(seen),
+            closed=content.state is growth.State.CLOSED,
+            stamp=lease.stamp,
+        )
+        self._reply(claim.key.sender, grown)

@@ -1,0 +1,77 @@
+"""The notifications of a daemon: taken once each and in order, and acknowledged when the worker has had them.
+
+They carry sequence numbers, from 1 within one tenancy. What comes twice is dropped, and so is what comes too early: the
+daemon sends that again. If the gap does not close in time, `is_lost` says so, and the client attaches again: then the
+daemon sends all that is not acknowledged. What one `poll` returned is acknowledged by a later one, with what came until
+then.
+"""
+
+import math
+from typing import Final
+
+from kvd.protocol.worker import Notification, Notifications
+
+GAP_SECONDS: Final = 1.0
+"""How long a notification may be missing before the client attaches again; the daemon repeats within 0.05 s."""
+
+ACKNOWLEDGE_SECONDS: Final = 0.02
+ACKNOWLEDGE_EVERY: Final = 64
+"""An acknowledgement waits for this long or for this many notifications: one for each would double the messages."""
+
+
+class Inbox:
+    """Counts in sequence numbers; times are in seconds on the caller's clock."""
+
+    def __init__(self) -> None:
+        self.expected = 1
+        """The notification that comes next."""
+        self._handed_out = 0
+        self._acknowledged = 0
+        self._acknowledge_at = math.inf
+        self._gap_since = math.inf
+
+    def begin_anew(self) -> None:
+        """They are numbered from 1 again."""
+        self.expected, self._handed_out, self._acknowledged = 1, 0, 0
+
+    def forgive(self) -> None:
+        """What is missing is sent again, as this is another session."""
+        self._gap_since = math.inf
+
+    def take(self, batch: Notifications, now: float) -> tuple[Notification, ...]:
+        """The notifications that are new; none if one before them is missing."""
+        if batch.first > self.expected:
+            self._gap_since = min(self._gap_since, now)
+            return ()
+        if not self._owes:
+            self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
+        self._acknowledged = min(self._acknowledged, batch.first - 1)  # a repeated notification was lost with a session
+        new = batch.items[self.expected - batch.first :]
+        self.expected += len(new)
+        self._gap_since = math.inf
+        return new
+
+    def hand_out(self) -> None:
+        """The worker has all that was taken."""
+        self._handed_out = self.expected - 1
+
+    def acknowledgement(self, now: float) -> int | None:
+        """What to acknowledge now, if it is time: all up to this one."""
+        unacknowledged = self._handed_out - self._acknowledged
+        if not self._owes or (now < self._acknowledge_at and unacknowledged < ACKNOWLEDGE_EVERY):
+            return None
+        self._acknowledged, self._acknowledge_at = self._handed_out, now + ACKNOWLEDGE_SECONDS
+        return self._handed_out
+
+    @property
+    def next_timer(self) -> float:
+        """When `acknowledgement` or `is_lost` has something to say; infinite if never."""
+        return min(self._gap_since + GAP_SECONDS, self._acknowledge_at if self._owes else math.inf)
+
+    def is_lost(self, now: float) -> bool:
+        """Whether one is missing that the daemon did not send again."""
+        return now >= self._gap_since + GAP_SECONDS
+
+    @property
+    def _owes(self) -> bool:
+        return self._handed_out > self._acknowledged
