@@ -209,3 +209,15 @@ def test_a_record_serves_one_request_at_a_time_and_others_wait(side: Side) -> No
     side.producer.on_event(Released(freed, "read"))
     assert len(side.client.offers) == total + 1
     assert list(side.client.offers.values())[-1][-1].ids[0] == record
+
+
+def test_any_number_of_requests_that_wait_for_a_record_may_be_abandoned_together(side: Side) -> None:
+    for number in range(4096):
+        side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+        side.producer.expect(number)
+        side.producer.send(number, [1], tokens=1, first=0, aux_index=number)
+    waiting = list(range(len(side.client.offers), 4096))
+    for number in waiting:
+        side.producer.abandon(number, "aborted")
+    side.producer.on_event(Released(next(iter(side.client.offers)), "read"))
+    assert [room for what, room, *_ in side.engine.heard if what == "failed"] == waiting
