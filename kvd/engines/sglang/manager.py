@@ -132,7 +132,11 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
             rooms = self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, set())
         super()._handle_node_failure(failed_bootstrap_addr)
         for room in rooms:
-            self.call(self.consumer.lost, room, f"the prefill engine at {failed_bootstrap_addr} does not answer")
+            self.call(self._lost, room, f"the prefill engine at {failed_bootstrap_addr} does not answer")
+
+    def _lost(self, room: int, reason: str) -> None:
+        if room in self.request_status:  # else it is over
+            self.consumer.lost(room, reason)
 
 
 class KvdSender(CommonKVSender):  # type: ignore[misc]
@@ -244,11 +248,10 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self.conclude_state is not None:
             return
         self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
-        if self._wants:
-            self._abandon(_ABORTED)
-        else:
+        if not self._wants:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
+        self._abandon(_ABORTED)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Nothing: the transfers' thread tells the prefill engine, and has waited for the last write."""

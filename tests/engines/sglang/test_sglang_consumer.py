@@ -168,6 +168,17 @@ def test_a_prefill_engine_that_is_gone_fails_what_it_has_not_offered_and_nothing
     assert side.engine.heard[-1] == ("failed", 8, "gone")
 
 
+@pytest.mark.parametrize("end", ["lost", "abandon"])
+def test_a_request_that_has_failed_before_the_engine_has_pages_for_it_is_never_pulled(side: Side, end: str) -> None:
+    getattr(side.consumer, end)(ROOM, "gone")
+    assert side.engine.heard == [("failed", ROOM, "gone")]
+    side.want()
+    assert side.engine.heard == 2 * [("failed", ROOM, "gone")]
+    assert side.engine.told == []
+    side.consumer.forget(ROOM)
+    assert side.pulling().client.pulls  # another request of this room
+
+
 def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: Side) -> None:
     side.pulling()
     first = side.client.pulls[side.client.name][-1].ids[0]
