@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.client import Done
 from kvd.engines.sglang.consumer import Consumer
-from kvd.engines.sglang.messages import Message
+from kvd.engines.sglang.messages import Message, Offered
 from tests.engines.sglang.test_sglang_consumer import Client
 from tests.sglang.testbed.absent import stand_in
 
@@ -72,10 +73,33 @@ class Engine:
         self.receiver.send_metadata(np.array([3, 4]), aux_index=1)
         self.run()
 
+    def land(self) -> None:
+        self.want()
+        self.consumer.told(Offered(ROOM, self.told[0].nonce, "ticket"))
+        self.consumer.on_event(Done(self.client.name))
+
 
 @pytest.fixture
 def engine() -> Engine:
     return Engine()
+
+
+def test_what_has_landed_is_polled_as_success(engine: Engine) -> None:
+    engine.land()
+    assert engine.receiver.poll() == engine.states.Success
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_request_that_is_aborted_when_its_cache_has_just_landed_has_failed(engine: Engine, heard: bool) -> None:
+    engine.land()
+    engine.receiver.abort()
+    if heard:
+        engine.run()
+    assert engine.receiver.poll() == engine.states.Failed
+    with pytest.raises(Exception, match="Aborted"):
+        engine.receiver.failure_exception()
+    engine.run()
+    assert (engine.manager.request_status, engine.manager.failure_records) == ({}, {})
 
 
 def test_a_request_that_waits_for_memory_fails_when_its_prefill_server_is_lost(engine: Engine) -> None:
