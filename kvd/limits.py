@@ -171,7 +171,8 @@ MAX_CLAIMS_WAITING: Final = 16_384
 """Claims of all peers that wait for their offer: about 10 MiB."""
 
 MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
-"""Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others."""
+"""Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others.
+Those whose readers have left give their places to others, the oldest first; their offers end by their time."""
 
 MAX_CLAIMS_AHEAD: Final = MAX_CLAIMS_WAITING_PER_PEER // 2
 """Claims of one user's pulls that may wait at one producer, as their tickets name no lease: half of what that has room

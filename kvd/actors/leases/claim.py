@@ -143,28 +143,47 @@ class ClaimRecord:
 
 
 class WaitingClaims:
-    """Keeps the order in which they came."""
+    """Keeps the order in which they came. Those whose readers have left give their places to others."""
 
     def __init__(self) -> None:
         self._by_offer: dict[OfferKey, dict[ClaimKey, ClaimRecord]] = {}
         self._of_peer: Counter[str] = Counter()
+        self._leaving: dict[str, dict[ClaimKey, ClaimRecord]] = {}
+        """By peer, the oldest first."""
 
     def __len__(self) -> int:
         return self._of_peer.total()
 
-    def put(self, claim: ClaimRecord) -> None:
-        """Adds a claim.
+    def put(self, claim: ClaimRecord) -> ClaimRecord | None:
+        """Adds a claim. Returns the one whose place it got, if there was no other: its reader has left.
 
         Raises:
             Unavailable: `OVERLOADED`, too many wait already, of this peer or of all.
 
         """
         of_peer, of_all = self._of_peer[claim.peer], len(self)
+        given_up = None
         if of_peer >= limits.MAX_CLAIMS_WAITING_PER_PEER or of_all >= limits.MAX_CLAIMS_WAITING:
-            text = f"{of_peer} claims of this daemon and {of_all} in all wait for their offers; try again later"
-            raise refusal(ErrorCode.OVERLOADED, text)
+            given_up = self._oldest_leaving(claim.peer, of_others=of_peer < limits.MAX_CLAIMS_WAITING_PER_PEER)
+            if given_up is None:
+                text = f"{of_peer} claims of this daemon and {of_all} in all wait for their offers; try again later"
+                raise refusal(ErrorCode.OVERLOADED, text)
+            self.discard(given_up)
         self._of_peer[claim.peer] += 1
         self._by_offer.setdefault(claim.offer, {})[claim.key] = claim
+        if claim.state is State.LEAVING:
+            self.leave(claim)
+        return given_up
+
+    def leave(self, claim: ClaimRecord) -> None:
+        """The reader of a claim that waits has left."""
+        self._leaving.setdefault(claim.peer, {})[claim.key] = claim
+
+    def _oldest_leaving(self, peer: str, *, of_others: bool) -> ClaimRecord | None:
+        leaving = self._leaving.get(peer, {})
+        if not leaving and of_others:
+            leaving = next(iter(self._leaving.values()), {})
+        return next(iter(leaving.values()), None)
 
     def discard(self, claim: ClaimRecord) -> None:
         """Takes a claim out, if it waits."""
@@ -174,6 +193,9 @@ class WaitingClaims:
         if not claims:
             del self._by_offer[claim.offer]
         self._of_peer -= Counter([claim.peer])
+        leaving = self._leaving.get(claim.peer, {})
+        if leaving.pop(claim.key, None) is not None and not leaving:
+            del self._leaving[claim.peer]
 
     def for_offer(self, offer: OfferKey) -> list[ClaimRecord]:
         """The claims that wait for this offer."""

@@ -99,7 +99,9 @@ class Claims(Component):
         try:
             lease = self._offers.for_claim(claim.request)
             if lease is None:
-                self._waiting.put(claim)
+                given_up = self._waiting.put(claim)
+                if given_up is not None:
+                    self._end(given_up, Event.BREAK, "released")
                 if claim.key not in self._due:
                     self._due.set(claim.key, self._context.loop.time() + self._context.settings.claim_wait)
                 return None
@@ -239,6 +241,7 @@ class Claims(Component):
             return
         if claim.state is State.WAITING and finished:
             claim.state = machine.TABLE.step(claim.state, Event.CANCEL).state
+            self._waiting.leave(claim)
         else:
             self._end(claim, Event.RELEASE, "released", finished=finished)
 

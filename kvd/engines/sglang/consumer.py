@@ -57,6 +57,8 @@ class Consumer:
         self._here = host, port
         self._pull_timeout = pull_timeout
         self._rooms: dict[int, _Room] = {}
+        self._given_up: dict[int, str] = {}
+        """Rooms that had failed before anything was wanted for them, and why."""
         self._pulls: dict[str, _Room] = {}
         self._records = Records()
         self._run = secrets.token_hex(4)
@@ -68,15 +70,22 @@ class Consumer:
         self, number: int, source: tuple[str, int], pages: list[int], *, first: int, prefix: int, aux_index: int
     ) -> None:
         """The engine has `pages` for what the prefill engine at `source` computes, from position `first` on."""
+        if number in self._given_up:
+            self._engine.failed(number, self._given_up[number])
+            return
         blocks = (Blocks(PAGES, first, pages),) if pages else ()
         room = _Room(number, secrets.token_bytes(16), source, blocks, aux_index)
         self._rooms[number] = room
         self._engine.tell(*source, Wanted(number, room.nonce, prefix, *self._here))
 
     def abandon(self, number: int, reason: str) -> None:
-        """The engine does not want it any more."""
+        """The engine does not want it any more, nor what it may say that it wants from now on."""
         room = self._rooms.get(number)
-        if room is None or room.ended or room.failure:
+        if room is None:
+            self._given_up[number] = reason
+            self._engine.failed(number, reason)
+            return
+        if room.ended or room.failure:
             return
         room.failure = reason
         self._abandon(room)
@@ -89,12 +98,13 @@ class Consumer:
     def lost(self, number: int, reason: str) -> None:
         """The prefill engine is gone: what it has offered may still be pulled."""
         room = self._rooms.get(number)
-        if room is not None and not room.pull:
+        if room is None or not room.pull:
             self.abandon(number, reason)
 
     def forget(self, number: int) -> None:
         """The engine has no such request any more."""
         self._rooms.pop(number, None)
+        self._given_up.pop(number, None)
 
     # --- from elsewhere ---------------------------------------------------------------------------------------------
 

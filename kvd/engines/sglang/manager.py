@@ -132,7 +132,11 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
             rooms = self.addr_to_rooms_tracker.pop(failed_bootstrap_addr, set())
         super()._handle_node_failure(failed_bootstrap_addr)
         for room in rooms:
-            self.call(self.consumer.lost, room, f"the prefill engine at {failed_bootstrap_addr} does not answer")
+            self.call(self._lost, room, f"the prefill engine at {failed_bootstrap_addr} does not answer")
+
+    def _lost(self, room: int, reason: str) -> None:
+        if room in self.request_status:  # else it is over
+            self.consumer.lost(room, reason)
 
 
 class KvdSender(CommonKVSender):  # type: ignore[misc]
@@ -201,6 +205,7 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     conclude_state: int | None
     _wants = False
+    _aborted = False
 
     def _register_kv_args(self) -> bool:
         """Nothing is registered: daemons know each other's layouts."""
@@ -231,6 +236,13 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
             aux_index=aux_index,
         )
 
+    def poll(self) -> Any:
+        """What landed for a request that was aborted is not the request's: nothing writes to its pages any more."""
+        state = super().poll()
+        if self._aborted and state == KVPoll.Success:
+            self.conclude_state = state = KVPoll.Failed
+        return state
+
     def _check_waiting_timeout(self) -> Any:
         """Gives up a request whose ticket does not come. Its failure comes from the transfers' thread."""
         if self.init_time is not None and time.time() - self.init_time >= self.kv_mgr.waiting_timeout:
@@ -243,12 +255,12 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         """The engine gives the request up."""
         if self.conclude_state is not None:
             return
+        self._aborted = True
         self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
-        if self._wants:
-            self._abandon(_ABORTED)
-        else:
+        if not self._wants:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
+        self._abandon(_ABORTED)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Nothing: the transfers' thread tells the prefill engine, and has waited for the last write."""

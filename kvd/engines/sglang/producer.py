@@ -58,6 +58,8 @@ class Producer:
         self._engine = engine
         self._offer_ttl = offer_ttl
         self._rooms: dict[int, _Room] = {}
+        self._unexpected: dict[int, None] = {}
+        """Rooms that the engine has not got, the oldest first."""
         self._offers: dict[str, tuple[int, _Room]] = {}
         self._records = Records()
         self._run = secrets.token_hex(4)
@@ -69,6 +71,7 @@ class Producer:
         """The engine has a request of this room."""
         room = self._rooms.setdefault(number, _Room())
         room.expected = True
+        self._unexpected.pop(number, None)
         if room.failure:
             self._engine.failed(number, room.failure)
         elif room.target is not None:
@@ -100,6 +103,7 @@ class Producer:
     def forget(self, number: int) -> None:
         """The engine has no such request any more."""
         room = self._rooms.pop(number, None)
+        self._unexpected.pop(number, None)
         if room is not None and not room.sent and not room.failure:
             self._refuse(room, "the prefill engine has dropped the request")
 
@@ -136,9 +140,10 @@ class Producer:
         room.target = message
         if room.expected:
             self._engine.ready(number, message.prefix)
-        elif len(self._rooms) > MAX_UNEXPECTED_ROOMS:
-            oldest = next((number for number, other in self._rooms.items() if not other.expected), number)
-            self.forget(oldest)
+            return
+        self._unexpected[number] = None
+        if len(self._unexpected) > MAX_UNEXPECTED_ROOMS:
+            self.forget(next(iter(self._unexpected)))
 
     def _offer(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int) -> None:
         assert room.target is not None  # noqa: S101 - `send` has looked

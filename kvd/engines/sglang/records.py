@@ -12,17 +12,25 @@ class Records:
     def __init__(self) -> None:
         self._free = deque(range(MAX_TRANSFER_RECORDS))
         self._waiting: deque[Callable[[int], None]] = deque()
+        self._handing_out = False
 
     def take(self, use: Callable[[int], None]) -> None:
         """Calls `use` with a record, now or when one is given back."""
-        if self._free:
-            use(self._free.popleft())
-        else:
-            self._waiting.append(use)
+        self._waiting.append(use)
+        self._hand_out()
 
     def give_back(self, record: int) -> None:
         """Nothing reads the record or writes to it any more."""
-        if self._waiting:
-            self._waiting.popleft()(record)
-        else:
-            self._free.append(record)
+        self._free.append(record)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Serves who waits. One who gives the record back at once is followed by the next, not called within it."""
+        if self._handing_out:
+            return
+        self._handing_out = True
+        try:
+            while self._free and self._waiting:
+                self._waiting.popleft()(self._free.popleft())
+        finally:
+            self._handing_out = False

@@ -351,10 +351,40 @@ def test_claims_that_were_cancelled_early_have_their_share_of_those_that_wait(st
     monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 2)
     for number in (1, 2):
         cancelled_early(stage, number, offer=f"o{number}")
-    [refuse] = stage.asked_by_peer(claim(3, offer="o3"))
+    cancelled_early(stage, 3, offer="o3")
+    assert len(stage.actors.leases.claims._waiting) == 2
+    for name in ("o1", "o2", "o3"):
+        stage.offer(name)
+    assert released(stage) == [("o2", "read"), ("o3", "read")]
+
+
+def test_claims_that_were_cancelled_early_give_their_places_to_those_that_are_wanted(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 2)
+    for number in (1, 2):
+        cancelled_early(stage, number, offer=f"o{number}")
+    assert [stage.asked_by_peer(claim(number, offer=f"o{number}")) for number in (3, 4)] == [[], []]
+    [refuse] = stage.asked_by_peer(claim(5, offer="o5"))
     assert refuse.code == ErrorCode.OVERLOADED
-    stage.offer("o1")
-    assert stage.asked_by_peer(claim(4, offer="o3")) == []
+    stage.answers.clear()
+    stage.offer("o3")
+    assert [grant.claim for _, grant in stage.answers] == [3]
+    assert released(stage) == []
+    stage.run(3.0)
+    waiting = stage.actors.leases.claims._waiting
+    assert (len(waiting), waiting._leaving, stage.actors.leases.claims.held) == (0, {}, 1)
+
+
+def test_a_claim_cancelled_early_by_one_peer_gives_its_place_to_another_peer_only_where_all_places_are_taken(
+    stage, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING", 2)
+    monkeypatch.setattr(limits, "MAX_CLAIMS_WAITING_PER_PEER", 1)
+    cancelled_early(stage, 1, offer="o1")
+    assert stage.asked_by_peer(claim(2, offer="o2"), b"other#1") == []
+    [refuse] = stage.asked_by_peer(claim(3, offer="o3"), b"other#1")
+    assert refuse.code == ErrorCode.OVERLOADED
+    assert stage.asked_by_peer(claim(4, offer="o4"), b"third#1") == []
+    assert [each.key.claim for each in stage.actors.leases.claims._waiting.all()] == [2, 4]
 
 
 def test_claims_that_were_cancelled_early_end_when_the_drain_begins(stage):

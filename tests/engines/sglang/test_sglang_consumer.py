@@ -168,6 +168,17 @@ def test_a_prefill_engine_that_is_gone_fails_what_it_has_not_offered_and_nothing
     assert side.engine.heard[-1] == ("failed", 8, "gone")
 
 
+@pytest.mark.parametrize("end", ["lost", "abandon"])
+def test_a_request_that_has_failed_before_the_engine_has_pages_for_it_is_never_pulled(side: Side, end: str) -> None:
+    getattr(side.consumer, end)(ROOM, "gone")
+    assert side.engine.heard == [("failed", ROOM, "gone")]
+    side.want()
+    assert side.engine.heard == 2 * [("failed", ROOM, "gone")]
+    assert side.engine.told == []
+    side.consumer.forget(ROOM)
+    assert side.pulling().client.pulls  # another request of this room
+
+
 def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: Side) -> None:
     side.pulling()
     first = side.client.pulls[side.client.name][-1].ids[0]
@@ -178,3 +189,16 @@ def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: 
     assert len(records) == len(set(records)) == 1024
     side.consumer.on_event(Freed(next(iter(side.client.pulls)), blocks=()))
     assert list(side.client.pulls.values())[-1][-1].ids[0] == first
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_any_number_of_requests_that_wait_for_a_record_may_fail_together(side: Side, away: bool) -> None:
+    for number in range(4096):
+        side.consumer.want(number, SOURCE, [1], first=0, prefix=0, aux_index=1)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket"))
+    waiting = range(len(side.client.pulls), 4096)
+    side.client.away = away
+    for number in () if away else waiting:
+        side.consumer.abandon(number, "aborted")
+    side.consumer.on_event(Failed(next(iter(side.client.pulls)), "daemon_lost", "gone", quarantined=False, blocks=()))
+    assert [room for what, room, *_ in side.engine.heard if what == "failed" and room] == list(waiting)

@@ -196,6 +196,19 @@ def test_rooms_that_no_request_comes_for_are_forgotten_the_oldest_first(
     assert side.engine.heard == [("ready", 1, 0), ("ready", 2, 0)]
 
 
+def test_requests_that_the_engine_has_take_no_places_of_those_that_are_yet_to_come(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNEXPECTED_ROOMS", 2)
+    for number in range(10):
+        side.producer.expect(number)
+    side.producer.told(WANTED)
+    side.producer.told(Wanted(20, NONCE, 0, "decode", 5))
+    side.producer.expect(20)
+    assert side.engine.told == []
+    assert side.engine.heard[-1] == ("ready", 20, 0)
+
+
 def test_a_record_serves_one_request_at_a_time_and_others_wait(side: Side) -> None:
     total = 1024
     for number in range(total + 1):
@@ -209,3 +222,15 @@ def test_a_record_serves_one_request_at_a_time_and_others_wait(side: Side) -> No
     side.producer.on_event(Released(freed, "read"))
     assert len(side.client.offers) == total + 1
     assert list(side.client.offers.values())[-1][-1].ids[0] == record
+
+
+def test_any_number_of_requests_that_wait_for_a_record_may_be_abandoned_together(side: Side) -> None:
+    for number in range(4096):
+        side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+        side.producer.expect(number)
+        side.producer.send(number, [1], tokens=1, first=0, aux_index=number)
+    waiting = list(range(len(side.client.offers), 4096))
+    for number in waiting:
+        side.producer.abandon(number, "aborted")
+    side.producer.on_event(Released(next(iter(side.client.offers)), "read"))
+    assert [room for what, room, *_ in side.engine.heard if what == "failed"] == waiting
