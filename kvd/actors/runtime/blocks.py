@@ -137,7 +137,8 @@ class BlocksInUse:
         self._named -= _count(spans)
         for arena, ids in self._by_arena(spans):
             again = self._again[arena]
-            still = ids & again.keys()
+            # Not `ids & again.keys()`, which walks through what `again` once had: 2 ms for a million blocks.
+            still = {block for block in ids if block in again} if again else set()
             for block in still:
                 left = again.pop(block) - 1
                 if left:
