@@ -114,9 +114,19 @@ def test_a_table_of_an_odd_length_is_none():
     assert pieces(Wanted(b"s" * 16, 1, b"t" * 16, b"x" * 24), 1 << 20) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", messages.encode(["Wanted", b"short", 1, b"t" * 16, b""])])
+NO_MESSAGES = {
+    "nothing": b"",
+    "noise": b"garbage",
+    "short": messages.encode(["Wanted", b"short", 1, b"t" * 16, b""]),
+    "no text": b"\x91\xa6\xff\xfe\xfd\xfc\xfb\xfa",
+    "nested": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_what_is_no_message_is_none(content):
     assert messages.message(content) is None
+    assert messages.metadata(content) is None
 
 
 def test_no_two_requests_nor_states_have_one_tag():

@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvd import limits
+from kvd.errors import BadRequest
+from kvd.protocol.codec import Decoder
 
 LINE_BYTES: Final = 16
 """A line of the board: a tag, or zeros."""
@@ -83,15 +85,15 @@ class State(IntEnum):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_messages: msgspec.msgpack.Decoder[Wanted | Finished] = msgspec.msgpack.Decoder(Wanted | Finished)
-_metadata = msgspec.msgpack.Decoder(Metadata)
+_messages = Decoder[Wanted | Finished](Wanted | Finished)
+_metadata = Decoder[Metadata](Metadata)
 
 
 def message(content: bytes) -> Wanted | Finished | None:
     """What an agent sent; None if it is no message."""
     try:
         return _messages.decode(content)
-    except (msgspec.MsgspecError, RecursionError):
+    except BadRequest:
         return None
 
 
@@ -99,7 +101,7 @@ def metadata(content: bytes) -> Metadata | None:
     """What a peer sent, taken apart; None if it is none."""
     try:
         return _metadata.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except BadRequest:
         return None
 
 
