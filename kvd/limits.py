@@ -456,6 +456,12 @@ their time."""
 WINDOW_SECONDS: Final = 30.0
 """How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""
 
+WINDOW_SHARE_SECONDS: Final = 1.0
+"""The same while readers of another pool wait that have fewer windows: whoever asked first would have them all."""
+
+STAGED_REFUSALS: Final = 64
+"""Requests that were refused of which the board tells, the latest: they get no window."""
+
 MAX_SETTLED: Final = 256
 """Ended reads in one message to their producer; 200 bytes each."""
 

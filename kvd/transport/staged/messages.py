@@ -25,7 +25,7 @@ LINE_BYTES: Final = 16
 BOARD_BYTES: Final = 4096
 """Before the windows."""
 
-MAX_WINDOWS: Final = BOARD_BYTES // LINE_BYTES
+MAX_LINES: Final = BOARD_BYTES // LINE_BYTES
 
 _Secret = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Number = Annotated[int, Meta(ge=1)]
@@ -59,10 +59,13 @@ class StagedPool(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Staging(Struct, frozen=True, gc=False, array_like=True):
-    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon."""
+    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon.
+
+    The board has `lines` lines: one for each window, and behind them those of requests that were refused.
+    """
 
     base: _Address
-    windows: Annotated[int, Meta(ge=1, le=MAX_WINDOWS)]
+    lines: Annotated[int, Meta(ge=1, le=MAX_LINES)]
     pools: Annotated[dict[_Address, StagedPool], Meta(max_length=limits.MAX_POOLS)]
 
 
