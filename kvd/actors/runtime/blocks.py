@@ -5,13 +5,13 @@ No pull writes to blocks of another pull or of an offer.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import CacheSpec
+from kvd.layout import CacheSpec, Full, Group
 from kvd.plan import check_ids
 from kvd.protocol.types import Span
 
@@ -44,6 +44,22 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
             text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
             raise refusal(ErrorCode.BAD_BLOCKS, text)
         check_ids(spec.groups[span.group], span.ids)
+
+
+def check_complete(stops: Mapping[int, int], tokens: int, groups: Sequence[Group]) -> None:
+    """Checks that `tokens` tokens can be complete: groups that attend to every token have blocks for them.
+
+    `stops` has the position behind the last block of each group.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, one has not.
+
+    """
+    for number, group in enumerate(groups):
+        held = stops.get(number, 0) * group.block_tokens
+        if isinstance(group.window, Full) and held < tokens:
+            text = f"{tokens} tokens are said to be complete, the blocks of group {number} hold {held}"
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
 
 
 class BlocksInUse:
