@@ -147,8 +147,15 @@ SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
 MAX_PARTS_PER_WORKER: Final = 1 << 18
-"""Extensions of one worker's offers that stand, which are kept until those end, 250 bytes each: 64 MiB. A prompt of
-100,000 tokens in chunks of 512 makes 200."""
+"""Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
+end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
+
+MAX_PART_BLOCKS: Final = 1 << 14
+"""Block ids of an offer that grows which its reader is told of at once, 64 KiB: 256,000 tokens in blocks of 16. 4,096
+such answers may wait to be read by one peer."""
+
+BLOCKS_PER_SPAN: Final = 16
+"""As so many ids a span counts there: it takes as long to join."""
 
 MAX_OFFERED_BLOCKS: Final = 1 << 24
 """Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""

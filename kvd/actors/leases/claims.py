@@ -226,6 +226,8 @@ class Claims(Component):
             error = NOT_HELD if claim is None else claim.error
             self._reply(key.sender, Broken((key.claim,), error.code, error.text))
         elif claim.state is State.HELD:
+            if follow.seen < claim.told:  # an answer was lost, once in a while
+                self._unknown.charge(peer, self._context.loop.time(), 1)
             self._followers.ask(claim, follow.seen)
 
     def grown(self, lease: Lease) -> None:

@@ -1,11 +1,11 @@
 """Readers of offers that grow: each is told what is new once for each time it asks.
 
-So nobody is told faster than it reads, and what came meanwhile is told together.
+So nobody is told faster than it reads, and what came meanwhile is told together, up to a bound on one answer: whoever
+asks by a few bytes gets no megabytes, and those answers that it leaves unread take little memory.
 """
 
 from collections.abc import Callable
 
-from kvd.actors.leases import content as growth
 from kvd.actors.leases.claim import ClaimRecord
 from kvd.actors.leases.lease import Lease
 from kvd.protocol.peer import Grown
@@ -31,14 +31,15 @@ class Followers:
         lease, seen = claim.lease, claim.follows
         if lease is None or seen is None or seen >= len(lease.content.parts):
             return
-        claim.follows, content = None, lease.content
+        told = lease.content.after(seen)
+        claim.follows, claim.told = None, max(claim.told, told.parts)
         grown = Grown(
             claim=claim.key.claim,
             seen=seen,
-            parts=len(content.parts),
-            tokens=content.tokens,
-            spans=content.since(seen),
-            closed=content.state is growth.State.CLOSED,
+            parts=told.parts,
+            tokens=told.tokens,
+            spans=told.spans,
+            closed=told.is_last,
             stamp=lease.stamp,
         )
         self._reply(claim.key.sender, grown)
