@@ -188,6 +188,12 @@ MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
 one only holds the offer while the request queues, one reads."""
 
+MAX_CLAIMS_PER_PEER: Final = 1 << 16
+"""Claims of one peer that hold offers, 1 KiB each: those of all ranks in the pulls that four workers may have open."""
+
+MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
+"""Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""
+
 MAX_CONSUMERS: Final = 1024
 """Consumers that an offer may wait for before it ends; for more, make it without such an end."""
 

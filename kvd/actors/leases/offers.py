@@ -10,6 +10,7 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
+from kvd.actors.leases.consumers import Consumers
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.blocks import HeldBlocks, Hold, Size
@@ -63,6 +64,7 @@ class Offers:
         """Offers that stand, by the id of their pool."""
         self._parts: Counter[int] = Counter()
         """The spans of their parts, with those that are empty."""
+        self.consumers = Consumers()
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
@@ -265,6 +267,7 @@ class Offers:
         for part in content.parts:
             lease.pool.blocks.release(part.spans)
         content.forget()
+        self.consumers.forget(lease)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends the leases that stand: all of them, or those that nobody has claimed."""
