@@ -412,8 +412,11 @@ ROUTER_FIRST_PREFIX_BYTES: Final = 256
 """The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
 
 ROUTER_CLEANUPS: Final = 64
-"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time; each keeps its
-body. Beyond it prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time. Beyond it
+prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+
+ROUTER_CLEANUP_BYTES: Final = 64 * MIB
+"""The bodies of those requests, which are kept; with what is made of them about three times that."""
 
 ROUTER_LEAVE_SECONDS: Final = 2.0
 """How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
