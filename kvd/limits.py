@@ -147,8 +147,15 @@ SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
 MAX_PARTS_PER_WORKER: Final = 1 << 18
-"""Extensions of one worker's offers that stand, which are kept until those end, 250 bytes each: 64 MiB. A prompt of
-100,000 tokens in chunks of 512 makes 200."""
+"""Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
+end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
+
+MAX_PART_BLOCKS: Final = 1 << 14
+"""Block ids of an offer that grows which its reader is told of at once, 64 KiB: 256,000 tokens in blocks of 16. 4,096
+such answers may wait to be read by one peer."""
+
+BLOCKS_PER_SPAN: Final = 16
+"""As so many ids a span counts there: it takes as long to join."""
 
 MAX_OFFERED_BLOCKS: Final = 1 << 24
 """Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
@@ -181,6 +188,12 @@ for, so that one user of a daemon who pulls what is never offered leaves room fo
 MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
 one only holds the offer while the request queues, one reads."""
+
+MAX_CLAIMS_PER_PEER: Final = 1 << 16
+"""Claims of one peer that hold offers, 1 KiB each: those of all ranks in the pulls that four workers may have open."""
+
+MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
+"""Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""
 
 MAX_CONSUMERS: Final = 1024
 """Consumers that an offer may wait for before it ends; for more, make it without such an end."""
@@ -400,8 +413,11 @@ ROUTER_FIRST_PREFIX_BYTES: Final = 256
 """The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
 
 ROUTER_CLEANUPS: Final = 64
-"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time; each keeps its
-body. Beyond it prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time. Beyond it
+prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+
+ROUTER_CLEANUP_BYTES: Final = 64 * MIB
+"""The bodies of those requests, which are kept; with what is made of them about three times that."""
 
 ROUTER_LEAVE_SECONDS: Final = 2.0
 """How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
@@ -457,6 +473,12 @@ their time."""
 
 WINDOW_SECONDS: Final = 30.0
 """How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""
+
+WINDOW_SHARE_SECONDS: Final = 1.0
+"""The same while readers of another pool wait that have fewer windows: whoever asked first would have them all."""
+
+STAGED_REFUSALS: Final = 64
+"""Requests that were refused of which the board tells, the latest: they get no window."""
 
 MAX_SETTLED: Final = 256
 """Ended reads in one message to their producer; 200 bytes each."""

@@ -59,7 +59,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         SEND_MESSAGES,
         _ALL,
         "messages waiting for one reader: as many as a worker has requests; sending to a full queue fails. Messages to "
-        "a peer have a few KiB each, except welcomes, which share one copy",
+        "a peer have a few KiB each, what offers have grown by 64 KiB, and welcomes share one copy",
     ),
     (
         zmq.RCVHWM,

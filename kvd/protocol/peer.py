@@ -64,7 +64,7 @@ class Follow(Message, frozen=True, tag="follow"):
     """Asks what a claimed offer that grows has beyond its first `seen` parts.
 
     Answered by one `Grown` as soon as there is something, which may be much later, or by `Broken`. The consumer asks
-    again when it has read that: what comes meanwhile is told together.
+    again when it has read that: what comes meanwhile is told together, but 64 KiB of block ids at most.
     """
 
     claim: Count
@@ -152,10 +152,10 @@ class Grant(Message, frozen=True, tag="grant"):
 
 
 class Grown(Message, frozen=True, tag="grown"):
-    """What a claimed offer holds beyond its first `seen` parts; it has `parts` of them now.
+    """What a claimed offer holds beyond its first `seen` parts, up to its part number `parts`.
 
-    The first `tokens` tokens of the sequence are complete in the blocks of all parts together. If `closed`, these are
-    all there will be, and the lease's stamp lies in the word number `stamp`, if that is not 0.
+    The first `tokens` tokens of the sequence are complete in the blocks of all these parts together. If `closed`, these
+    are all there will be, and the lease's stamp lies in the word number `stamp`, if that is not 0.
     """
 
     claim: Count

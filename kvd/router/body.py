@@ -47,6 +47,8 @@ class Body:
     """
 
     def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        """In bytes, as it came."""
         try:
             data = data.removeprefix(codecs.BOM_UTF8)  # as vLLM reads it
             _check_size(data)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Coroutine
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -34,13 +35,15 @@ class Cleanup:
         self._upstream = upstream
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._bytes = 0
+        """Of the bodies of their requests, which no client has in flight any more."""
 
     def leave(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
         """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer."""
-        if len(self._tasks) >= limits.ROUTER_CLEANUPS:
+        if not self._has_room(request):
             prefill.cancel()
             return
-        self._start(self._left(request, prefill))
+        self._start(request, self._left(request, prefill))
 
     def release(
         self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
@@ -49,19 +52,28 @@ class Cleanup:
 
         Through the one that refused the request itself only if there is no other.
         """
-        if len(self._tasks) >= limits.ROUTER_CLEANUPS:
+        if not self._has_room(request):
             self._metrics.releases.labels("failed").inc()
             return
-        self._start(self._released(request, params, tried, refused_by))
+        self._start(request, self._released(request, params, tried, refused_by))
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
         await asyncio.gather(*self._tasks)
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _has_room(self, request: Request) -> bool:
+        kept = self._bytes + request.body.size
+        return len(self._tasks) < limits.ROUTER_CLEANUPS and kept <= limits.ROUTER_CLEANUP_BYTES
+
+    def _start(self, request: Request, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._bytes += request.body.size
+        task.add_done_callback(partial(self._ended, request.body.size))
+
+    def _ended(self, size: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._bytes -= size
 
     async def _left(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
         try:

@@ -489,6 +489,28 @@ async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> No
         assert stage.prefill[0].open == 1
 
 
+async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills_have_ended(monkeypatch) -> None:
+    """They are in flight no more: who leaves again and again would fill the memory with them."""
+    monkeypatch.setattr(limits, "ROUTER_CLEANUP_BYTES", 3000)
+    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 600.0)
+    gone = asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        await gone.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([late], [decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask(prompt="x" * 2000)) for _ in range(2)]
+        await stage.prefill[0].until(lambda server: server.open == 2)
+        for task in asking:
+            task.cancel()
+        await stage.prefill[0].until(lambda server: server.aborted == 1)
+        assert 2000 < stage.server._router._cleanup._bytes < 3000
+        gone.set()
+        await stage.server._router.close()
+        assert stage.server._router._cleanup._bytes == 0
+
+
 class _Never:
     """Connecting to a server that takes for ever."""
 

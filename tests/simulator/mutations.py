@@ -295,8 +295,8 @@ def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
 def the_last_part_of_an_offer_is_not_read_before_the_fence(monkeypatch):
     more = Told.more
 
-    def told(self, grown):
-        after = more(self, grown)
+    def told(self, grown, groups):
+        after = more(self, grown, groups)
         return dataclasses.replace(after, read=after.tokens) if after.whole else after
 
     monkeypatch.setattr(Told, "more", told)

@@ -18,8 +18,8 @@ TABLE = np.array([0, 8], np.uint64).tobytes()
 _numbers = itertools.count(1)
 
 
-def wanted(secret=b"s" * 16):
-    return Wanted(secret, next(_numbers), b"t" * 16, TABLE)
+def wanted(token=b"t" * 16):
+    return Wanted(b"s" * 16, next(_numbers), token, TABLE)
 
 
 def served(windows):
@@ -46,7 +46,7 @@ def test_readers_with_as_many_windows_take_turns():
         use = windows.next()
         windows.copied(use, 0.0)
         order.append(use.agent)
-        windows.finish(use.agent, Finished(use.asked.secret, use.asked.number))
+        windows.finish(Finished(use.asked.secret, use.asked.number))
     assert order == ["a", "b", "a", "b"]
     assert (windows.in_use, windows.waiting) == (0, 0)
 
@@ -71,11 +71,32 @@ def test_a_window_that_nobody_gives_back_is_taken_back_after_its_time():
     assert served(windows) == ["other"]
 
 
+def test_who_may_read_one_pool_keeps_no_reader_of_another_waiting_under_however_many_names():
+    windows, one, two = Windows(4), b"1" * 16, b"2" * 16
+    for number in range(8):
+        windows.ask(f"made-up-{number}", wanted(one))
+    for use in iter(windows.next, None):
+        windows.copied(use, 10.0)
+    windows.ask("honest", wanted(two))
+    assert windows.next_late() == 10.0 + limits.WINDOW_SHARE_SECONDS
+    freed = windows.take_back(10.0 + limits.WINDOW_SHARE_SECONDS)
+    assert len(freed) == 3, "until that pool has but one window more"
+    assert served(windows)[0] == "honest"
+
+
+def test_readers_of_one_pool_leave_half_of_the_places_in_the_queue_to_others(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 4)
+    windows, one, two = Windows(1), b"1" * 16, b"2" * 16
+    assert [windows.ask(f"made-up-{number}", wanted(one)) for number in range(3)] == [True, True, False]
+    assert [windows.ask("honest", wanted(two)) for _ in range(2)] == [True, True]
+    assert not windows.ask("a third", wanted(b"3" * 16))
+
+
 def test_a_request_that_ends_while_it_is_copied_frees_its_window_only_afterwards():
     windows = Windows(1)
     windows.ask("r", wanted())
     use = windows.next()
-    assert windows.finish("r", Finished(use.asked.secret, use.asked.number)) is None
+    assert windows.finish(Finished(use.asked.secret, use.asked.number)) is None
     windows.ask("other", wanted())
     assert windows.next() is None
     assert not windows.copied(use, 0.0)
@@ -88,7 +109,7 @@ def test_a_request_is_ended_by_nobody_but_who_knows_its_secret():
     windows.ask("r", request)
     use = windows.next()
     windows.copied(use, 0.0)
-    assert windows.finish("r", Finished(b"guessed-" * 2, request.number)) is None
+    assert windows.finish(Finished(b"guessed-" * 2, request.number)) is None
     assert windows.in_use == 1
 
 
@@ -114,9 +135,19 @@ def test_a_table_of_an_odd_length_is_none():
     assert pieces(Wanted(b"s" * 16, 1, b"t" * 16, b"x" * 24), 1 << 20) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", messages.encode(["Wanted", b"short", 1, b"t" * 16, b""])])
+NO_MESSAGES = {
+    "nothing": b"",
+    "noise": b"garbage",
+    "short": messages.encode(["Wanted", b"short", 1, b"t" * 16, b""]),
+    "no text": b"\x91\xa6\xff\xfe\xfd\xfc\xfb\xfa",
+    "nested": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_what_is_no_message_is_none(content):
     assert messages.message(content) is None
+    assert messages.metadata(content) is None
 
 
 def test_no_two_requests_nor_states_have_one_tag():
@@ -193,6 +224,21 @@ async def test_after_all_reads_no_window_slot_nor_row_is_taken():
     arena = reader.transport._arena
     assert len(arena.slots) == limits.STAGING_WINDOWS
     assert not any(arena._memory[: messages.BOARD_BYTES])
+
+
+async def test_requests_for_what_nobody_may_read_take_no_window_and_are_refused():
+    producer, reader = await opened(StagedSite(source=True, target=False))
+    server = producer.end.transport._server
+    for number in range(1000):
+        server.hear(f"made-up-{number}", wanted(b"?" * 16))
+    token = next(iter(server._by_token))
+    server.hear(
+        "beyond-its-end", Wanted(b"s" * 16, next(_numbers), token, np.array([limits.MIB, 1], np.uint64).tobytes())
+    )
+    assert (windows_of(producer).in_use, windows_of(producer).waiting) == (0, 0)
+    read = reader.read(producer, blocks(0, 16, 64 * limits.KIB))
+    server.hear("made-up", wanted(b"?" * 16))
+    assert isinstance(await reader.end(read), Landed)
 
 
 async def test_a_pool_is_deregistered_once_the_gpu_copies_nothing_from_it():

@@ -3,7 +3,8 @@
 - Who asks about claims that are not there, as strangers and defects do, is answered at a pace. So is who sends wrong
   proofs; a right one is answered all the same, or one worker's wrong tickets would hold up its neighbours' pulls.
 - A reader of an offer that grows is told what is new once for each time it asks: nobody is told faster than it reads,
-  and what came meanwhile is told together.
+  and what came meanwhile is told together, up to a bound on one answer: whoever asks by a few bytes gets no megabytes,
+  and those answers that it leaves unread take little memory.
 - Claims that break together are told together.
 """
 
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from kvd import limits
-from kvd.actors.leases import content as growth
 from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord
 from kvd.actors.leases.lease import Lease
 from kvd.actors.runtime.actor import Actor
@@ -113,6 +113,8 @@ class Answers:
 
     def follow(self, claim: ClaimRecord, seen: int) -> None:
         """The reader of a claim that is held knows `seen` parts, and asks for more."""
+        if seen < claim.told:  # an answer was lost, once in a while
+            self._unknown.charge(claim.peer, self._context.loop.time(), 1)
         claim.follows = seen
         self._tell_grown(claim)
 
@@ -125,14 +127,15 @@ class Answers:
         lease, seen = claim.lease, claim.follows
         if lease is None or seen is None or seen >= len(lease.content.parts):
             return
-        claim.follows, content = None, lease.content
+        told = lease.content.after(seen)
+        claim.follows, claim.told = None, max(claim.told, told.parts)
         grown = Grown(
             claim=claim.key.claim,
             seen=seen,
-            parts=len(content.parts),
-            tokens=content.tokens,
-            spans=content.since(seen),
-            closed=content.state is growth.State.CLOSED,
+            parts=told.parts,
+            tokens=told.tokens,
+            spans=told.spans,
+            closed=told.is_last,
             stamp=lease.stamp,
         )
         self._reply(claim.key.sender, grown)

@@ -126,6 +126,8 @@ class ClaimRecord:
     """Why it was broken."""
     follows: int | None = None
     """How many parts of the offer its consumer knows, if it waits to be told of more."""
+    told: int = 0
+    """How many parts of the offer it has been told of."""
 
     def is_of(self, generation: int) -> bool:
         """Whether it holds the lease of this generation, or held it to its fence."""

@@ -4,6 +4,7 @@ Each claim follows the table of `claim` and is kept by (sender, number), so that
 same answer both times.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvd import limits
@@ -47,6 +48,8 @@ class Claims(Component):
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
         self._held = 0
+        self._held_of: Counter[str] = Counter()
+        """By peer."""
         self._served = 0
         """Held claims whose reads the transport has a part in."""
         self._due: Deadlines[ClaimKey] = Deadlines(context.loop, Batch(actor, self._all_overdue).put, for_others=True)
@@ -138,22 +141,24 @@ class Claims(Component):
         """Adds a claim to a lease.
 
         Raises:
-            Unavailable: `OVERLOADED`, too many claims or consumers have a part in it; `OFFER_GONE`, it has ended.
+            Unavailable: `OVERLOADED`, too many claims or consumers have a part in it, or this peer holds too many;
+                `OFFER_GONE`, it has ended.
 
         """
         request = claim.request
         if len(lease.claims) >= limits.MAX_CLAIMS_PER_OFFER:
             text = f"{limits.MAX_CLAIMS_PER_OFFER} claims hold the offer {request.offer!r} already"
             raise refusal(ErrorCode.OVERLOADED, text)
-        if request.consumer not in lease.finished and len(lease.finished) >= 2 * limits.MAX_CONSUMERS:
-            text = f"{len(lease.finished)} consumers have a part in the offer {request.offer!r} already"
+        if self._held_of[claim.peer] >= limits.MAX_CLAIMS_PER_PEER:
+            text = f"{self._held_of[claim.peer]} claims of this daemon hold offers here, the bound; try again later"
             raise refusal(ErrorCode.OVERLOADED, text)
+        self._offers.consumers.check(lease, request.consumer)
         if not self._offers.claim(lease):
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         claim.state, claim.lease = machine.TABLE.step(claim.state, Event.GRANT).state, lease
         lease.claims[claim.key] = claim
         self._due.set(claim.key, self._context.loop.time() + request.ttl)
-        self._count(request, +1)
+        self._count(claim, +1)
 
     # --- it is held -------------------------------------------------------------------------------------------------
 
@@ -300,9 +305,9 @@ class Claims(Component):
         lease = claim.lease
         assert lease is not None  # noqa: S101 - it was held
         del lease.claims[claim.key]
-        self._count(claim.request, -1)
+        self._count(claim, -1)
         if finished:
-            lease.finish(claim.request)
+            self._offers.consumers.finish(lease, claim.request)
         if lease.is_read:
             self._offers.step(lease, lease_machine.Event.FINISHED, "read")
         elif not lease.claims:
@@ -314,10 +319,13 @@ class Claims(Component):
 
     # --- what is told -----------------------------------------------------------------------------------------------
 
-    def _count(self, request: Claim, change: int) -> None:
+    def _count(self, claim: ClaimRecord, change: int) -> None:
+        self._held_of[claim.peer] += change
+        if not self._held_of[claim.peer]:
+            del self._held_of[claim.peer]
         self._held += change
         self._context.metrics.claims_active.set(self._held)
-        if request.serve:
+        if claim.request.serve:
             self._served += change
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)

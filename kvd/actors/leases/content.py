@@ -9,14 +9,18 @@ The rules, which the table below makes precise:
   of the blocks, or that asks too early, is told that it has finished.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple
 
+from kvd import limits
 from kvd.actors.runtime.machine import Step, Table
+from kvd.actors.runtime.pools import check_complete
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
-from kvd.protocol.types import Spans, go_on, joined
+from kvd.protocol.types import Span, Spans, go_on, joined
 from kvd.protocol.worker import Extend
 
 
@@ -62,6 +66,22 @@ TABLE: Table[State, Event, Effect] = Table(
 )
 
 
+class Part(NamedTuple):
+    """Blocks that were named together, at most `limits.MAX_PART_BLOCKS`: so many tokens are complete with them."""
+
+    tokens: int
+    spans: Spans
+
+
+class Portion(NamedTuple):
+    """What a reader is told at once: these blocks are new, and `parts` parts are then known, of `tokens` tokens."""
+
+    parts: int
+    tokens: int
+    spans: Spans
+    is_last: bool
+
+
 @dataclass(slots=True, eq=False)
 class Content:
     """What one offer holds so far; follows `TABLE`."""
@@ -69,28 +89,48 @@ class Content:
     state: State = TABLE.initial
     tokens: int = 0
     """So many are complete, from the first of the sequence on."""
-    parts: list[Spans] = field(default_factory=list)
-    """The blocks of each extension, in order, the last of them those of the close; empty once the offer has ended."""
+    parts: list[Part] = field(default_factory=list)
+    """What each extension named, in order, the last of it with the close; empty once the offer has ended."""
     proof: bytes = field(default=b"", repr=False)
     """Over the whole; empty until it is closed."""
+    spans: int = 0
+    """How many its parts have, and how many of these are empty: about what they take in memory."""
     _stops: dict[int, int] = field(default_factory=dict)
     """The position behind the last block, by group."""
 
     @property
     def blocks(self) -> Spans:
         """All that it has."""
-        return joined(self.parts)
+        return joined(part.spans for part in self.parts)
 
-    def since(self, seen: int) -> Spans:
-        """The blocks of all parts but the first `seen`."""
-        return joined(self.parts[seen:])
+    def after(self, seen: int) -> Portion:
+        """What comes after the first `seen` parts: one part, and as many more as a small message takes."""
+        told: list[Spans] = []
+        tokens, left = 0, limits.MAX_PART_BLOCKS
+        for part in islice(self.parts, seen, None):
+            left -= _spans(part.spans) * limits.BLOCKS_PER_SPAN + _blocks(part.spans)
+            if told and left < 0:
+                break
+            told.append(part.spans)
+            tokens = part.tokens
+        parts = seen + len(told)
+        last = self.state is State.CLOSED and parts == len(self.parts)
+        return Portion(parts, tokens, joined(told), last)
 
     def add(self, tokens: int, spans: Spans) -> None:
-        """Takes one part more."""
-        self.tokens = tokens
-        self.parts.append(spans)
+        """Takes what is named together."""
         for span in spans:
             go_on(self._stops, span)
+        *some, rest = _cut(spans)
+        new = [*(Part(self.tokens, part) for part in some), Part(tokens, rest)]
+        self.parts += new
+        self.spans += sum(_spans(part.spans) for part in new)
+        self.tokens = tokens
+
+    def forget(self) -> None:
+        """Its offer has ended: nobody asks for its blocks any more."""
+        self.parts, self.spans = [], 0
+        self._stops.clear()
 
     def check(self, more: Extend, groups: Sequence[Group]) -> None:
         """Checks that an extension goes on where the one before it ended.
@@ -114,8 +154,30 @@ class Content:
                 text = f"blocks of group {span.group} ({window}) may be rewritten during the prefill; name them at the"
                 raise refusal(ErrorCode.BAD_BLOCKS, f"{text} close")
             go_on(stops, span)
-        for number, group in enumerate(groups):
-            held = stops.get(number, 0) * group.block_tokens
-            if not more.closes and isinstance(group.window, Full) and held < more.tokens:
-                text = f"{more.tokens} tokens are said to be complete, the blocks of group {number} hold {held}"
-                raise refusal(ErrorCode.BAD_BLOCKS, text)
+        if not more.closes:
+            check_complete(stops, more.tokens, groups)
+
+
+def _blocks(spans: Spans) -> int:
+    return sum(len(span.ids) for span in spans) // 4
+
+
+def _spans(spans: Spans) -> int:
+    """As many as these, at least one: an empty part is kept, too."""
+    return max(1, len(spans))
+
+
+def _cut(spans: Spans) -> Iterator[Spans]:
+    """The same blocks, at most `limits.MAX_PART_BLOCKS` at a time; at least one part."""
+    part: list[Span] = []
+    left = limits.MAX_PART_BLOCKS
+    for span in spans:
+        first, ids = span.first, span.ids
+        while len(ids) > 4 * left:
+            part.append(Span(span.group, first, ids[: 4 * left]))
+            first, ids = first + left, ids[4 * left :]
+            yield tuple(part)
+            part, left = [], limits.MAX_PART_BLOCKS
+        part.append(Span(span.group, first, ids) if first != span.first else span)
+        left -= len(ids) // 4
+    yield tuple(part)

@@ -138,13 +138,15 @@ class Lease:
     done: set[str] = field(default_factory=set)
     """Consumers all of whose readers have finished."""
 
-    def finish(self, claim: Claim) -> None:
-        """One reader has all it wanted."""
+    def finish(self, claim: Claim) -> bool:
+        """One reader has all it wanted. Whether it is the first of its consumer."""
+        first = claim.consumer not in self.finished
         if self.consumers:
             readers = self.finished.get(claim.consumer, 0) | 1 << claim.reader
             self.finished[claim.consumer] = readers
             if readers.bit_count() >= claim.readers:
                 self.done.add(claim.consumer)
+        return first and bool(self.consumers)
 
     @property
     def is_read(self) -> bool:

@@ -10,6 +10,7 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
+from kvd.actors.leases.consumers import Consumers
 from kvd.actors.leases.lease import Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
@@ -62,6 +63,7 @@ class Offers:
         self._parts: Counter[int] = Counter()
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
+        self.consumers = Consumers()
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
@@ -132,35 +134,34 @@ class Offers:
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {more.offer!r} has ended ({lease.reason})")
         lease.content.check(more, lease.pool.spec.groups)
         spans = tuple(span for span in more.spans if span.ids)
-        self._check_size(lease, spans)
+        blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
+        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise refusal(ErrorCode.TOO_LARGE, text)
         self._add(lease, growth.Event.CLOSE if more.closes else growth.Event.EXTEND, more.tokens, spans)
         lease.expires = self._context.loop.time() + lease.ttl
         self._due.set(lease.key, lease.expires)
         self.step(lease, Event.GROWN)
         return lease
 
-    def _check_size(self, lease: Lease, spans: Spans) -> None:
-        blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
-        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
-            text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
-            raise refusal(ErrorCode.TOO_LARGE, text)
-        if self._parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
-            text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
-            raise refusal(ErrorCode.OVERLOADED, f"{text}; extend by more at a time, or wait until some are released")
-
     def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans) -> None:
-        """Takes one more part, which has been checked.
+        """Takes what is named together, which has been checked.
 
         Raises:
-            Unavailable: see `BlocksInUse.offer`; nothing has changed.
+            Unavailable: `OVERLOADED`, this worker's offers have too many parts, or see `BlocksInUse.offer`; nothing has
+                changed.
 
         """
         pool, content = lease.pool, lease.content
+        if self._parts[pool.id] >= limits.MAX_PARTS_PER_WORKER:
+            text = f"{self._parts[pool.id]} parts of this worker's offers stand, the bound"
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; name more at a time, or wait until some are released")
         pool.blocks.offer(spans)
         step = growth.TABLE.step(content.state, event)
         content.state = step.state
+        before = content.spans
         content.add(tokens, spans)
-        self._parts[pool.id] += 1
+        self._parts[pool.id] += content.spans - before
         counted = lease.counted
         self._count_held(lease, None)
         more = pool.blocks.size_of(spans)
@@ -267,10 +268,12 @@ class Offers:
             self._check_quiet(lease.pool)
 
     def _give_back(self, lease: Lease) -> None:
-        parts, lease.content.parts = lease.content.parts, []
-        for spans in parts:
-            lease.pool.blocks.release(spans)
-        self._parts -= Counter({lease.pool.id: len(parts)})
+        content = lease.content
+        self._parts -= Counter({lease.pool.id: content.spans})
+        for part in content.parts:
+            lease.pool.blocks.release(part.spans)
+        content.forget()
+        self.consumers.forget(lease)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends the leases that stand: all of them, or those that nobody has claimed."""

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import CacheSpec
+from kvd.layout import CacheSpec, Full, Group
 from kvd.plan import check_ids
 from kvd.protocol.peer import Grant
 from kvd.protocol.ticket import TicketRank
@@ -48,6 +48,22 @@ def check_spans(spans: Sequence[Span], spec: CacheSpec) -> None:
             text = f"the block ids of group {span.group} are {len(span.ids)} bytes, which is no multiple of 4"
             raise refusal(ErrorCode.BAD_BLOCKS, text)
         check_ids(spec.groups[span.group], span.ids)
+
+
+def check_complete(stops: Mapping[int, int], tokens: int, groups: Sequence[Group]) -> None:
+    """Checks that `tokens` tokens can be complete: groups that attend to every token have blocks for them.
+
+    `stops` has the position behind the last block of each group.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, one has not.
+
+    """
+    for number, group in enumerate(groups):
+        held = stops.get(number, 0) * group.block_tokens
+        if isinstance(group.window, Full) and held < tokens:
+            text = f"{tokens} tokens are said to be complete, the blocks of group {number} hold {held}"
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
 
 
 class BlocksInUse:
@@ -141,7 +157,8 @@ class BlocksInUse:
         self._named -= _count(spans)
         for arena, ids in self._by_arena(spans):
             again = self._again[arena]
-            still = ids & again.keys()
+            # Not `ids & again.keys()`, which walks through what `again` once had: 2 ms for a million blocks.
+            still = {block for block in ids if block in again} if again else set()
             for block in still:
                 left = again.pop(block) - 1
                 if left:

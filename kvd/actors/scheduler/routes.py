@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvd import limits, plan
-from kvd.actors.runtime.pools import PeerPool, PeerView, Pool
+from kvd.actors.runtime.pools import PeerPool, PeerView, Pool, check_complete
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Full, Group
 from kvd.plan import Descriptors, Planner
@@ -98,11 +98,12 @@ class Told:
         """Once that is read."""
         return replace(self, read=self.tokens)
 
-    def more(self, grown: Grown) -> "Told":
-        """With what the producer tells now.
+    def more(self, grown: Grown, groups: Sequence[Group]) -> "Told":
+        """With what the producer tells now of a pool with these `groups`.
 
         Raises:
-            BadRequest: `BAD_BLOCKS`, it does not go on where it ended; `TOO_LARGE`, it is too much.
+            BadRequest: `BAD_BLOCKS`, it does not go on where it ended, says nothing new, or that more is complete than
+                the blocks hold, so that something would count as read that was not; `TOO_LARGE`, it is too much.
 
         """
         spans = joined([self.spans, grown.spans])
@@ -112,6 +113,10 @@ class Told:
             raise refusal(ErrorCode.TOO_LARGE, text)
         if grown.tokens < self.tokens:
             raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has gone back from {self.tokens} tokens to {grown.tokens}")
+        if grown.parts <= self.parts:
+            raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has grown from {self.parts} parts to {grown.parts}")
+        if not grown.closed:
+            check_complete({span.group: span.first + len(span.ids) // 4 for span in spans}, grown.tokens, groups)
         return Told(grown.tokens, spans, grown.closed, grown.parts, grown.stamp, self.read)
 
 

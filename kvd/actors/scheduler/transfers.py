@@ -239,7 +239,7 @@ class Transfers(Component):
         self._requests.answered(transfer)
         try:
             self._grow(transfer.pull, sum(len(span.ids) for span in grown.spans))
-            transfer.told = transfer.told.more(grown)
+            transfer.told = transfer.told.more(grown, transfer.source.pool.spec.groups)
             planned = self._plans.plan(transfer)
         except KvdError as error:
             self._fail(transfer, error)

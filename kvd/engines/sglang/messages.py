@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.limits import MAX_MESSAGE_BYTES
+from kvd.protocol.codec import Decoder
 
 Room: TypeAlias = Annotated[int, Meta(ge=0)]
 Nonce: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -52,7 +53,7 @@ class Abandoned(_Message, frozen=True, tag="abandoned"):
 
 Message: TypeAlias = Wanted | Offered | Refused | Abandoned
 
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: Decoder[Message] = Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -65,8 +66,7 @@ def decode(frame: bytes) -> Message:
     """The message in a frame.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        BadRequest: `TOO_LARGE` or `BAD_MESSAGE`, it is none.
 
     """
-    message: Message = _decoder.decode(frame)
-    return message
+    return _decoder.decode(frame)

@@ -61,6 +61,8 @@ class Producer:
         self._unexpected: dict[int, None] = {}
         """Rooms that the engine has not got, the oldest first."""
         self._offers: dict[str, tuple[int, _Room]] = {}
+        self._places: set[tuple[str, int]] = set()
+        """Where decode engines are that wanted what this engine had: others get no word, which takes a socket each."""
         self._records = Records()
         self._run = secrets.token_hex(4)
         self._names = 0
@@ -75,7 +77,7 @@ class Producer:
         if room.failure:
             self._engine.failed(number, room.failure)
         elif room.target is not None:
-            self._engine.ready(number, room.target.prefix)
+            self._ready(number, room.target)
 
     def send(self, number: int, pages: list[int], *, tokens: int, first: int, aux_index: int) -> None:
         """The prompt of `tokens` tokens is computed: `pages` are those from position `first` on."""
@@ -139,11 +141,15 @@ class Producer:
             return
         room.target = message
         if room.expected:
-            self._engine.ready(number, message.prefix)
+            self._ready(number, message)
             return
         self._unexpected[number] = None
         if len(self._unexpected) > MAX_UNEXPECTED_ROOMS:
             self.forget(next(iter(self._unexpected)))
+
+    def _ready(self, number: int, target: Wanted) -> None:
+        self._places.add((target.host, target.port))
+        self._engine.ready(number, target.prefix)
 
     def _offer(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int) -> None:
         assert room.target is not None  # noqa: S101 - `send` has looked
@@ -188,6 +194,6 @@ class Producer:
             self._engine.failed(number, reason)
 
     def _refuse(self, room: _Room, reason: str) -> None:
-        if room.target is not None:
-            message = Refused(room.target.room, room.target.nonce, reason)
-            self._engine.tell(room.target.host, room.target.port, message)
+        target = room.target
+        if target is not None and (target.host, target.port) in self._places:
+            self._engine.tell(target.host, target.port, Refused(target.room, target.nonce, reason))

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 import torch
 import zmq
 import zmq.asyncio
@@ -21,6 +20,7 @@ from kvd.client.events import Event
 from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.settings import Settings
+from kvd.errors import BadRequest
 from kvd.layout import CacheSpec
 
 logger = logging.getLogger(__name__)
@@ -90,12 +90,15 @@ class Transfers:
 
     async def _messages(self, half: Half, control: zmq.Socket[bytes]) -> None:
         socket = zmq.asyncio.Socket.from_socket(control)
+        unreadable = 0
         while True:
             frames = await socket.recv_multipart()
             try:
                 message = messages.decode(frames[0])
-            except msgspec.DecodeError as error:
-                logger.warning("a message of another engine cannot be read: %s", error)
+            except BadRequest as error:
+                unreadable += 1
+                if unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever reaches the port can send any
+                    logger.warning("%d messages to this engine could not be read, the last: %s", unreadable, error.text)
                 continue
             half.told(message)
 

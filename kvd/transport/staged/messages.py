@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvd import limits
+from kvd.errors import BadRequest
+from kvd.protocol.codec import Decoder
 
 LINE_BYTES: Final = 16
 """A line of the board: a tag, or zeros."""
@@ -23,7 +25,7 @@ LINE_BYTES: Final = 16
 BOARD_BYTES: Final = 4096
 """Before the windows."""
 
-MAX_WINDOWS: Final = BOARD_BYTES // LINE_BYTES
+MAX_LINES: Final = BOARD_BYTES // LINE_BYTES
 
 _Secret = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Number = Annotated[int, Meta(ge=1)]
@@ -57,10 +59,13 @@ class StagedPool(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Staging(Struct, frozen=True, gc=False, array_like=True):
-    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon."""
+    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon.
+
+    The board has `lines` lines: one for each window, and behind them those of requests that were refused.
+    """
 
     base: _Address
-    windows: Annotated[int, Meta(ge=1, le=MAX_WINDOWS)]
+    lines: Annotated[int, Meta(ge=1, le=MAX_LINES)]
     pools: Annotated[dict[_Address, StagedPool], Meta(max_length=limits.MAX_POOLS)]
 
 
@@ -83,15 +88,15 @@ class State(IntEnum):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_messages: msgspec.msgpack.Decoder[Wanted | Finished] = msgspec.msgpack.Decoder(Wanted | Finished)
-_metadata = msgspec.msgpack.Decoder(Metadata)
+_messages = Decoder[Wanted | Finished](Wanted | Finished)
+_metadata = Decoder[Metadata](Metadata)
 
 
 def message(content: bytes) -> Wanted | Finished | None:
     """What an agent sent; None if it is no message."""
     try:
         return _messages.decode(content)
-    except (msgspec.MsgspecError, RecursionError):
+    except BadRequest:
         return None
 
 
@@ -99,7 +104,7 @@ def metadata(content: bytes) -> Metadata | None:
     """What a peer sent, taken apart; None if it is none."""
     try:
         return _metadata.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except BadRequest:
         return None
 
 

@@ -277,7 +277,7 @@ class StagedReads:
         row = self._arena.rows.pop()
         peer.looking = True
         peer.looks += 1
-        lines = peer.staging.windows
+        lines = peer.staging.lines
         rows = 0, self._arena.row_offset(row), lines * LINE_BYTES
         board = Descriptors(*(np.array([number], np.uint64) for number in rows))
         asked = ReadRequest(-next(self._numbers), peer.agent, self._arena.base, peer.staging.base, board)
@@ -287,8 +287,8 @@ class StagedReads:
         peer.looking = False
         self._look(peer)
 
-    def _seen(self, peer: StagedPeer, row: int, windows: int, event: Landed | ReadFailed) -> None:
-        lines = self._arena.lines(row, windows) if isinstance(event, Landed) else []
+    def _seen(self, peer: StagedPeer, row: int, count: int, event: Landed | ReadFailed) -> None:
+        lines = self._arena.lines(row, count) if isinstance(event, Landed) else []
         self._arena.rows.append(row)
         where = {line: window for window, line in enumerate(lines)}
         for part in [part for part in peer.waiting if part.looks < peer.looks]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from msgspec import Struct
 
 from kvd import limits
 from kvd.transport.interface import Region
+from kvd.transport.slices import U64
 from kvd.transport.staged.arena import Arena, Copy, packed, window_offset
 from kvd.transport.staged.messages import Finished, StagedPool, Staging, State, Wanted, tag
 from kvd.transport.staged.windows import Use, Windows, pieces
@@ -37,9 +39,13 @@ class Server:
         self._copy = copy
         self._loop = loop
         self._windows = Windows(arena.windows)
+        self._lines = arena.windows + limits.STAGED_REFUSALS
+        self._refusals = itertools.cycle(range(arena.windows, self._lines))
+        """The lines of what is refused, the one that was written longest ago first."""
         self._pools: dict[int, _Pool] = {}
         self._by_token: dict[bytes, _Pool] = {}
         self._alarm: Any = None
+        self._alarm_at = 0.0
         self._dropped = False
 
     def register(self, pool: int, region: Region) -> None:
@@ -61,16 +67,18 @@ class Server:
         """What peers need for these pools, or for all."""
         chosen = [pool for number, pool in self._pools.items() if pools is None or number in pools]
         known = {pool.region.base: StagedPool(pool.token, pool.region.size) for pool in chosen}
-        return Staging(self._arena.base, self._arena.windows, known)
+        return Staging(self._arena.base, self._lines, known)
 
     def hear(self, agent: str, message: Wanted | Finished) -> None:
         """A peer wants a slice, or has read one."""
         if isinstance(message, Wanted):
-            if not self._windows.ask(agent, message) and not self._dropped:
+            if self._find(message) is None:  # a window for it would be one less for those that may read
+                self._arena.write_line(next(self._refusals), _tag(message, State.REFUSED))
+            elif not self._windows.ask(agent, message) and not self._dropped:
                 self._dropped = True
                 _log.warning("requests for staged slices are dropped", agent=agent, waiting=self._windows.waiting)
         else:
-            window = self._windows.finish(agent, message)
+            window = self._windows.finish(message)
             if window is not None:
                 self._arena.write_line(window, b"")
         self._serve()
@@ -78,10 +86,13 @@ class Server:
     def _serve(self) -> None:
         while (use := self._windows.next()) is not None:
             self._begin(use)
-        oldest = self._windows.oldest()
-        if self._windows.waiting and oldest is not None and self._alarm is None:
-            left = oldest + limits.WINDOW_SECONDS - self._loop.time()
-            self._alarm = self._loop.call_later(max(0.0, left), self._take_back)
+        late = self._windows.next_late()
+        if late is None or (self._alarm is not None and self._alarm_at <= late):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = late
+        self._alarm = self._loop.call_later(max(0.0, late - self._loop.time()), self._take_back)
 
     def _take_back(self) -> None:
         self._alarm = None
@@ -90,13 +101,18 @@ class Server:
                 self._arena.write_line(window, b"")
             self._serve()
 
+    def _find(self, asked: Wanted) -> tuple[_Pool, tuple[U64, U64]] | None:
+        """The pool, offsets and lengths that a request names; None if it names none that is read here."""
+        pool = self._by_token.get(asked.token)
+        wanted = pieces(asked, pool.region.size) if pool else None
+        return None if pool is None or wanted is None else (pool, wanted)
+
     def _begin(self, use: Use) -> None:
-        pool = self._by_token.get(use.asked.token)
-        wanted = pieces(use.asked, pool.region.size) if pool else None
-        if pool is None or wanted is None:
+        found = self._find(use.asked)
+        if found is None:  # it was there when it was asked for
             self._end(use, State.REFUSED)
             return
-        offsets, lengths = wanted
+        pool, (offsets, lengths) = found
         targets = packed(self._arena.base + window_offset(use.window), lengths)
         pool.copies += 1
         self._copy(targets, offsets + np.uint64(pool.region.base), lengths, partial(self._copied, use, pool))
@@ -112,9 +128,13 @@ class Server:
     def _end(self, use: Use, state: State) -> None:
         """The line says so, once all bytes are there."""
         if self._windows.copied(use, self._loop.time()):
-            self._arena.write_line(use.window, tag(use.asked.secret, use.asked.number, state))
+            self._arena.write_line(use.window, _tag(use.asked, state))
 
     def _end_unused(self, pool: _Pool) -> None:
         if pool.ended is not None and not pool.copies:
             ended, pool.ended = pool.ended, None
             ended()
+
+
+def _tag(asked: Wanted, state: State) -> bytes:
+    return tag(asked.secret, asked.number, state)

@@ -1,12 +1,17 @@
 """Who has which window of a daemon's staging memory, and who is next. Pure: no clock and no I/O.
 
-The next window goes to the agent that has the fewest, and among those to the one that waits longest, so that no reader
-keeps others waiting. A window that its reader does not give back, because it was killed, is taken back after
-`limits.WINDOW_SECONDS` if others wait: its reader finds another tag on the board, and asks again.
+The next window goes to a reader of the pool whose readers have the fewest, of those to the agent with the fewest, and
+among these to the one that waits longest. Pools come first, because agents say themselves who they are: who may read
+one pool could otherwise be as many as it takes to keep the readers of all others waiting.
+
+A window that its reader does not give back, because it was killed, is taken back after `limits.WINDOW_SECONDS` if
+others wait, and after `limits.WINDOW_SHARE_SECONDS` if a pool waits whose readers have fewer: its reader finds another
+tag on the board, and asks again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +22,9 @@ from kvd.transport.staged.messages import Finished, Wanted
 
 Key = tuple[bytes, int]
 """A request: the reader's secret, and the number."""
+
+_Name = tuple[bytes, str]
+"""A reader: the pool's token, and the agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +53,12 @@ class Windows:
     def __init__(self, count: int) -> None:
         self._free = list(reversed(range(count)))
         self._uses: dict[Key, Use] = {}
-        self._readers: dict[str, _Reader] = {}
-        self._waiting = 0
+        self._readers: dict[_Name, _Reader] = {}
+        self._queued: dict[Key, _Name] = {}
+        """Who waits with each request that has no window."""
+        # By the pool's token.
+        self._waiting: Counter[bytes] = Counter()
+        self._taken: Counter[bytes] = Counter()
 
     @property
     def in_use(self) -> int:
@@ -56,33 +68,41 @@ class Windows:
     @property
     def waiting(self) -> int:
         """How many requests wait for one."""
-        return self._waiting
+        return len(self._queued)
 
     def ask(self, agent: str, asked: Wanted) -> bool:
-        """Queues a request; False if the agent, or all agents together, have too many, or this one already."""
-        key = (asked.secret, asked.number)
-        reader = self._readers.setdefault(agent, _Reader())
-        full = len(reader.waiting) >= limits.MAX_STAGED_SLICES or self._waiting >= limits.MAX_STAGED_REQUESTS
-        if full or key in self._uses or key in reader.waiting:
-            self._forget_idle(agent)
+        """Queues a request; False if the agent, its pool's readers or all together have too many, or this one already.
+
+        One pool's readers leave half of the places to others.
+        """
+        key, name, most = (asked.secret, asked.number), (asked.token, agent), limits.MAX_STAGED_REQUESTS
+        if key in self._uses or key in self._queued:
             return False
+        reader = self._readers.get(name) or _Reader()
+        full = len(self._queued) >= most or self._waiting[asked.token] >= most // 2
+        if full or len(reader.waiting) >= limits.MAX_STAGED_SLICES:
+            return False
+        self._readers[name] = reader
         reader.waiting[key] = asked
-        self._waiting += 1
+        self._queued[key] = name
+        self._waiting[asked.token] += 1
         return True
 
     def next(self) -> Use | None:
         """Gives a free window to whose turn it is; its use is `copying`."""
-        if not self._free or not self._waiting:
+        if not self._free or not self._queued:
             return None
-        waiting = [(reader.windows, agent) for agent, reader in self._readers.items() if reader.waiting]
-        _, agent = min(waiting, key=lambda entry: entry[0])  # the first of these has waited longest
-        reader = self._readers.pop(agent)
-        self._readers[agent] = reader
+        waiting = [
+            (self._taken[name[0]], reader.windows, name) for name, reader in self._readers.items() if reader.waiting
+        ]
+        _, _, name = min(waiting, key=lambda entry: entry[:2])  # the first of these has waited longest
+        reader = self._readers.pop(name)
+        self._readers[name] = reader
         key = next(iter(reader.waiting))
-        asked = reader.waiting.pop(key)
-        self._waiting -= 1
+        asked = self._unqueue(key)
         reader.windows += 1
-        use = self._uses[key] = Use(agent, asked, self._free.pop())
+        self._taken[asked.token] += 1
+        use = self._uses[key] = Use(name[1], asked, self._free.pop())
         return use
 
     def copied(self, use: Use, now: float) -> bool:
@@ -92,15 +112,15 @@ class Windows:
             self._release(use)
         return not use.ended
 
-    def finish(self, agent: str, ended: Finished) -> int | None:
+    def finish(self, ended: Finished) -> int | None:
         """The request has ended. Its window if that is free now, to be wiped."""
         key = (ended.secret, ended.number)
         use = self._uses.get(key)
         if use is None:
-            reader = self._readers.get(agent)
-            if reader is not None and reader.waiting.pop(key, None) is not None:
-                self._waiting -= 1
-                self._forget_idle(agent)
+            if key in self._queued:
+                name = self._queued[key]
+                self._unqueue(key)
+                self._forget_idle(name)
             return None
         use.ended = True
         if use.copying:
@@ -110,25 +130,42 @@ class Windows:
 
     def take_back(self, now: float) -> list[int]:
         """Frees the windows that readers have had for too long, to be wiped."""
-        late = [use for use in self._uses.values() if not use.copying and use.since + limits.WINDOW_SECONDS <= now]
-        for use in late:
-            self._release(use)
-        return [use.window for use in late]
+        freed = []
+        for use in list(self._uses.values()):  # what is freed gives others a larger share
+            if not use.copying and self._until(use) <= now:
+                self._release(use)
+                freed.append(use.window)
+        return freed
 
-    def oldest(self) -> float | None:
-        """Since when the reader that has had its window longest has it."""
-        return min((use.since for use in self._uses.values() if not use.copying), default=None)
+    def next_late(self) -> float | None:
+        """When a window is to be taken back next; None if none is, as nobody waits or has one."""
+        if not self._queued:
+            return None
+        return min((self._until(use) for use in self._uses.values() if not use.copying), default=None)
+
+    def _until(self, use: Use) -> float:
+        """How long the reader of a window may have it."""
+        own = self._taken[use.asked.token]
+        shared = any(self._taken[token] + 1 < own for token in self._waiting)
+        return use.since + (limits.WINDOW_SHARE_SECONDS if shared else limits.WINDOW_SECONDS)
+
+    def _unqueue(self, key: Key) -> Wanted:
+        asked = self._readers[self._queued.pop(key)].waiting.pop(key)
+        self._waiting -= Counter([asked.token])
+        return asked
 
     def _release(self, use: Use) -> None:
         del self._uses[use.asked.secret, use.asked.number]
         self._free.append(use.window)
-        self._readers[use.agent].windows -= 1
-        self._forget_idle(use.agent)
+        name = (use.asked.token, use.agent)
+        self._readers[name].windows -= 1
+        self._taken -= Counter([use.asked.token])
+        self._forget_idle(name)
 
-    def _forget_idle(self, agent: str) -> None:
-        reader = self._readers[agent]
+    def _forget_idle(self, name: _Name) -> None:
+        reader = self._readers[name]
         if not reader.waiting and not reader.windows:
-            del self._readers[agent]
+            del self._readers[name]
 
 
 def pieces(asked: Wanted, size: int) -> tuple[U64, U64] | None:

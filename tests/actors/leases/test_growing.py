@@ -3,8 +3,10 @@
 import re
 
 import pytest
+from kvd.protocol.spans import joined
 
 from kvd import limits
+from kvd.actors.runtime.pace import RateLimit
 from kvd.actors.runtime.pools import Hold
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
@@ -97,6 +99,57 @@ def test_a_lost_answer_is_given_again(stage):
     stage.asked_by_peer(claim())
     extend(stage, 2, blocks(0, 0))
     assert stage.asked_by_peer(Follow(1, 0)) == stage.asked_by_peer(Follow(1, 0))
+
+
+def test_much_is_told_in_several_answers_of_which_only_the_last_is_closed(stage, monkeypatch):
+    """Or thirty bytes of a peer would bring megabytes, thousands of which lie unread."""
+    monkeypatch.setattr(limits, "MAX_PART_BLOCKS", 32)
+    monkeypatch.setattr(limits, "BLOCKS_PER_SPAN", 14)
+    opened(stage)
+    stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    extend(stage, 4, blocks(1, 1))
+    extend(stage, 6, blocks(2, 2))
+    extend(stage, 8, blocks(3, 3), closes=True)
+    told = [stage.asked_by_peer(Follow(1, seen))[0] for seen in (0, 2)]
+    assert told == [
+        Grown(1, 0, 2, 4, blocks(0, 0, 1), closed=False, stamp=told[0].stamp),
+        Grown(1, 2, 4, 8, blocks(2, 2, 3), closed=True, stamp=told[0].stamp),
+    ]
+    assert stage.asked_by_peer(Follow(1, 4)) == []
+
+
+def test_what_is_named_at_once_is_told_in_parts_that_are_complete_with_the_last_of_them(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PART_BLOCKS", 3)
+    monkeypatch.setattr(limits, "BLOCKS_PER_SPAN", 0)
+    opened(stage)
+    [grant] = stage.asked_by_peer(claim())
+    extend(stage, 2, blocks(0, 0))
+    extend(stage, 15, blocks(1, 1, 2, 3, 4, 5, 6, 7), closes=True)
+    told, seen = [], 0
+    while not told or not told[-1].closed:
+        told += stage.asked_by_peer(Follow(1, seen))
+        seen = told[-1].parts
+    assert [(each.tokens, len(each.spans[0].ids) // 4) for each in told] == [(2, 1), (2, 3), (2, 3), (15, 1)]
+    assert joined([each.spans for each in told]) == blocks(0, *range(8))
+    fence = Fence(1, grant.generation, proof=whole(15, *blocks(0, *range(8))))
+    assert stage.asked_by_peer(fence) == [Held(1)]
+
+
+def test_who_asks_again_and_again_for_what_it_was_told_is_soon_not_heard(monkeypatch):
+    monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(1, 3))
+    stage = Stage()
+    stage.attach()
+    opened(stage)
+    extend(stage, 2, blocks(0, 0))
+    extend(stage, 4, blocks(1, 1))
+    for sender in (b"greedy#1", b"other#1"):
+        stage.asked_by_peer(claim(), sender)
+    assert [len(stage.asked_by_peer(Follow(1, 0), b"greedy#1")) for _ in range(6)] == [1, 1, 1, 1, 0, 0]
+    assert len(stage.asked_by_peer(Follow(1, 0), b"other#1")) == 1
+    assert stage.asked_by_peer(Follow(1, 2), b"other#1") == []
+    stage.run(1.1)
+    assert len(stage.asked_by_peer(Follow(1, 0), b"greedy#1")) == 1
 
 
 def test_the_close_is_told_with_the_word_that_has_the_stamp_over_the_whole(stage):
@@ -200,6 +253,20 @@ def test_blocks_stand_in_the_offer_from_the_moment_they_are_named_until_it_ends(
     assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 0
     assert stage.pull("later", (0, 5)) == []
     assert not stage.actors.leases._offers._parts
+
+
+def test_each_span_that_is_named_counts_until_its_offer_has_ended(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PARTS_PER_WORKER", 4)
+    stage = Stage()
+    stage.attach(raw=HYBRID.raw)
+    opened(stage)
+    extend(stage, 0, ())
+    extend(stage, 2, blocks(0, 0))
+    extend(stage, 4, (*blocks(1, 1), *blocks(0, 3, 4, group=1)), closes=True)
+    [refusal] = stage.offer("other", (5,))
+    assert (refusal.code, "4 parts of this worker's offers stand" in refusal.text) == (ErrorCode.OVERLOADED, True)
+    stage.request(Cancel(3, "o"))
+    assert isinstance(stage.offer("other", (5,))[0], Offered)
 
 
 def test_the_time_of_an_offer_begins_anew_with_each_extension(stage):

@@ -708,7 +708,35 @@ def test_readers_of_made_up_consumers_take_few_bytes_of_an_offer(stage):
     assert released(stage) == []
 
 
+def test_consumers_of_all_offers_of_a_worker_leave_no_more_behind_than_their_bound(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CONSUMERS_PER_WORKER", 3)
+    for name in ("o", "p"):
+        stage.offer(name, consumers=8)
+    answers = []
+    for number in range(1, 6):
+        answers += stage.asked_by_peer(claim(number, offer="op"[number % 2], consumer=f"c{number}", readers=2))
+        stage.asked_by_peer(Release(number, finished=True))
+    assert [getattr(answer, "code", "granted") for answer in answers] == ["granted"] * 3 + ["overloaded"] * 2
+    assert "3 in all offers of its worker" in answers[-1].text
+    assert isinstance(stage.asked_by_peer(claim(6, offer="p", consumer="c1", reader=1, readers=2))[0], Grant)
+    stage.request(Cancel(9, "p"))
+    assert isinstance(stage.asked_by_peer(claim(7, consumer="c7"))[0], Grant)
+
+
 # --- one peer cannot have it all
+
+
+def test_a_peer_holds_so_many_claims_and_no_more_and_others_hold_theirs(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_PER_PEER", 2)
+    for name in ("o", "p"):
+        stage.offer(name, consumers=8)
+    answers = []
+    for number in range(1, 4):
+        answers += stage.asked_by_peer(claim(number, offer="op"[number % 2], consumer=f"c{number}"), b"greedy#1")
+    assert [getattr(answer, "code", "granted") for answer in answers] == ["granted"] * 2 + ["overloaded"]
+    assert isinstance(stage.asked_by_peer(claim(1, consumer="d"), b"modest#1")[0], Grant)
+    stage.asked_by_peer(Release(1, finished=False), b"greedy#1")
+    assert isinstance(stage.asked_by_peer(claim(4, consumer="c4"), b"greedy#2")[0], Grant)
 
 
 def test_a_peer_has_its_share_of_the_claims_that_wait_whatever_run_or_connection_it_asks_by(stage, monkeypatch):

@@ -138,6 +138,24 @@ def test_what_does_not_go_on_where_it_ended_fails_the_pull(stage, closed):
     assert stage.asks(Release)
 
 
+LIES = {
+    "no blocks": (4, (), 1),
+    "too few": (5, (0, 3), 1),
+    "nothing new": (0, (), 0),
+}
+
+
+@pytest.mark.parametrize(("tokens", "told", "parts"), LIES.values(), ids=LIES)
+def test_no_byte_counts_as_read_of_which_no_block_is_known(stage, tokens, told, parts):
+    """Or a pull would be done with what its blocks held before: another conversation's, as a rule."""
+    follow(stage)
+    grown(stage, 0, tokens, 0, *told, parts=parts)
+    grown(stage, 1, 6, 0, 0, 3, 1, closed=True)
+    failed = outcome(stage)
+    assert (type(failed), failed.code) == (Failed, ErrorCode.BAD_BLOCKS)
+    assert stage.reads == []
+
+
 def test_an_offer_that_is_closed_before_all_that_is_wanted_fails_the_pull(stage):
     follow(stage)
     grown(stage, 0, 4, 0, 0, 3, closed=True)

@@ -209,6 +209,26 @@ def test_requests_that_the_engine_has_take_no_places_of_those_that_are_yet_to_co
     assert side.engine.heard[-1] == ("ready", 20, 0)
 
 
+def test_nothing_is_told_to_places_that_never_wanted_what_this_engine_had(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reaches its port could have it open a socket for each; an honest engine's dropped requests are refused."""
+    monkeypatch.setattr(module, "MAX_UNEXPECTED_ROOMS", 2)
+    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append((host, message)))
+    for number in range(9):
+        side.producer.told(Wanted(number, NONCE, 0, "made-up", 1 + number))
+    side.producer.told(Wanted(9, NONCE, 0, "made-up", 5))
+    side.producer.told(Abandoned(9, NONCE, "for a socket"))
+    assert side.engine.told == []
+    side.producer.told(WANTED)
+    side.producer.expect(ROOM)
+    for number in range(10, 15):
+        side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+    refused = [(host, message.room) for host, message in side.engine.told if isinstance(message, Refused)]
+    assert refused[0] == ("decode", 10)
+    assert len(refused) == len(side.engine.told)
+
+
 def test_a_record_serves_one_request_at_a_time_and_others_wait(side: Side) -> None:
     total = 1024
     for number in range(total + 1):
