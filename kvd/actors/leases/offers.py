@@ -90,7 +90,7 @@ class Offers:
             expires=self._context.loop.time() + offer.ttl,
         )
         if not offer.grows:
-            self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans)
+            self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans, lease.proof)
         self._last_generation += 1
         self._leases[key] = lease
         self._count_held(lease, Hold.OFFERED)
@@ -147,8 +147,8 @@ class Offers:
             text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; extend by more at a time, or wait until some are released")
 
-    def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans) -> None:
-        """Takes one more part, which has been checked.
+    def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans, proof: bytes = b"") -> None:
+        """Takes one more part, which has been checked. `proof` is that of the whole offer, if it is known.
 
         Raises:
             Unavailable: see `BlocksInUse.offer`; nothing has changed.
@@ -167,7 +167,7 @@ class Offers:
         self._count_held(lease, counted)
         if growth.Effect.PROVE in step.effects:
             worker, offer = lease.key
-            content.proof = ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
+            content.proof = proof or ticket.proof(lease.secret, worker, offer, tokens, content.blocks)
             lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
             lease.secret = b""
 
