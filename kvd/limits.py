@@ -66,6 +66,10 @@ layers with a view each."""
 MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
 """Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
+MAX_BLOCKS: Final = 1 << 27
+"""Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each that was ever named,
+512 MiB at most."""
+
 MAX_GROUPS: Final = 256
 """KV-cache groups of one worker; vLLM's largest hybrids have below ten."""
 
@@ -91,11 +95,16 @@ loop works out who reads from whom once for each peer, in a few microseconds eac
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one transfer: 400 MB of arrays. Layouts that need more do not suit each other."""
 
-MAX_PLANNED_AT_ONCE: Final = 1 << 15
-"""Descriptors of a plan that the event loop makes, in up to 3 ms; the largest plan takes a second on a thread."""
+MAX_PLANNED_AT_ONCE: Final = 1 << 14
+"""Descriptors of a plan that the event loop makes, in up to 2 ms."""
+
+PLANNED_PART: Final = 1 << 16
+"""Descriptors of a plan that a thread makes at once, in some 5 ms: the first of them are read then, while the next ones
+are planned. Between two such reads the threads that copy wait for the loop, 0.2 ms."""
 
 MAX_PLANS: Final = 2
-"""Plans that threads make at a time, each another worker's: one takes a core, and up to three times its arrays."""
+"""Such parts that threads plan at a time, each of another worker's reads: one takes a core, and up to three times its
+arrays."""
 
 MAX_PLANNED: Final = MAX_DESCRIPTORS
 """Descriptors that are planned of one user's reads at which its further reads wait to be planned until some have ended:

@@ -14,6 +14,7 @@ from kvd.layout.shard import Shard
 from kvd.layout.view import Axis, Dim, View
 from kvd.layout.window import Chunked, Sliding, State, Window
 from kvd.limits import (
+    MAX_BLOCKS,
     MAX_GROUPS,
     MAX_IDENTITY_BYTES,
     MAX_IDENTITY_FIELDS,
@@ -87,6 +88,14 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_spec(self)
 
+    @property
+    def arenas(self) -> dict[int, int]:
+        """How many blocks each arena has, by its number: those of the group that has most."""
+        found: dict[int, int] = {}
+        for group in self.groups:
+            found[group.arena] = max(group.num_blocks, found.get(group.arena, 0))
+        return found
+
     def encode(self) -> bytes:
         """The spec as msgpack."""
         return msgspec.msgpack.encode(self)
@@ -134,6 +143,7 @@ def _check_spec(spec: CacheSpec) -> None:
         _check_group(f"groups[{index}]", group, spec)
     coordinates = sum(view.size(dim) for view in views for dim in _ENUMERATED)
     _bounded("heads, tokens, taps and channels over all views", coordinates, 0, MAX_SPEC_COORDINATES + 1)
+    _bounded("blocks over all arenas", sum(spec.arenas.values()), 0, MAX_BLOCKS + 1)
     _check_arenas(spec)
 
 

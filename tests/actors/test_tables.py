@@ -95,6 +95,8 @@ IMPOSSIBLE = {
         *((state, T.Event.GREW) for state in T.State if state is not T.State.FOLLOWING),
         # A plan is waited for once, by a claim that is granted or an offer that has grown.
         *((state, T.Event.UNPLANNED) for state in T.State if state not in (T.State.CLAIMING, T.State.FOLLOWING)),
+        # Whoever reads no more wants no next part.
+        *((state, T.Event.NEXT) for state in T.State if state is not T.State.READING),
         *((state, T.Event.PLANNED) for state in T.State if state is not T.State.PLANNING),
         # The transport speaks only of a read that is open.
         *(
@@ -222,7 +224,7 @@ def test_an_offer_gets_its_proof_once_when_it_is_closed_and_takes_nothing_afterw
 
 def test_a_read_is_closed_only_on_the_transports_word():
     """Promise 3, read off the table: nothing but the transport's events ends a read that is open."""
-    whole = (T.Event.LANDED, T.Event.PART, T.Event.STAMPED)
+    whole = (T.Event.LANDED, T.Event.PART, T.Event.NEXT, T.Event.STAMPED)
     for (state, event), step in transfer.TABLE.steps.items():
         if state in T.OPEN and step.state not in T.OPEN:
             assert event in (*whole, T.Event.UNPROVEN, T.Event.BROKE, T.Event.LEFT)

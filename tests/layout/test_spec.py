@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Axis, CacheSpec, Chunked, Full, Group, Shard, Sliding, State, View, strided
-from kvd.limits import MAX_SPEC_BYTES, MAX_SPEC_COORDINATES, MAX_SPEC_LAYERS
+from kvd.limits import MAX_BLOCKS, MAX_SPEC_BYTES, MAX_SPEC_COORDINATES, MAX_SPEC_LAYERS
 
 SIZES = {"layer": 2, "kv": 2, "block": 4, "head": 2, "token": 8, "byte": 16}
 AXES = strided("layer kv block head token byte", SIZES)
@@ -85,6 +85,10 @@ REFUSED = {
     "a pool beyond any address": (lambda: make(pool_bytes=1 << 63), "pool_bytes"),
     "no groups": (lambda: make(groups=()), "groups = 0"),
     "no blocks": (lambda: make(groups=(replace(GROUP, num_blocks=0),)), "num_blocks = 0"),
+    "more blocks than a daemon keeps": (
+        lambda: make(groups=(GROUP, *(without_views(MAX_BLOCKS // 2, arena) for arena in (1, 2)))),
+        f"blocks over all arenas = {MAX_BLOCKS + 4}: must be",
+    ),
     "blocks without tokens": (lambda: make(groups=(replace(GROUP, block_tokens=0),)), "block_tokens = 0"),
     "a window of nothing": (lambda: make(groups=(replace(GROUP, window=Sliding(0)),)), "window.window = 0"),
     "a chunk of nothing": (lambda: make(groups=(replace(GROUP, window=Chunked(0)),)), "window.chunk = 0"),
@@ -108,6 +112,10 @@ REFUSED = {
     ),
     "ids of one arena that mean different bytes": (lambda: make(groups=(GROUP, shifted())), "straddle"),
 }
+
+
+def without_views(blocks: int, arena: int) -> Group:
+    return Group(window=Full(), block_tokens=8, num_blocks=blocks, views=(), arena=arena)
 
 
 def shifted() -> Group:

@@ -1,13 +1,10 @@
 """Planning must not loop over blocks, and must meet figures (`python -m benchmarks.plan` prints them)."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from benchmarks.plan import PlanTiming, bench_plan, print_timings, scattered_request
 from kvd.layout.presets import LAYOUTS
+from tests.support.steps import steps
 
 BLOCKS = 6250
 
@@ -15,26 +12,6 @@ BLOCKS = 6250
 @pytest.fixture(scope="module")
 def timings() -> list[PlanTiming]:
     return bench_plan(lambda descriptors, pool_bytes: None)
-
-
-def steps(call: Callable[[], object]) -> int:
-    """How many lines of Python run and functions are called, C's included: the same on any machine, however busy."""
-    counted = 0
-
-    def count(*_: Any) -> Any:
-        nonlocal counted
-        counted += 1
-        return count
-
-    before = sys.gettrace(), sys.getprofile()
-    sys.settrace(count)
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.settrace(before[0])
-        sys.setprofile(before[1])
-    return counted
 
 
 @pytest.mark.parametrize("layout", ["cross-layer-hnd", "flash-hnd", "flashinfer-nhd"])

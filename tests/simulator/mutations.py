@@ -33,6 +33,7 @@ from kvd.actors.runtime import pools as runtime_pools
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
 from kvd.actors.runtime.pools import BlocksInUse
+from kvd.actors.runtime.uses import Uses
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import transfer as transfer_machine
@@ -266,14 +267,7 @@ def pulls_write_to_what_is_offered(monkeypatch):
 
 @mutation(Promise.FENCED)
 def what_pulls_write_to_is_offered(monkeypatch):
-    original = BlocksInUse.offer
-
-    def offer(self, spans):
-        written, self._written = self._written, {arena: set() for arena in self._written}
-        original(self, spans)
-        self._written = written
-
-    monkeypatch.setattr(BlocksInUse, "offer", offer)
+    monkeypatch.setattr(Uses, "first_written", lambda self, ids: None)
 
 
 @mutation(Promise.FENCED, first=598)
@@ -317,6 +311,11 @@ def blocks_are_read_before_they_are_full(monkeypatch):
         Told, "section", property(lambda self: Section(self.read, None if self.whole else full(self.tokens)))
     )
     monkeypatch.setattr(Told, "landed", lambda self: dataclasses.replace(self, read=full(self.tokens)))
+
+
+@mutation(Promise.FENCED, needs=Piece.SMALL_BOUNDS)
+def a_large_read_is_fenced_before_the_last_part_of_its_plan_has_landed(monkeypatch):
+    monkeypatch.setattr(Transfers, "_has_landed", lambda self, transfer: transfer.has_landed())
 
 
 @mutation(Promise.BAD_INPUT, needs=Piece.GROWING_OFFERS)
@@ -397,8 +396,8 @@ def a_reconnecting_worker_gets_a_new_log(monkeypatch):
 @mutation(Promise.OWN_POOL, first=27)
 def block_ids_are_not_checked(monkeypatch):
     monkeypatch.setattr(runtime_pools, "check_ids", lambda group, ids: None)
-    monkeypatch.setattr(BlocksInUse, "take", lambda self, spans: None)
-    monkeypatch.setattr(BlocksInUse, "give_back", lambda self, spans: None)
+    for method in ("take", "give_back", "offer", "release"):
+        monkeypatch.setattr(BlocksInUse, method, lambda self, spans: None)
 
 
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------

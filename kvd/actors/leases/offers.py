@@ -93,7 +93,7 @@ class Offers:
         if offer.grows:
             self._growing.setdefault(pool.name, {})[key] = lease
         else:
-            self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans)
+            self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans, lease.proof)
         self._last_generation += 1
         self._leases[key] = lease
         self._count_held(lease, Hold.OFFERED)
@@ -144,8 +144,8 @@ class Offers:
         self.step(lease, Event.GROWN)
         return lease
 
-    def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans) -> None:
-        """Takes what is named together, which has been checked.
+    def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans, proof: bytes = b"") -> None:
+        """Takes what is named together, which has been checked. `proof` is that of the whole offer, if it is known.
 
         Raises:
             Unavailable: `OVERLOADED`, this worker's offers have too many parts, or see `BlocksInUse.offer`; nothing has
@@ -168,7 +168,7 @@ class Offers:
         lease.size = Size(lease.size.blocks + more.blocks, lease.size.bytes + more.bytes)
         self._count_held(lease, counted)
         if growth.Effect.PROVE in step.effects:
-            content.proof = ticket.proof(lease.secret, *lease.key, tokens, content.blocks)
+            content.proof = proof or ticket.proof(lease.secret, *lease.key, tokens, content.blocks)
             lease.stamp = self._stamps.put(ticket.stamp(lease.secret, lease.generation, content.proof, pool.epoch))
             lease.secret = b""
             self._grows_no_more(lease)

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from kvd import limits
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.loop import Background
-from kvd.actors.scheduler.routes import plan_read
+from kvd.actors.scheduler.routes import parts, plan_read
 from kvd.actors.scheduler.transfer import Transfer
 from kvd.errors import KvdError
 from kvd.plan import Descriptors
 
 
 class Plans:
-    """Makes one large plan of a worker at a time, `limits.MAX_PLANS` in all.
+    """Makes one part of a large plan of a worker at a time, `limits.MAX_PLANS` in all, and one ahead of what is read.
 
     The user with the fewest plans on threads comes first; users take turns, and each user's workers do. One whose reads
     have `limits.MAX_PLANNED` descriptors waits until some of them have ended.
 
-    `planned` is called with a transfer whose large plan is made or cannot be, unless it was dropped meanwhile.
+    `planned` is called with a transfer of whose large plan a part is made or cannot be, unless it was dropped.
     """
 
     def __init__(
@@ -48,11 +48,18 @@ class Plans:
         if transfer.descriptors is None and self.is_at_once(transfer):
             self.plan_now(transfer)
         elif transfer.descriptors is None and transfer.planning is None:
-            transfer.planning = object()
-            pool = transfer.pull.pool
-            self._queued.setdefault(pool.uid, {}).setdefault(pool.name, {})[transfer] = transfer.planning
+            pull = transfer.pull
+            transfer.parts = parts(transfer.source, transfer.told, pull.blocks, pull.pool.spec.groups)
+            self._queue(transfer)
             self._start()
         return transfer.descriptors is not None
+
+    def landed(self, transfer: Transfer) -> None:
+        """The first part of a plan has landed, and another one is to be read, which may be planned already."""
+        transfer.parts = transfer.parts[1:]
+        transfer.descriptors, transfer.ahead = transfer.ahead, None
+        self._planned_ahead(transfer)
+        self._start()
 
     def plan_now(self, transfer: Transfer) -> None:
         """Plans a small transfer.
@@ -61,19 +68,22 @@ class Plans:
             KvdError: see `plan`.
 
         """
-        self._count(transfer, transfer.plan().count)
+        transfer.plan()
+        self._count(transfer)
 
     def ended(self, transfer: Transfer) -> None:
         """Its read has ended, or will not begin: its plan is not needed any more."""
-        transfer.descriptors = None
+        transfer.descriptors = transfer.ahead = None
+        transfer.parts = ()
         if transfer.planned:
-            self._count(transfer, 0)
+            self._count(transfer)
             self._start()
 
-    def _count(self, transfer: Transfer, descriptors: int) -> None:
+    def _count(self, transfer: Transfer) -> None:
         uid = transfer.pull.pool.uid
-        self._planned_of[uid] += descriptors - transfer.planned
-        transfer.planned = descriptors
+        planned = sum(each.count for each in (transfer.descriptors, transfer.ahead) if each is not None)
+        self._planned_of[uid] += planned - transfer.planned
+        transfer.planned = planned
         if not self._planned_of[uid]:
             del self._planned_of[uid]
 
@@ -86,6 +96,17 @@ class Plans:
         pool = transfer.pull.pool
         if transfer in self._queued.get(pool.uid, {}).get(pool.name, {}):
             self._take(transfer)
+
+    def _queue(self, transfer: Transfer) -> None:
+        """Has the next part of it planned that is not."""
+        pool, transfer.planning = transfer.pull.pool, object()
+        self._queued.setdefault(pool.uid, {}).setdefault(pool.name, {})[transfer] = transfer.planning
+
+    def _planned_ahead(self, transfer: Transfer) -> None:
+        """Its plans are others than before: plans ahead if that is to be done, and is not being done."""
+        self._count(transfer)
+        if transfer.ahead is None and transfer.planning is None and len(transfer.parts) > 1:
+            self._queue(transfer)
 
     def _start(self) -> None:
         """Gives threads what waits."""
@@ -126,16 +147,20 @@ class Plans:
         if transfer.planning is name:
             transfer.planning = None
             if isinstance(result, Descriptors):
-                transfer.descriptors = result
-                self._count(transfer, result.count)
+                if transfer.descriptors is None:
+                    transfer.descriptors = result
+                else:
+                    transfer.ahead = result
+                self._planned_ahead(transfer)
             self._planned(transfer, result)
         self._start()
 
 
 def _work(transfer: Transfer) -> Callable[[], Descriptors]:
-    """The plan of a transfer as it is now, and the size of what it moves: 10 ms for the largest."""
+    """The plan of the first part of a transfer that is not planned, and the size of what it moves."""
     source, pull = transfer.source, transfer.pull
-    arguments = source, transfer.told, pull.blocks, len(pull.pool.spec.groups)
+    part = transfer.parts[transfer.descriptors is not None]
+    arguments = source, transfer.told, part, pull.blocks, len(pull.pool.spec.groups)
 
     def work() -> Descriptors:
         made = plan_read(*arguments)

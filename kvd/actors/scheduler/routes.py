@@ -122,10 +122,39 @@ class Told:
 
 def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> bool:
     """Whether the plan of a read takes longer than the loop should: it is made on a thread."""
+    return _most(source, told, wanted, groups) > limits.MAX_PLANNED_AT_ONCE
+
+
+def parts(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> tuple[plan.Section, ...]:
+    """What is new of the `wanted` blocks, cut so that a part has about `limits.PLANNED_PART` descriptors at most.
+
+    Windows and states come with the last part.
+    """
+    whole = told.section
+    count = -(-_most(source, told, wanted, groups) // limits.PLANNED_PART)
+    stops: range | tuple[int, ...] = ()
+    full = [span for span in wanted if span.ids and isinstance(groups[span.group].window, Full)]
+    ends = [_tokens(span, groups[span.group]) for span in full]
+    if count > 1 and ends:
+        first = max(whole.start, min(start for start, _ in ends))
+        last = max(stop for _, stop in ends) if whole.stop is None else whole.stop
+        step = max(1, -(-(last - first) // count))
+        stops = range(first + step, last, step)
+    starts = (whole.start, *stops)
+    return tuple(plan.Section(*each) for each in zip(starts, (*stops, whole.stop), strict=True))
+
+
+def _tokens(span: Span, group: Group) -> tuple[int, int]:
+    """The first and last + 1 token of a span's blocks."""
+    return span.first * group.block_tokens, (span.first + len(span.ids) // 4) * group.block_tokens
+
+
+def _most(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> int:
+    """How many descriptors the plan of a read has at most, and the blocks that it is about at least."""
     if source.planner is None:
-        return False
+        return 0
     blocks = sum(_new(told, span, groups[span.group]) for span in wanted)
-    return max(source.planner.most(blocks), blocks) > limits.MAX_PLANNED_AT_ONCE
+    return max(source.planner.most(blocks), blocks)
 
 
 def _new(told: Told, span: Span, group: Group) -> int:
@@ -139,8 +168,8 @@ def _new(told: Told, span: Span, group: Group) -> int:
     return max(0, stop - max(span.first, told.read // group.block_tokens))
 
 
-def plan_read(source: Source, told: Told, wanted: Sequence[Span], groups: int) -> Descriptors:
-    """The descriptors that bring what is new of the `wanted` blocks from one producer rank; there may be none.
+def plan_read(source: Source, told: Told, section: plan.Section, wanted: Sequence[Span], groups: int) -> Descriptors:
+    """The descriptors that bring a `section` of the `wanted` blocks from one producer rank; there may be none.
 
     Raises:
         BadRequest: `BAD_BLOCKS`, a position is wanted that was not offered, or the producer's pool has no such block;
@@ -159,7 +188,7 @@ def plan_read(source: Source, told: Told, wanted: Sequence[Span], groups: int) -
             plan.check_ids(source.pool.spec.groups[span.group], span.ids)
     there, here = {span.group: span for span in told.spans}, {span.group: span for span in wanted}
     spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
-    return source.planner.plan(spans, told.tokens, told.section)
+    return source.planner.plan(spans, told.tokens, section)
 
 
 def _pair(there: Span, here: Span) -> plan.Span:

@@ -6,7 +6,9 @@ The rules, which the table below makes precise:
   byte. A transfer is held only by a fence that was sent after the last byte landed, or by the stamp, read after it.
   Anything else ends in `ended`, and its pull in failure.
 - Its read is open while it is `reading` or `draining`, whatever became of the pull: only the transport's own events
-  (`landed`, `part`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
+  (`landed`, `part`, `next`, `stamped`, `unproven`, `broke`; `left` may stand for each) end that.
+- A large read is planned part by part, and each part is read while the next one is planned; the last one is as a read
+  that is planned at once.
 - An offer that grows is read part by part, each after the one before it; the last one lands after the offer was closed.
   Only that one is fenced, by a proof over all blocks that the producer told of.
 - The claim of a pull that has not ended is released only after the read has ended. Of one that has ended it is released
@@ -23,7 +25,7 @@ from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.runtime.spans import TransferSpan
 from kvd.actors.scheduler.routes import Source, Told, is_large, plan_read
-from kvd.plan import Descriptors
+from kvd.plan import Descriptors, Section
 from kvd.protocol.peer import Grant
 from kvd.protocol.ticket import TicketRank, proof, stamp
 from kvd.protocol.types import Message
@@ -44,7 +46,7 @@ class State(StrEnum):
     FOLLOWING = "following"
     """word from the producer that the offer has grown, or was closed; all that is known of it is read"""
     PLANNING = "planning"
-    """the plan of its read, which takes longer than the grant took"""
+    """the plan of its read, or of the next part of it, which takes longer than what came before"""
     READING = "reading"
     """the last byte"""
     FENCING = "fencing"
@@ -82,6 +84,8 @@ class Event(StrEnum):
     """the producer has told of more blocks, or that the offer is closed; their read is planned"""
     PART = "part"
     """landed, and more is to come"""
+    NEXT = "next"
+    """a part of the plan has landed, and another one is to be read"""
     REFUSED = "refused"
     """by the producer: it refused the claim or broke the lease; or the peer is lost"""
     LANDED = "landed"
@@ -157,6 +161,7 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.HOLDING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
         (_S.HOLDING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.READING, _E.PART): Step(_S.FOLLOWING, (_F.FOLLOW,)),
+        (_S.READING, _E.NEXT): Step(_S.PLANNING),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
         (_S.READING, _E.LASTS): Step(_S.READING, (_F.CLAIM,)),
         (_S.READING, _E.STAMPED): Step(_S.SETTLING, (_F.CONTRIBUTE, _F.SETTLE)),
@@ -209,10 +214,14 @@ class Transfer(Struct, eq=False):
     state: State = TABLE.initial
     generation: int = 0
     """Of the lease, once it is known."""
+    parts: tuple[Section, ...] = ()
+    """What has not landed, in the order in which it is planned and read; each is read by a read of its own."""
     descriptors: Descriptors | None = None
-    """What to read, once it is planned."""
+    """The first part's, once it is planned."""
+    ahead: Descriptors | None = None
+    """The second part's, once it is planned."""
     planned: int = 0
-    """How many of them are counted as its user's."""
+    """How many of both are counted as its user's."""
     planning: object = None
     """Names the plan that is being made of it on a thread; None if none is."""
     early_grant: Grant | None = None
@@ -257,15 +266,16 @@ class Transfer(Struct, eq=False):
         return named and rank.stamp != 0 and self.view.stamps != 0
 
     def plan(self) -> Descriptors:
-        """The descriptors of its read, worked out the first time.
+        """The descriptors of its read, worked out the first time: at once, in one part.
 
         Raises:
             KvdError: the blocks cannot be planned (`kvd.actors.scheduler.routes.plan_read`).
 
         """
         if self.descriptors is None:
-            pull = self.pull
-            self.descriptors = plan_read(self.source, self.told, pull.blocks, len(pull.pool.spec.groups))
+            pull, whole = self.pull, self.told.section
+            self.parts = (whole,)
+            self.descriptors = plan_read(self.source, self.told, whole, pull.blocks, len(pull.pool.spec.groups))
         return self.descriptors
 
     @property
@@ -274,7 +284,7 @@ class Transfer(Struct, eq=False):
         return is_large(self.source, self.told, self.pull.blocks, self.pull.pool.spec.groups)
 
     def has_landed(self) -> Event:
-        """What it means that all it was told of is here."""
+        """What it means that the last part of all it was told of is here."""
         self.told = self.told.landed()
         return Event.LANDED if self.told.whole else Event.PART
 
@@ -285,9 +295,12 @@ class Transfer(Struct, eq=False):
         return proof(rank.secret, rank.pool, rank.offer, told.tokens, told.spans)
 
     def expect_stamp(self) -> int:
-        """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read."""
+        """The address of the lease's stamp, and notes what is to be found there; 0 if there is none to be read.
+
+        Only the last read looks for it: what is proven is all that was read before.
+        """
         word, stamps = self.told.stamp, self.view.stamps
-        if not (self.told.whole and stamps and word):
+        if not (self.told.whole and stamps and word) or len(self.parts) > 1:
             return 0
         self.stamp = stamp(self.rank.secret, self.generation, self.proof, self.source.pool.epoch)
         return stamps + (word - 1) * limits.STAMP_BYTES

@@ -249,7 +249,12 @@ class Transfers(Component):
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
             self._fail(transfer, result)
-        elif transfer.state is State.PLANNING:
+        else:
+            self._read_planned(transfer)
+
+    def _read_planned(self, transfer: Transfer) -> None:
+        """Reads what is planned, if that was waited for: a part of it may have been made ahead."""
+        if transfer.state is State.PLANNING and transfer.descriptors is not None:
             self._step(transfer, Event.PLANNED)
 
     def learned(self, address: str) -> None:
@@ -287,8 +292,16 @@ class Transfers(Component):
         read = transfer.plan()
         moved, descriptors = read.bytes, read.count  # its plan is dropped when the read has ended
         stamped = transfer.stamp and event.stamp == transfer.stamp
-        self._read_ended(transfer, Event.STAMPED if stamped else transfer.has_landed())
+        self._read_ended(transfer, Event.STAMPED if stamped else self._has_landed(transfer))
+        self._read_planned(transfer)
         self.actor.call(self._count, event.seconds, moved, descriptors)
+
+    def _has_landed(self, transfer: Transfer) -> Event:
+        """What it means that the first part of its plan is here; of a read that drains no other is wanted."""
+        if len(transfer.parts) > 1 and transfer.state is State.READING:
+            self._plans.landed(transfer)
+            return Event.NEXT
+        return transfer.has_landed()
 
     def _count(self, seconds: float, size: int, descriptors: int) -> None:
         metrics = self._context.metrics
@@ -320,7 +333,7 @@ class Transfers(Component):
                 self._ahead.step(transfer, before)
             if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
-            if transfer.planning is not None and step.state is not State.PLANNING:
+            if transfer.planning is not None and step.state not in (State.PLANNING, State.READING):
                 self._plans.drop(transfer)
             if step.state in machine.READ:
                 self._plans.ended(transfer)
@@ -390,7 +403,8 @@ class Transfers(Component):
     def _read(self, transfer: Transfer) -> None:
         read, source = transfer.plan(), transfer.source
         if not read.count:
-            self._step(transfer, transfer.has_landed())
+            self._step(transfer, self._has_landed(transfer))
+            self._read_planned(transfer)
             return
         word = transfer.expect_stamp()
         if not transfer.claimed:

@@ -14,6 +14,7 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Claim, Fence, Grant, Held, Release, Renew
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Pull
+from kvd.transport.interface import Landed
 from tests.actors.scheduler.pulling import outcome
 from tests.actors.scheduler.test_same_host_reads import known_ticket, read_once
 from tests.actors.stage import CACHE, Stage, ids, make_ticket, welcome_of
@@ -43,6 +44,11 @@ def planning(stage, monkeypatch):
     planner = Planner(CACHE.spec, CACHE.spec, route([CACHE.spec], CACHE.spec).shares[0])
     monkeypatch.setattr(limits, "MAX_PLANNED_AT_ONCE", planner.most(2))
     return stage
+
+
+def in_parts(monkeypatch):
+    """Of what `planning` prepares, plans are cut into parts of one block."""
+    monkeypatch.setattr(limits, "PLANNED_PART", limits.MAX_PLANNED_AT_ONCE // 2)
 
 
 def pull_big(stage, name="p", session=b"\1" * 16, blocks=BIG):
@@ -273,3 +279,115 @@ def test_a_large_read_of_a_lease_that_the_ticket_names_is_claimed_while_it_is_pl
     assert len(stage.reads) == 1
     make_plan(stage)
     assert [read.expected for read in stage.reads] == [0, 0]
+
+
+def test_a_large_read_begins_when_the_first_part_of_its_plan_is_made(stage, monkeypatch):
+    pull_big(stage, "whole")
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    make_plan(stage)
+    whole = stage.reads.pop().descriptors.copies
+    stage.landed(1)
+    stage.peer_says(Held(1))
+    in_parts(monkeypatch)
+    pull_big(stage)
+    stage.peer_says(Grant(2, 7, 1, 5))
+    made = []
+    for part in range(len(BIG)):
+        assert [len(stage.reads), len(stage.works)] == [part, 1]
+        make_plan(stage)
+        made += stage.reads[part].descriptors.copies
+        assert stage.asks(Fence) == [Fence(1, 7)]
+        stage.landed(2)
+    assert bytes_of(made) == bytes_of(whole)
+    assert stage.asks(Fence) == [Fence(1, 7), Fence(2, 7)]
+    stage.peer_says(Held(2))
+    assert stage.notified == [Done("whole"), Done("p")]
+    assert is_idle(stage)
+
+
+def bytes_of(copies):
+    return sorted((src + at, dst + at) for src, dst, length in copies for at in range(length))
+
+
+def test_one_part_is_planned_ahead_of_the_one_that_is_read(stage, monkeypatch):
+    in_parts(monkeypatch)
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    make_plan(stage)
+    make_plan(stage)
+    assert [len(stage.reads), len(stage.works)] == [1, 0]
+    stage.landed(1)
+    assert [len(stage.reads), len(stage.works)] == [2, 1]
+    make_plan(stage)
+    stage.landed(1)
+    assert [len(stage.reads), len(stage.works)] == [3, 1]
+    assert len({tuple(read.descriptors.copies) for read in stage.reads}) == 3
+
+
+def test_only_the_read_of_the_last_part_looks_for_the_stamp(stage, monkeypatch):
+    read_once(stage)
+    in_parts(monkeypatch)
+    stage.request(Pull(2, "q", known_ticket(blocks=BIG), (Span(0, 0, ids(4, 5, 6, 7)),), 5.0))
+    stage.peer_says(Grant(2, 9, 1, 5))
+    first = len(stage.reads)
+    for _ in BIG:
+        make_plan(stage)
+        found = stage.actors.scheduler.transfers._open[2].stamp
+        stage.transport_says(Landed(2, 0.01, stamp=found))
+    assert [bool(read.stamp) for read in stage.reads[first:]] == [False, False, False, True]
+    assert stage.notified[-1] == Done("q")
+
+
+def test_the_large_plans_of_two_workers_take_turns_part_by_part(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PLANS", 1)
+    in_parts(monkeypatch)
+    stage.attach("v", connection=2)
+    pull_big(stage)
+    pull_big(stage, "q", b"\2" * 16)
+    stage.peer_says(welcome_of())
+    for number in (1, 2):
+        stage.peer_says(Grant(number, 7, 1, 5))
+    made = []
+    while stage.works:
+        made.append(stage.planned[0][1])
+        make_plan(stage)
+        if made[-1] == "p":
+            stage.landed(1)
+    assert made[:4] == ["p", "q", "p", "q"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pull_that_is_cancelled_between_two_parts_reads_no_more_of_them(stage, monkeypatch, ahead):
+    in_parts(monkeypatch)
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    make_plan(stage)
+    if ahead:
+        make_plan(stage)
+    stage.request(Cancel(9, "p"))
+    assert outcome(stage) == Cancelled("p", quarantined=True)
+    while stage.works:
+        make_plan(stage)
+    stage.landed(1)
+    assert len(stage.reads) == 1
+    assert stage.asks(Release) == [Release(1, finished=True)]
+    assert not plans(stage)._planned_of
+    assert is_idle(stage)
+
+
+def test_a_pull_that_is_cancelled_while_a_later_part_is_planned_ends_at_once(stage, monkeypatch):
+    in_parts(monkeypatch)
+    pull_big(stage)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    make_plan(stage)
+    stage.landed(1)
+    stage.request(Cancel(9, "p"))
+    assert outcome(stage) == Cancelled("p", quarantined=False)
+    make_plan(stage)
+    assert len(stage.reads) == 1
+    assert not plans(stage)._planned_of
+    assert is_idle(stage)

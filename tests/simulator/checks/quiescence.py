@@ -131,7 +131,7 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
     for pool in scheduler._targets._pools.values():
-        if pool.blocks.offered or pool.blocks._named or any(pool.blocks._again.values()):
+        if pool.blocks.offered or pool.blocks._named:
             world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.name} are offered, and no offer stands")
     completion = daemon.actors.completion
     for name, log in completion._logs.items():
