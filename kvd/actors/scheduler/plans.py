@@ -135,7 +135,7 @@ class Plans:
 def _work(transfer: Transfer) -> Callable[[], Descriptors]:
     """The plan of a transfer as it is now, and the size of what it moves: 10 ms for the largest."""
     source, pull = transfer.source, transfer.pull
-    arguments = source, transfer.told, pull.blocks, len(pull.pool.spec.groups)
+    arguments = source, transfer.told, pull.blocks
 
     def work() -> Descriptors:
         made = plan_read(*arguments)

@@ -264,8 +264,7 @@ class Transfer(Struct, eq=False):
 
         """
         if self.descriptors is None:
-            pull = self.pull
-            self.descriptors = plan_read(self.source, self.told, pull.blocks, len(pull.pool.spec.groups))
+            self.descriptors = plan_read(self.source, self.told, self.pull.blocks)
         return self.descriptors
 
     @property
