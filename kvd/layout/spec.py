@@ -51,7 +51,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     `block_tokens` is the number of tokens of a block, and block ids are below `num_blocks`. Groups that overlay one
     allocation have the same `arena` number: there, equal ids mean equal memory. A rank none of whose layers belong to
-    the group declares it without views, because groups match by their index on both sides.
+    the group declares it without views, because groups match by their index on both sides. Groups that hold no cache
+    but what goes with one lie `beside` it and come last: engines of another kind have none, and then they do not move.
     """
 
     window: Window
@@ -59,6 +60,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     views: tuple[View, ...]
     arena: int = 0
+    beside: bool = False
 
     def needed(self, tokens: int) -> range:
         """Positions that must be present once `tokens` tokens are computed (`kvd.layout.window`)."""

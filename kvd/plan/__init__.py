@@ -1,5 +1,6 @@
 """From two layouts and lists of blocks to descriptors: compatibility, routing and planning. Pure; needs numpy."""
 
+from kvd.plan.align import KEYS, VALUES, align
 from kvd.plan.arrays import Descriptors, Ids, check_ids
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
@@ -7,6 +8,8 @@ from kvd.plan.route import Part, Route, Share, route
 from kvd.plan.units import WHOLE, Section, Span
 
 __all__ = [
+    "KEYS",
+    "VALUES",
     "WHOLE",
     "Descriptors",
     "Ids",
@@ -16,6 +19,7 @@ __all__ = [
     "Section",
     "Share",
     "Span",
+    "align",
     "check_compatible",
     "check_ids",
     "route",

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Full, Group, State
+from kvd.plan.align import align
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
 from kvd.plan.route import route
@@ -61,10 +62,11 @@ def explain(sources: Sequence[CacheSpec], destination: CacheSpec, tokens: int, i
         BadRequest: INCOMPATIBLE, as `check_compatible` and `route`; BAD_BLOCKS if a pool has too few blocks.
 
     """
-    for source in sources:
-        check_compatible(source, destination)
-    found = route(sources, destination)
-    planners = [Planner(sources[share.source], destination, share) for share in found.shares]
+    aligned = [align(source, destination) for source in sources]
+    for pair in aligned:
+        check_compatible(*pair)
+    found = route([source for source, _ in aligned], destination)
+    planners = [Planner(*aligned[share.source], share) for share in found.shares]
     pairs = list(zip(sources[0].groups, destination.groups, strict=True))
     offered, wanted = _tables("source", sources[0], tokens), _tables("destination", destination, tokens)
     if ids == "scattered":

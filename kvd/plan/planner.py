@@ -47,6 +47,11 @@ class Planner:
         few = self._templates if self._most <= FEW else []
         self._few = [(template, template.offsets, groups) for template, groups in few]
 
+    @property
+    def groups(self) -> int:
+        """How many groups the two layouts have, and a plan takes spans of."""
+        return len(self._pairings)
+
     def most(self, blocks: int) -> int:
         """How many descriptors a plan has at most that fills so many destination blocks."""
         return self._most * blocks

@@ -17,10 +17,14 @@ from kvd.limits import MAX_RANKS, MAX_ROUTE_STEPS
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Global `heads` of one component of one group, in whatever layers both sides hold."""
+    """Global `heads`, of `total`, of one component of one group, in whatever layers both sides hold.
+
+    Layers of one component may have different totals, as a drafter's beside the model's.
+    """
 
     group: int
     component: str
+    total: int
     heads: range
 
 
@@ -93,12 +97,12 @@ def _check_work(sources: Sequence[CacheSpec], destination: CacheSpec) -> None:
 def _parts(source: CacheSpec, reader: Shard) -> list[Part]:
     """What `reader` reads of `source`: every component with common layers, cut to the heads read there."""
     layers = set(reader.layers)
-    parts: dict[tuple[int, str], Part] = {}
+    parts: dict[tuple[int, str, int], Part] = {}
     for index, group in enumerate(source.groups):
         for view in group.views:
             heads = heads_read(view.heads, source.shard, reader)
             if heads and layers.intersection(view.layers):
-                parts[index, view.component] = Part(index, view.component, heads)
+                parts[index, view.component, view.heads] = Part(index, view.component, view.heads, heads)
     return list(parts.values())
 
 

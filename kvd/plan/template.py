@@ -120,7 +120,7 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
     wanted = {(view.component, layer): view for view in theirs.views for layer in view.layers}
     for part in parts:
         for view in ours.views:
-            if (group, view.component) != (part.group, part.component):
+            if (group, view.component, view.heads) != (part.group, part.component, part.total):
                 continue
             for other, layers in _meetings(view, wanted):
                 sides = _side(ours, theirs, view), _side(theirs, ours, other)

@@ -160,7 +160,7 @@ def _work(transfer: Transfer) -> Callable[[], Descriptors]:
     """The plan of the first part of a transfer that is not planned, and the size of what it moves."""
     source, pull = transfer.source, transfer.pull
     part = transfer.parts[transfer.descriptors is not None]
-    arguments = source, transfer.told, part, pull.blocks, len(pull.pool.spec.groups)
+    arguments = source, transfer.told, part, pull.blocks
 
     def work() -> Descriptors:
         made = plan_read(*arguments)

@@ -57,10 +57,11 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
 
     """
     pools = [views[rank.address].pools[rank.pool] for rank in ranks]
-    for peer_pool in pools:
-        plan.check_compatible(peer_pool.spec, pool.spec)
-    routing = plan.route([peer_pool.spec for peer_pool in pools], pool.spec)
-    planners = {share.source: Planner(pools[share.source].spec, pool.spec, share) for share in routing.shares}
+    aligned = [plan.align(peer_pool.spec, pool.spec) for peer_pool in pools]
+    for theirs, ours in aligned:
+        plan.check_compatible(theirs, ours)
+    routing = plan.route([theirs for theirs, _ in aligned], pool.spec)
+    planners = {share.source: Planner(*aligned[share.source], share) for share in routing.shares}
     involved = sorted(planners.keys() | set(routing.releases))
     return tuple(
         Source(
@@ -168,7 +169,7 @@ def _new(told: Told, span: Span, group: Group) -> int:
     return max(0, stop - max(span.first, told.read // group.block_tokens))
 
 
-def plan_read(source: Source, told: Told, section: plan.Section, wanted: Sequence[Span], groups: int) -> Descriptors:
+def plan_read(source: Source, told: Told, section: plan.Section, wanted: Sequence[Span]) -> Descriptors:
     """The descriptors that bring a `section` of the `wanted` blocks from one producer rank; there may be none.
 
     Raises:
@@ -187,7 +188,7 @@ def plan_read(source: Source, told: Told, section: plan.Section, wanted: Sequenc
         if span.group < len(source.pool.spec.groups):
             plan.check_ids(source.pool.spec.groups[span.group], span.ids)
     there, here = {span.group: span for span in told.spans}, {span.group: span for span in wanted}
-    spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(groups)]
+    spans = [_pair(there.get(group, _NOTHING), here.get(group, _NOTHING)) for group in range(source.planner.groups)]
     return source.planner.plan(spans, told.tokens, section)
 
 

@@ -273,9 +273,9 @@ class Transfer(Struct, eq=False):
 
         """
         if self.descriptors is None:
-            pull, whole = self.pull, self.told.section
+            whole = self.told.section
             self.parts = (whole,)
-            self.descriptors = plan_read(self.source, self.told, whole, pull.blocks, len(pull.pool.spec.groups))
+            self.descriptors = plan_read(self.source, self.told, whole, self.pull.blocks)
         return self.descriptors
 
     @property

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from torch.overrides import TorchFunctionMode
 
+from kvd.engines.components import KV, LATENT
 from kvd.engines.sglang.identity import identity
 from kvd.engines.sglang.settings import Settings, read_settings
 from kvd.engines.sglang.spec import Cache, cache_spec
@@ -127,7 +128,7 @@ def _cache_of(kv_pool: Any, configurator: Any) -> Cache:
     layers = range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
     heads = 1 if latent else kv_pool.head_num
     return Cache(
-        component="latent" if latent else "kv",
+        component=LATENT if latent else KV,
         layers=tuple(layers),
         halves=1 if latent else 2,
         pages=-(-(kv_pool.size + kv_pool.page_size) // kv_pool.page_size),

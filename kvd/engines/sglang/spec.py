@@ -2,7 +2,8 @@
 
 The pool has the KV buffers first, layer by layer, as SGLang would have allocated them. A page is a block. After them
 come records, one for each transfer: what the decode side takes over beside the cache, such as the first token. They are
-a group of their own, so that they are offered and pulled together with the pages, under one lease.
+a group of their own, so that they are offered and pulled together with the pages, under one lease; it lies beside the
+cache, as engines of other kinds have no records.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,12 @@ def cache_spec(cache: Cache) -> CacheSpec:
         groups=(
             Group(window=Full(), block_tokens=cache.page_tokens, num_blocks=cache.pages, views=(pages,)),
             Group(
-                window=State(), block_tokens=SEQUENCE_TOKENS, num_blocks=MAX_TRANSFER_RECORDS, views=(records,), arena=1
+                window=State(),
+                block_tokens=SEQUENCE_TOKENS,
+                num_blocks=MAX_TRANSFER_RECORDS,
+                views=(records,),
+                arena=1,
+                beside=True,
             ),
         ),
         shard=cache.shard,

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
+from kvd.engines.components import KV, LATENT
+from kvd.engines.vllm.formats import format_of, order_of
 from kvd.engines.vllm.identity import identity
 from kvd.engines.vllm.spec import CacheGroup, Pages, States, WorkerCache
 from kvd.engines.vllm.states import check_states, recurrent
@@ -29,16 +32,6 @@ _MLA = {KVCacheSpecKind.MLA_ATTENTION}
 _FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
 _DRAFTERS = ("draft_model.", "mtp.")
 """How names of layers begin that vLLM numbers from 0 for a drafter: a model of its own, and Qwen's and others' MTP."""
-_ROWS = frozenset(
-    {
-        *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
-        *("CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"),
-    }
-)
-"""Backends that keep each token's content of a head in a row of its own, wherever its block begins: so by their source.
-
-Others pack the tokens of a kernel block together, or may, and then the size of that block is part of what bytes mean.
-"""
 
 
 def rank_of(vllm_config: Any) -> int:
@@ -112,7 +105,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "", drafter: 
         if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA:
             pages[index].append(_states(vllm_config, tensor, spec))
         else:
-            pages[index].extend(_pages(vllm_config, cache_config, tensor, spec, kernels[index]))
+            pages[index].extend(_pages(vllm_config, cache_config, groups[index], tensor, kernels[index]))
     return WorkerCache(
         nbytes=cache_config.kv_cache_tensors[0].size if cache_config.kv_cache_tensors else 0,
         num_blocks=cache_config.num_blocks,
@@ -137,8 +130,9 @@ def _layer_spec(group: Any, name: str) -> Any:
     return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_tokens: int) -> Iterator[Pages]:
+def _pages(vllm_config: Any, cache_config: Any, group: Any, tensor: Any, kernel_tokens: int) -> Iterator[Pages]:
     """A KV cache tensor, in parts whose layers are of one kind: a drafter's may follow the model's."""
+    spec = _layer_spec(group, tensor.layers[0])
     if spec.tokens_per_state != 1:
         raise _refusal(f"{tensor.layers[0]}: {spec.tokens_per_state} tokens a state; kvd moves caches with one")
     kernel_blocks = spec.block_size // kernel_tokens
@@ -151,9 +145,10 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
         fixed_strides=(tensor.layer_stride, tensor.block_stride // kernel_blocks, None, None, None),
     )
     layers = vllm_config.compilation_config.static_forward_context
+    known_as = _common_names(vllm_config, group)
     numbered = []
     for place, name in enumerate(tensor.layers):
-        component, number = _component(vllm_config, spec, name)
+        component, number = known_as[name]
         backend = layers[name].get_attn_backend().get_name()
         kind = component, _total_heads(vllm_config, spec, name, number), backend
         numbered.append((kind, place, number, name))
@@ -172,8 +167,9 @@ def _pages(vllm_config: Any, cache_config: Any, tensor: Any, spec: Any, kernel_t
             total_heads=total_heads,
             kernel_tokens=kernel_tokens,
             cell_bytes=spec.state_content_size_bytes,
-            dtype=_format(vllm_config, spec, backend, kernel_tokens),
-            split=backend == "CPU_ATTN",
+            dtype=format_of(vllm_config, spec, backend, kernel_tokens),
+            order=order_of(vllm_config, spec, backend, kernel_tokens),
+            element_bytes=spec.dtype.itemsize,
         )
 
 
@@ -209,6 +205,17 @@ def _state_format(spec: Any, backend: str) -> str:
         kernels += ["amx"] * torch.cpu._is_amx_tile_supported()
         kernels += ["avx512_bf16"] * torch.cpu._is_avx512_bf16_supported()
     return "/".join(["+".join(dtypes), backend, *kernels])
+
+
+def _common_names(vllm_config: Any, group: Any) -> dict[str, tuple[str, int]]:
+    """The component and the number of each layer of a group with attention, as other engines have them, too.
+
+    Where a number has several layers, vLLM's names tell them apart.
+    """
+    found = {name: _component(vllm_config, _layer_spec(group, name), name) for name in group.layer_names}
+    counts = Counter(number for _, number in found.values())
+    common = LATENT if get_kv_cache_spec_kind(group.kv_cache_spec) in _MLA else KV
+    return {name: (common if counts[number] == 1 else component, number) for name, (component, number) in found.items()}
 
 
 def _component(vllm_config: Any, spec: Any, name: str) -> tuple[str, int]:
@@ -261,26 +268,6 @@ def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
         if type(value) is int and value > 0
     }
     return [int(model.get_total_num_kv_heads()), *sorted(others)]
-
-
-def _format(vllm_config: Any, spec: Any, backend: str, kernel_tokens: int) -> str:
-    """What the bytes of a head mean: both sides of a transfer must agree on it."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    name = vllm_config.cache_config.cache_dtype
-    if name == "fp8":
-        name = "fp8_e4m3"  # two names for one format
-    parts = [dtype, backend] if name in {"auto", dtype} else [dtype, name, backend]
-    if backend == "CPU_ATTN":
-        # Kernels of different instruction sets pack keys in different orders; the model's dtype chooses among them.
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
-
-        parts.append(_get_attn_isa(vllm_config.model_config.dtype, kernel_tokens, spec.head_size, name))
-    if spec.num_head_slots not in {None, spec.num_kv_heads}:
-        # K and V of a rank's heads lie in slots of their own: other ranks' slots lie between those of one head.
-        parts.append(f"{spec.num_head_slots} head slots of TP {vllm_config.parallel_config.tensor_parallel_size}")
-    if backend not in _ROWS or spec.num_head_slots is not None:
-        parts.append(f"packed by {kernel_tokens} tokens")
-    return "/".join(parts)
 
 
 def _shard(vllm_config: Any) -> Shard:

@@ -7,12 +7,23 @@ in the order of the layout, or a recurrent state. Tensors of different groups li
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import Axis, CacheSpec, Group, Shard, View, Window
 from kvd.layout.presets import LBHNC, Placement, Recurrent
+from kvd.plan import KEYS, VALUES
+
+Order = Literal["whole", "rows", "split", "dimensions"]
+"""What lies in a head's part of a kernel block.
+
+- `whole`: for each token what only its kernels know.
+- `rows`: for each token its key, then its value.
+- `split`: all keys, then all values, each in an order that only their kernels know.
+- `dimensions`: all keys, the first number of each token before the second ones; then all values, in rows.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +31,7 @@ class Pages:
     """A KV cache tensor of vLLM, or the part of it whose layers are of one kind. Strides and sizes are in bytes.
 
     `heads` is what this rank holds of `total_heads`; 1 of 1 means that all ranks hold the same (MLA). A block may be
-    several kernel blocks of `kernel_tokens` tokens. `cell_bytes` is one head of one token, K and V together. If
-    `split`, a head's part of a kernel block holds all keys and then all values, not the two of each token together.
+    several kernel blocks of `kernel_tokens` tokens. `cell_bytes` is one head of one token, K and V together.
     """
 
     component: str
@@ -36,7 +46,9 @@ class Pages:
     kernel_tokens: int
     cell_bytes: int
     dtype: str
-    split: bool = False
+    order: Order = "whole"
+    element_bytes: int = 0
+    """Of one number of a key; where keys lie by dimension."""
     names: tuple[str, ...] = ()
     """What vLLM calls the layers."""
 
@@ -105,8 +117,10 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
 def _views(pages: Pages | States, block_tokens: int, cache: WorkerCache) -> Iterator[View]:
     if isinstance(pages, States):
         yield from _state_views(pages, cache)
+    elif pages.order == "dimensions":
+        yield from _keys_and_values(pages, block_tokens, cache.num_blocks)
     else:
-        yield _view(pages, block_tokens, cache.num_blocks)
+        yield _view(pages, pages.component, _cell(pages), block_tokens, cache.num_blocks)
 
 
 def _state_views(states: States, cache: WorkerCache) -> Iterator[View]:
@@ -131,14 +145,22 @@ def _state_views(states: States, cache: WorkerCache) -> Iterator[View]:
         yield msgspec.structs.replace(view, component=component, axes=axes, dtype=states.dtype)
 
 
-def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:
+def _view(pages: Pages, component: str, cell: tuple[Axis, ...], block_tokens: int, num_blocks: int) -> View:
+    """The view whose axes inside a head's part of a kernel block are those of `cell`."""
+    kernel_blocks, rest = divmod(block_tokens, pages.kernel_tokens)
+    if rest:
+        text = f"blocks of {block_tokens} tokens cannot be kernel blocks of {pages.kernel_tokens}"
+        raise refusal(ErrorCode.BAD_SPEC, text)
+    outer = (Axis("token", kernel_blocks, pages.block_stride // kernel_blocks),) if kernel_blocks > 1 else ()
     return View(
-        component=pages.component,
+        component=component,
         offset=pages.offset,
         axes=(
             Axis("layer", len(pages.layers), pages.layer_stride),
             Axis("block", num_blocks, pages.block_stride),
-            *_inside(pages, block_tokens),
+            *outer,
+            Axis("head", pages.heads, pages.head_stride),
+            *cell,
         ),
         layers=pages.layers,
         heads=pages.total_heads,
@@ -146,25 +168,32 @@ def _view(pages: Pages, block_tokens: int, num_blocks: int) -> View:
     )
 
 
-def _inside(pages: Pages, block_tokens: int) -> tuple[Axis, ...]:
-    """The axes inside a block of one layer."""
-    kernel_blocks, rest = divmod(block_tokens, pages.kernel_tokens)
-    if rest:
-        text = f"blocks of {block_tokens} tokens cannot be kernel blocks of {pages.kernel_tokens}"
-        raise refusal(ErrorCode.BAD_SPEC, text)
-    outer = (Axis("token", kernel_blocks, pages.block_stride // kernel_blocks),) if kernel_blocks > 1 else ()
-    head = Axis("head", pages.heads, pages.head_stride)
-    if not pages.split:
-        token = Axis("token", pages.kernel_tokens, pages.token_stride)
-        return (*outer, head, token, Axis("byte", pages.cell_bytes, 1))
+def _cell(pages: Pages) -> tuple[Axis, ...]:
+    """The axes inside a head's part of a kernel block, of keys and values together."""
+    tokens, half = pages.kernel_tokens, pages.cell_bytes // 2
+    match pages.order:
+        case "rows":
+            return Axis("token", tokens, pages.token_stride), Axis("kv", 2, half), Axis("byte", half, 1)
+        case "split":
+            _check_tokens_inside(pages)
+            return Axis("kv", 2, tokens * half), Axis("token", tokens, half), Axis("byte", half, 1)
+        case _:
+            return Axis("token", tokens, pages.token_stride), Axis("byte", pages.cell_bytes, 1)
+
+
+def _keys_and_values(pages: Pages, block_tokens: int, num_blocks: int) -> Iterator[View]:
+    """A view of the keys and one of the values, both number by number: so rows of other engines fit either."""
+    _check_tokens_inside(pages)
+    tokens, half, width = pages.kernel_tokens, pages.cell_bytes // 2, pages.element_bytes
+    channels = half // width
+    keys = Axis("channel", channels, tokens * width), Axis("token", tokens, width), Axis("byte", width, 1)
+    values = Axis("token", tokens, half), Axis("channel", channels, width), Axis("byte", width, 1)
+    for name, offset, cell in ((KEYS, 0, keys), (VALUES, tokens * half, values)):
+        view = _view(pages, pages.component + name, cell, block_tokens, num_blocks)
+        yield msgspec.structs.replace(view, offset=pages.offset + offset)
+
+
+def _check_tokens_inside(pages: Pages) -> None:
     if pages.token_stride != pages.cell_bytes:
         text = f"{pages.component}: keys before values need a layout with tokens inside heads (LBHNC)"
         raise refusal(ErrorCode.BAD_SPEC, text)
-    half = pages.cell_bytes // 2
-    return (
-        *outer,
-        head,
-        Axis("kv", 2, pages.kernel_tokens * half),
-        Axis("token", pages.kernel_tokens, half),
-        Axis("byte", half, 1),
-    )

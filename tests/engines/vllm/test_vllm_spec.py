@@ -29,7 +29,7 @@ def attention(layers: tuple[int, ...], *, heads: int = 4, total: int = 4, tokens
         kernel_tokens=tokens,
         cell_bytes=cell,
         dtype="bfloat16/vec",
-        split=True,
+        order="split",
     )
 
 

@@ -10,7 +10,8 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _component, _format, _names, _total_heads, check_supported
+from kvd.engines.vllm.cache_config import _component, _names, _total_heads, check_supported
+from kvd.engines.vllm.formats import format_of
 from kvd.engines.vllm.identity import identity
 from kvd.errors import BadRequest
 
@@ -113,15 +114,23 @@ def described(dtype: Any, backend: str, tokens: int, kind: str = "auto", ranks: 
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
     )
     spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=dtype, **fields)
-    return _format(config, spec, backend, tokens)
+    return format_of(config, spec, backend, tokens)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLASHMLA"])
 def test_rows_of_tokens_mean_the_same_in_blocks_of_any_size(backend: str) -> None:
-    assert described(torch.bfloat16, backend, 16) == described(torch.bfloat16, backend, 64) == f"bfloat16/{backend}"
+    assert described(torch.bfloat16, backend, 16) == described(torch.bfloat16, backend, 64) == "bfloat16"
 
 
-@pytest.mark.parametrize("backend", ["CPU_ATTN", "ROCM_ATTN", "DEEPSEEK_V32_INDEXER"])
+@pytest.mark.parametrize(("amx", "meant"), [(True, "bfloat16/CPU_ATTN/amx/packed by 32 tokens"), (False, "bfloat16")])
+def test_keys_that_lie_by_dimension_mean_what_rows_mean_and_those_that_amx_packs_do_not(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, meant: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert described(torch.bfloat16, "CPU_ATTN", 32) == meant
+
+
+@pytest.mark.parametrize("backend", ["ROCM_ATTN", "DEEPSEEK_V32_INDEXER"])
 def test_blocks_whose_tokens_are_or_may_be_packed_together_go_to_blocks_of_their_own_size(backend: str) -> None:
     assert described(torch.bfloat16, backend, 32).endswith("/packed by 32 tokens")
     assert described(torch.bfloat16, backend, 64).endswith("/packed by 64 tokens")

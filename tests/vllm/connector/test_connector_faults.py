@@ -176,11 +176,13 @@ def test_keys_that_are_rotated_otherwise_are_refused_with_both_ways(
 
 
 def test_packed_blocks_of_another_size_are_refused_with_both_sizes(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM's CPU kernels lay out a block's keys by its size: bytes of another block's would be taken for others."""
-    pair.consumer.close()
-    pair.consumer = pair.engine("d", block_tokens=2 * BLOCK_TOKENS)
+    """VLLM's kernels for AMX pack a block's keys by its size: bytes of another block's would be taken for others."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for side, name, tokens in (("producer", "p", BLOCK_TOKENS), ("consumer", "d", 2 * BLOCK_TOKENS)):
+        getattr(pair, side).close()
+        setattr(pair, side, pair.engine(name, block_tokens=tokens))
     assert not pair.pulled("r", pair.offered("r"))
     assert f"packed by {BLOCK_TOKENS} tokens, destination has " in caplog.text
     assert f"packed by {2 * BLOCK_TOKENS} tokens" in caplog.text
