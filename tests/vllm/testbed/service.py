@@ -15,6 +15,9 @@ from kvd.processes import Child, ProcessEndedError
 START_SECONDS: Final = 400.0
 """A vLLM is up after 10 s on a quiet machine with two cores, three of them after twice that."""
 
+FIRST_ERRORS: Final = 10
+"""Lines with an error that are told of a process that ended when it was to start."""
+
 _POLL_SECONDS = 0.25
 
 _SCHED_CLOCK = 2
@@ -64,10 +67,17 @@ class Service(ABC):
         deadline = time.monotonic() + START_SECONDS
         while not await self.is_up():
             if self._child is None or self._child.wait(0):
-                raise self._child.ended() if self._child else ProcessEndedError(f"{self.name} was not started")
+                raise self._ended()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} is not up after {START_SECONDS} s; its log: {self.log}")
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _ended(self) -> ProcessEndedError:
+        """An engine's first error says why; the end of its log is of the processes that wait for it."""
+        if self._child is None:
+            return ProcessEndedError(f"{self.name} was not started")
+        errors = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
+        return ProcessEndedError("\n".join([str(self._child.ended()), "its first errors:", *errors[:FIRST_ERRORS]]))
 
     @property
     def running(self) -> bool:
