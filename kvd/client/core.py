@@ -1,11 +1,10 @@
 """The client without its sockets: requests in, frames out; frames in, events out. Its only clock is its arguments."""
 
-import itertools
 import math
 from collections.abc import Iterable
-from enum import Enum, auto
 
 from kvd.client.blocks import Blocks, spans
+from kvd.client.calls import Calls, Kind
 from kvd.client.events import DaemonError, Disconnected, Event, NotExtended, Reattached
 from kvd.client.inbox import Inbox
 from kvd.client.offers import Offers
@@ -14,18 +13,6 @@ from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
 from kvd.protocol.ticket import Ticket, TicketRank, growing
-
-
-class _Call(Enum):
-    OFFER = auto()
-    EXTEND = auto()
-    """of an offer that grows, or its close"""
-    PULL = auto()
-    CANCEL = auto()
-    """the worker's; its outcome is that of what it cancels"""
-    SETTLE = auto()
-    """a cancel by the core, to learn whether the daemon knows a request"""
-    STATUS = auto()
 
 
 class Core:
@@ -37,9 +24,7 @@ class Core:
         self._connected = False
         self._pulls = Pulls()
         self._offers = Offers()
-        self._calls = itertools.count(1)
-        self._pending: dict[int, tuple[_Call, str]] = {}
-        self._calls_of: dict[str, list[int]] = {}
+        self._calls = Calls()
         self._cancelled: list[str] = []
         """Requests whose cancel may have been lost with the last session."""
         self._events: list[Event] = []
@@ -73,9 +58,9 @@ class Core:
     ) -> bytes:
         """The frame of an offer. One that `grows` has no tokens and no blocks yet."""
         self._check_new(offer)
-        call = next(self._calls)
+        call = self._calls.draw()
         frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers, grows))
-        self._await(call, _Call.OFFER, offer)
+        self._calls.begin(call, Kind.OFFER, offer)
         self._offers.add(offer)
         return frame
 
@@ -84,9 +69,9 @@ class Core:
         self._check_connected()
         if offer not in self._offers:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no offer of this worker is called {offer!r}; it may have ended")
-        call = next(self._calls)
+        call = self._calls.draw()
         frame = _checked(wire.Extend(call, offer, tokens, spans(blocks), closes))
-        self._await(call, _Call.EXTEND, offer)
+        self._calls.begin(call, Kind.EXTEND, offer)
         return frame
 
     def pull(
@@ -104,9 +89,9 @@ class Core:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
         kept = tuple(blocks)
-        call = next(self._calls)
+        call = self._calls.draw()
         frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
-        self._await(call, _Call.PULL, request)
+        self._calls.begin(call, Kind.PULL, request)
         self._pulls.add(request, kept, now + timeout)
         return frame
 
@@ -115,17 +100,17 @@ class Core:
         self._check_connected()
         if request not in self._pulls and request not in self._offers:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
-        return self._cancel(request, _Call.CANCEL)
+        return self._cancel(request, Kind.CANCEL)
 
     def abandon(self, offer: str) -> None:
         """Withdraws an offer whose answer nobody waits for any more; its end comes as an event."""
         if self._connected:
-            self._frames.append(self._cancel(offer, _Call.SETTLE))
+            self._frames.append(self._cancel(offer, Kind.SETTLE))
 
     def status(self) -> tuple[int, bytes]:
         """A frame that requests a status, and the call to give to `status_answer`."""
         self._check_connected()
-        call = self._await(next(self._calls), _Call.STATUS, "")
+        call = self._calls.begin(self._calls.draw(), Kind.STATUS)
         return call, codec.encode(wire.StatusRequest(call))
 
     def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
@@ -160,15 +145,13 @@ class Core:
 
     def abandon_status(self, call: int) -> None:
         """Nobody waits for this status any more."""
-        self._pending.pop(call, None)
+        self._calls.answered(call)
         self._reports.pop(call, None)
 
     def not_sent(self) -> None:
         """The frame made last found no room: forgets its call, and the offer or pull that it would have begun."""
-        call, (kind, request) = self._pending.popitem()
-        if request:
-            self._calls_of[request].remove(call)
-        if kind in {_Call.OFFER, _Call.PULL}:
+        kind, request = self._calls.take_back()
+        if kind in {Kind.OFFER, Kind.PULL}:
             self._offers.refused(request, "", "")
             self._pulls.refused(request, "", "")
             self._forget(request)
@@ -187,7 +170,7 @@ class Core:
             self._inbox.begin_anew()
         again = [request for request in self._cancelled if request in self._offers or request in self._pulls]
         for request in dict.fromkeys((*self._offers.unanswered(), *self._pulls.overdue(), *again)):
-            self._frames.append(self._cancel(request, _Call.SETTLE))
+            self._frames.append(self._cancel(request, Kind.SETTLE))
         self._events.append(Reattached(attached.incarnation, same))
 
     def on_disconnected(self, error: KvdError) -> None:
@@ -198,12 +181,11 @@ class Core:
         self._frames.clear()
         self._unknown.clear()
         self._inbox.forgive()
-        self._cancelled = [request for kind, request in self._pending.values() if kind in {_Call.CANCEL, _Call.SETTLE}]
-        for call, (kind, _) in self._pending.items():
-            if kind is _Call.STATUS:
+        lost = self._calls.lose()
+        self._cancelled = [request for kind, request in lost.values() if kind in {Kind.CANCEL, Kind.SETTLE}]
+        for call, (kind, _) in lost.items():
+            if kind is Kind.STATUS:
                 self._reports[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
-        self._pending.clear()
-        self._calls_of.clear()
         self._events.append(Disconnected(error.code, error.text))
 
     def on_stranger(self, error: KvdError) -> None:
@@ -228,18 +210,16 @@ class Core:
             case wire.Notifications() as batch:
                 self._notified(batch, now)
             case wire.Offered(call, ticket):
-                kind, request = self._pending.pop(call, (None, ""))
-                if kind is _Call.OFFER:
+                kind, request = self._calls.answered(call)
+                if kind is Kind.OFFER:
                     self._events += self._offers.offered(request, ticket)
             case wire.Extended(call):
-                _, request = self._pending.pop(call, (None, ""))
-                if request:
-                    self._calls_of[request].remove(call)
+                self._calls.ended(call)
             case wire.Error() as error:
                 self._refused(error)
             case wire.Status(call, report):
-                kind, _ = self._pending.pop(call, (None, ""))
-                if kind is _Call.STATUS:
+                kind, _ = self._calls.answered(call)
+                if kind is Kind.STATUS:
                     self._reports[call] = report
 
     def on_time(self, now: float) -> None:
@@ -249,7 +229,7 @@ class Core:
         for event in self._pulls.expire(now):
             self._events.append(event)
             if self._connected:
-                self._frames.append(self._cancel(event.request, _Call.SETTLE))
+                self._frames.append(self._cancel(event.request, Kind.SETTLE))
 
     # --- what follows -----------------------------------------------------------------------------------------------
 
@@ -298,20 +278,13 @@ class Core:
                 ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
             )
 
-    def _await(self, call: int, kind: _Call, request: str) -> int:
-        self._pending[call] = (kind, request)
-        if request:
-            self._calls_of.setdefault(request, []).append(call)
-        return call
-
     def _forget(self, request: str) -> None:
-        """Drops the calls of an ended request, most of which get no answer."""
+        """Drops the calls of a request that has ended."""
         if request not in self._pulls and request not in self._offers:
-            for call in self._calls_of.pop(request, ()):
-                self._pending.pop(call, None)
+            self._calls.forget(request)
 
-    def _cancel(self, request: str, kind: _Call) -> bytes:
-        return codec.encode(wire.Cancel(self._await(next(self._calls), kind, request), request))
+    def _cancel(self, request: str, kind: Kind) -> bytes:
+        return codec.encode(wire.Cancel(self._calls.begin(self._calls.draw(), kind, request), request))
 
     def _notified(self, batch: wire.Notifications, now: float) -> None:
         for item in self._inbox.take(batch, now):
@@ -324,24 +297,24 @@ class Core:
         self._end_unknown()
 
     def _refused(self, error: wire.Error) -> None:
-        kind, request = self._pending.pop(error.call, (None, ""))
+        kind, request = self._calls.answered(error.call)
         match kind:
             case None:
                 if error.call == 0:
                     self._events.append(DaemonError(error.code, error.text))
-            case _Call.OFFER:
+            case Kind.OFFER:
                 self._events += self._offers.refused(request, error.code, error.text)
-            case _Call.EXTEND:
+            case Kind.EXTEND:
                 self._events += self._offers.not_extended(request, error.code, error.text)
-            case _Call.PULL:
+            case Kind.PULL:
                 self._events += self._pulls.refused(request, error.code, error.text)
-            case _Call.SETTLE:
+            case Kind.SETTLE:
                 if error.upcoming:
                     self._unknown.append((error.upcoming, request))
                     self._end_unknown()
-            case _Call.STATUS:
+            case Kind.STATUS:
                 self._reports[error.call] = error_from_code(error.code, error.text)
-            case _Call.CANCEL:
+            case Kind.CANCEL:
                 pass  # the request has ended, and its outcome is on the way
         self._forget(request)
 

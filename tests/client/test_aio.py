@@ -134,11 +134,11 @@ async def test_a_time_that_is_no_number_is_refused(daemon: ScriptedDaemon, worke
 async def test_of_a_status_that_is_given_up_nothing_is_kept(worker: AsyncWorker) -> None:
     waiting = asyncio.create_task(worker.status())
     await asyncio.sleep(0)
-    assert worker._driver.core._pending
+    assert worker._driver.core._calls._waiting
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not worker._driver.core._pending
+    assert not worker._driver.core._calls._waiting
 
 
 async def test_a_refusal_is_raised_as_the_error_it_is(daemon: ScriptedDaemon) -> None:

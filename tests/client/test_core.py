@@ -105,13 +105,13 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         )
         core.take_events()
         core.take_frames(math.inf)
-    assert (len(core._pending), len(core._calls_of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
+    assert (len(core._calls._waiting), len(core._calls._of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["offer", "pull", "cancel", "status"])
 def test_nothing_is_kept_of_what_found_no_room(kind: str) -> None:
     core = pulling("open")
-    before = (dict(core._pending), {name: list(calls) for name, calls in core._calls_of.items()})
+    before = (dict(core._calls._waiting), {name: list(calls) for name, calls in core._calls._of.items()})
     for _ in range(3):
         match kind:
             case "offer":
@@ -123,7 +123,7 @@ def test_nothing_is_kept_of_what_found_no_room(kind: str) -> None:
             case "status":
                 core.status()
         core.not_sent()
-    assert (core._pending, core._calls_of) == before
+    assert (core._calls._waiting, core._calls._of) == before
     assert (len(core._pulls), len(core._offers)) == (1, 0)
 
 

@@ -355,7 +355,7 @@ class TestPulls:
             worker.pull(**arguments)
         assert caught.value.code is code
         core = worker._driver.core
-        assert (core._pending, core._calls_of) == ({}, {}), "something is kept of a request that was never made"
+        assert (core._calls._waiting, core._calls._of) == ({}, {}), "something is kept of a request that was never made"
         pull(worker, daemon)  # the name was not used up, and the first thing that the daemon hears is this
 
     @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ class TestPulls:
         with pytest.raises(BadRequest):
             worker.offer_nowait(**arguments)
         core = worker._driver.core
-        assert (core._pending, core._calls_of, len(core._offers)) == ({}, {}, 0)
+        assert (core._calls._waiting, core._calls._of, len(core._offers)) == ({}, {}, 0)
         worker.offer_nowait("offer-1", tokens=1, blocks=BLOCKS, ttl=60.0)
         assert daemon.expect(wire.Offer).offer == "offer-1"
 
@@ -527,7 +527,7 @@ class TestStatus:
         daemon.notify(2, wire.Done("req-1"))
         assert wait_for(worker, 1) == [Done("req-1")]
         core = worker._driver.core
-        assert (core._pending, core._reports) == ({}, {})
+        assert (core._calls._waiting, core._reports) == ({}, {})
 
 
 class TestLosingTheDaemon:
