@@ -3,6 +3,9 @@
 The next window goes to the agent that has the fewest, and among those to the one that waits longest, so that no reader
 keeps others waiting. A window that its reader does not give back, because it was killed, is taken back after
 `limits.WINDOW_SECONDS` if others wait: its reader finds another tag on the board, and asks again.
+
+A reader has up to `limits.MAX_STAGED_SLICES` requests. With one more its oldest is from before it lost its connection,
+and ends.
 """
 
 from __future__ import annotations
@@ -59,16 +62,28 @@ class Windows:
         return self._waiting
 
     def ask(self, agent: str, asked: Wanted) -> bool:
-        """Queues a request; False if the agent, or all agents together, have too many, or this one already."""
+        """Queues a request; False if all agents together have too many, or this one already."""
         key = (asked.secret, asked.number)
         reader = self._readers.setdefault(agent, _Reader())
-        full = len(reader.waiting) >= limits.MAX_STAGED_SLICES or self._waiting >= limits.MAX_STAGED_REQUESTS
-        if full or key in self._uses or key in reader.waiting:
+        if self._waiting >= limits.MAX_STAGED_REQUESTS or key in self._uses or key in reader.waiting:
             self._forget_idle(agent)
             return False
         reader.waiting[key] = asked
         self._waiting += 1
         return True
+
+    def end_oldest(self, agent: str) -> int | None:
+        """Ends the oldest request of an agent that is about to have too many. Its window as for `finish`."""
+        requests = [key for key, use in self._uses.items() if use.agent == agent and not use.ended]
+        requests += self._readers[agent].waiting if agent in self._readers else ()
+        return self.finish(agent, Finished(*requests[0])) if len(requests) >= limits.MAX_STAGED_SLICES else None
+
+    def end_all(self) -> list[int]:
+        """Ends all requests: no reader is there any more. The windows that are free now, to be wiped."""
+        waiting = [(agent, key) for agent, reader in self._readers.items() for key in reader.waiting]
+        used = [(use.agent, key) for key, use in self._uses.items()]
+        ended = [self.finish(agent, Finished(*key)) for agent, key in waiting + used]
+        return [window for window in ended if window is not None]
 
     def next(self) -> Use | None:
         """Gives a free window to whose turn it is; its use is `copying`."""
