@@ -451,8 +451,7 @@ MAX_STAGED_SLICES: Final = 4
 """Slices of one reader for which it has a window at one peer, or waits for one: one is copied while others travel."""
 
 MAX_STAGED_REQUESTS: Final = 4096
-"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and their pulls end by
-their time."""
+"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and asked for again."""
 
 WINDOW_SECONDS: Final = 30.0
 """How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""

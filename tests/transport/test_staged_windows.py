@@ -8,7 +8,7 @@ import pytest
 
 from kvd import limits
 from kvd.transport.interface import Deregistered, Landed, PeerFailed, ReadFailed, Region, TransportDied
-from kvd.transport.staged import messages
+from kvd.transport.staged import messages, reads
 from kvd.transport.staged.messages import Finished, State, Wanted, tag
 from kvd.transport.staged.windows import Windows, pieces
 from tests.conformance.site import Reader, blocks, pattern
@@ -269,6 +269,27 @@ async def test_windows_are_free_once_the_process_has_ended_that_served_them(monk
     end = await other.end(other.read(producer, blocks(0, 16, 64 * limits.KIB)))
     assert isinstance(end, Landed), end
     assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_a_slice_whose_request_was_lost_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(reads, "AGAIN_SECONDS", 0.01)
+    producer, reader = await opened(StagedSite(source=True, target=True))
+    server = producer.end.transport._server
+    hear, lost = server.hear, []
+
+    def lose(agent, message):
+        if isinstance(message, Wanted) and len(lost) < 3:
+            lost.append(message)
+        else:
+            hear(agent, message)
+
+    server.hear = lose
+    end = await reader.end(reader.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert isinstance(end, Landed), end
+    assert len(lost) == 3
+    assert np.array_equal(reader.memory, pattern(producer.seed, limits.MIB))
+    while windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_after_all_reads_no_window_slot_nor_row_is_taken():
