@@ -146,6 +146,10 @@ go while their daemon stays."""
 SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
+MAX_PARTS_PER_OFFER: Final = 4096
+"""Extensions of one offer: 2 M tokens in chunks of 512. A reader that asks for all of them takes 2 ms of the loop,
+their end 10 ms."""
+
 MAX_PARTS_PER_WORKER: Final = 1 << 18
 """Extensions of one worker's offers that stand, which are kept until those end, 250 bytes each: 64 MiB. A prompt of
 100,000 tokens in chunks of 512 makes 200."""

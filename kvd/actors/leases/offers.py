@@ -131,17 +131,23 @@ class Offers:
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {more.offer!r} has ended ({lease.reason})")
         lease.content.check(more, lease.pool.spec.groups)
         spans = tuple(span for span in more.spans if span.ids)
-        self._check_size(lease, spans)
+        self._check_size(lease, spans, closes=more.closes)
         self._add(lease, growth.Event.CLOSE if more.closes else growth.Event.EXTEND, more.tokens, spans)
         lease.expires = self._context.loop.time() + lease.ttl
         self._due.set(lease.key, lease.expires)
         self.step(lease, Event.GROWN)
         return lease
 
-    def _check_size(self, lease: Lease, spans: Spans) -> None:
+    def _check_size(self, lease: Lease, spans: Spans, *, closes: bool) -> None:
+        """Refuses an extension that makes an offer, or all of a worker's, too large; any may be closed."""
         blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
         if blocks > limits.MAX_BLOCKS_PER_REQUEST:
             text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+        if closes:
+            return
+        if len(lease.content.parts) >= limits.MAX_PARTS_PER_OFFER:
+            text = f"the offer was extended {len(lease.content.parts)} times, the bound; close it with all that is left"
             raise refusal(ErrorCode.TOO_LARGE, text)
         if self._parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
             text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
