@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 
 from kvd import limits
-from kvd.transport.interface import Deregistered, Landed, PeerFailed, ReadFailed, Region, TransportDied
+from kvd.transport.interface import (
+    Deregistered,
+    Landed,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Region,
+    TransportDied,
+)
 from kvd.transport.staged import messages, reads
-from kvd.transport.staged.messages import Finished, State, Wanted, tag
+from kvd.transport.staged.arena import Arena, arena_bytes
+from kvd.transport.staged.messages import Finished, StagedPool, Staging, State, Wanted, tag
+from kvd.transport.staged.reads import StagedPeer, StagedReads
 from kvd.transport.staged.windows import Windows, pieces
-from tests.conformance.site import Reader, blocks, pattern
+from tests.conformance.site import Reader, blocks, pattern, table
+from tests.simulator.virtual.loop import VirtualLoop
 from tests.transport.staged_site import StagedSite
 
 TABLE = np.array([0, 8], np.uint64).tobytes()
@@ -153,6 +164,65 @@ def test_what_is_no_message_is_none(content):
 def test_no_two_requests_nor_states_have_one_tag():
     found = {tag(bytes([secret]) * 16, number, state) for secret in (1, 2) for number in (1, 2) for state in State}
     assert len(found) == 2 * 2 * len(State)
+
+
+# --- over a network that the test plays -----------------------------------------------------------------------------
+
+
+class Played:
+    """Reads from a peer's pool on a GPU into host memory.
+
+    `network` has what the network was asked to read, `asked` what the peer was asked for, as lines that it is there.
+    """
+
+    def __init__(self):
+        memory = np.zeros(arena_bytes(0), np.uint8)
+        self.loop, self.network, self.asked, self.events = VirtualLoop(), [], [], []
+        self.arena = Arena(Region(1 << 20, len(memory), length=len(memory)), memory, 0)
+        self.peer = StagedPeer("p", Staging(1 << 30, 2, {1 << 40: StagedPool(b"t" * 16, limits.MIB)}))
+        self.reads = StagedReads(self, self.arena, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
+
+    def read(self, asked):
+        self.network.append(asked)
+
+    def notify(self, _agent, content):
+        said = messages.message(content)
+        if isinstance(said, Wanted):
+            self.asked.append(tag(said.secret, said.number, State.READY))
+
+    def begin(self, number):
+        self.reads.begin(ReadRequest(number, "p", 0, 1 << 40, table([(0, 0, 8)])), self.peer, into_gpu=False)
+
+    def end(self, asked, *lines):
+        """A read has landed; if it was of the board, these lines were there."""
+        self.network.remove(asked)
+        if asked.local_base == self.arena.base:
+            row = int(asked.descriptors.dst[0])
+            board = b"".join(lines).ljust(messages.BOARD_BYTES, b"\0")
+            self.arena._memory[row : row + len(board)] = np.frombuffer(board, np.uint8)
+        assert self.reads.ended(Landed(asked.read, 0.0))
+
+
+def test_a_look_at_the_board_that_began_before_the_last_byte_proves_nothing():
+    played = Played()
+    played.begin(1)
+    [look] = played.network
+    played.begin(2)  # which waits for its tag, so that the board is looked at all the time
+    played.end(look, played.asked[0])
+    [window] = played.network
+    played.loop.run_until(1.0)
+    [early] = [asked for asked in played.network if asked is not window]
+    played.end(window)  # its last bytes came when the owner had let somebody else have the window, after that look
+    played.end(early, played.asked[0])
+    assert played.events == []
+    played.loop.run_until(1.5)
+    [late] = played.network
+    played.end(late)
+    assert played.events == []
+    played.loop.run_until(1.8)
+    [again] = played.network
+    played.end(again, played.asked[2])
+    assert [asked.remote_base for asked in played.network] == [1 << 30]  # it reads the window once more
 
 
 # --- over the fake fabric -------------------------------------------------------------------------------------------
