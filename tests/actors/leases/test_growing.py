@@ -214,6 +214,15 @@ def test_the_time_of_an_offer_begins_anew_with_each_extension(stage):
     assert released(stage) == [("o", "expired")]
 
 
+def test_a_deadline_that_passed_before_an_extension_and_is_handled_behind_it_ends_nothing(stage):
+    opened(stage, ttl=1.0)
+    stage.run(0.9)
+    extend(stage, 2, blocks(0, 0))
+    stage.run(0.5)
+    stage.actors.leases._offers._expired([("w", "o")])  # as where many messages wait
+    assert released(stage) == []
+
+
 def test_an_offer_whose_time_was_over_while_it_was_read_has_time_again_once_it_grows(stage):
     opened(stage, ttl=1.0)
     stage.asked_by_peer(claim())
