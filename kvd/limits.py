@@ -155,6 +155,10 @@ go while their daemon stays."""
 SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
 
+MAX_PARTS_PER_OFFER: Final = 4096
+"""Extensions of one offer: 2 M tokens in chunks of 512. A reader that asks for all of them takes 2 ms of the loop,
+their end 10 ms."""
+
 MAX_PARTS_PER_WORKER: Final = 1 << 18
 """Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
 end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
@@ -477,8 +481,7 @@ MAX_STAGED_SLICES: Final = 4
 """Slices of one reader for which it has a window at one peer, or waits for one: one is copied while others travel."""
 
 MAX_STAGED_REQUESTS: Final = 4096
-"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and their pulls end by
-their time."""
+"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and asked for again."""
 
 WINDOW_SECONDS: Final = 30.0
 """How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""

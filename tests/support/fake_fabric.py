@@ -190,10 +190,14 @@ class FakeFabric:
         self._cut: set[tuple[str, str]] = set()
         self._explicit: dict[str, deque[Fault]] = {}
 
-    def tell(self, agent: str, event: NetworkEvent) -> None:
-        """Delivers what one agent sends to another, if that is there."""
-        if agent in self._agents:
-            self.loop.call_later(self._latency, self._agents[agent].hear, event)
+    def tell(self, agent: str, process: int, event: NetworkEvent) -> None:
+        """Delivers what is sent to a process of an agent, if that is there."""
+        self.loop.call_later(self._latency, self._tell, agent, process, event)
+
+    def _tell(self, agent: str, process: int, event: NetworkEvent) -> None:
+        found = self._agents.get(agent)
+        if found is not None and found.process == process and not found.down:
+            found.hear(event)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

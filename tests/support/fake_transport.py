@@ -107,8 +107,9 @@ class FakeTransport:
         self._soon(self._notify, agent, content)
 
     def _notify(self, agent: str, content: bytes) -> None:
-        if agent in self._peers and not self._peers[agent].lost:
-            self._fabric.tell(agent, Notified(self._agent, content))
+        peer = self._peers.get(agent)
+        if peer is not None and not peer.lost:
+            self._fabric.tell(agent, peer.remote.process, Notified(self._agent, content))
 
     def expect_connection(self) -> None:
         """Nothing to do: a read needs no connection."""

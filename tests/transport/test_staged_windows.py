@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 
 from kvd import limits
-from kvd.transport.interface import Deregistered, Landed, ReadFailed, Region, TransportDied
-from kvd.transport.staged import messages
-from kvd.transport.staged.messages import Finished, State, Wanted, tag
+from kvd.transport.interface import (
+    Deregistered,
+    Landed,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Region,
+    TransportDied,
+)
+from kvd.transport.staged import messages, reads
+from kvd.transport.staged.arena import Arena, arena_bytes
+from kvd.transport.staged.messages import Finished, StagedPool, Staging, State, Wanted, tag
+from kvd.transport.staged.reads import StagedPeer, StagedReads
 from kvd.transport.staged.windows import Windows, pieces
-from tests.conformance.site import Reader, blocks, pattern
+from tests.conformance.site import Reader, blocks, pattern, table
+from tests.simulator.virtual.loop import VirtualLoop
 from tests.transport.staged_site import StagedSite
 
 TABLE = np.array([0, 8], np.uint64).tobytes()
@@ -51,13 +62,44 @@ def test_readers_with_as_many_windows_take_turns():
     assert (windows.in_use, windows.waiting) == (0, 0)
 
 
-def test_a_reader_that_asks_for_too_much_or_twice_is_not_queued():
-    windows = Windows(1)
+def test_a_request_that_comes_twice_or_beyond_what_all_may_have_is_not_queued(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 2)
+    windows = Windows(0)
     first = wanted()
     assert windows.ask("r", first)
     assert not windows.ask("r", first)
-    assert [windows.ask("r", wanted()) for _ in range(limits.MAX_STAGED_SLICES)] == [True] * 3 + [False]
     assert windows.ask("other", wanted())
+    assert not windows.ask("third", wanted())
+    assert windows.waiting == 2
+
+
+def test_a_reader_that_is_about_to_have_too_many_requests_loses_its_oldest():
+    windows = Windows(2)
+    for _ in range(limits.MAX_STAGED_SLICES):
+        assert windows.end_oldest("r") is None
+        windows.ask("r", wanted())
+    windows.ask("other", wanted())
+    shown, copied = windows.next(), windows.next()
+    windows.copied(shown, 0.0)
+    windows.finish("other", Finished(copied.asked.secret, copied.asked.number))
+    assert (shown.agent, copied.agent) == ("r", "other")
+    assert windows.end_oldest("r") == shown.window  # which is to be wiped
+    assert windows.end_oldest("r") is None  # there is room for one
+    windows.ask("r", wanted())
+    assert windows.end_oldest("r") is None  # the oldest one waited
+    assert windows.waiting == limits.MAX_STAGED_SLICES - 1
+
+
+def test_once_no_reader_is_there_every_window_is_free_or_will_be_when_it_is_copied():
+    windows = Windows(2)
+    for agent in ("a", "b", "c"):
+        windows.ask(agent, wanted())
+    shown, copied = windows.next(), windows.next()
+    windows.copied(shown, 0.0)
+    assert windows.end_all() == [shown.window]
+    assert (windows.in_use, windows.waiting) == (1, 0)
+    assert not windows.copied(copied, 0.0)
+    assert windows.in_use == 0
 
 
 def test_a_window_that_nobody_gives_back_is_taken_back_after_its_time():
@@ -155,6 +197,65 @@ def test_no_two_requests_nor_states_have_one_tag():
     assert len(found) == 2 * 2 * len(State)
 
 
+# --- over a network that the test plays -----------------------------------------------------------------------------
+
+
+class Played:
+    """Reads from a peer's pool on a GPU into host memory.
+
+    `network` has what the network was asked to read, `asked` what the peer was asked for, as lines that it is there.
+    """
+
+    def __init__(self):
+        memory = np.zeros(arena_bytes(0), np.uint8)
+        self.loop, self.network, self.asked, self.events = VirtualLoop(), [], [], []
+        self.arena = Arena(Region(1 << 20, len(memory), length=len(memory)), memory, 0)
+        self.peer = StagedPeer("p", Staging(1 << 30, 2, {1 << 40: StagedPool(b"t" * 16, limits.MIB)}))
+        self.reads = StagedReads(self, self.arena, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
+
+    def read(self, asked):
+        self.network.append(asked)
+
+    def notify(self, _agent, content):
+        said = messages.message(content)
+        if isinstance(said, Wanted):
+            self.asked.append(tag(said.secret, said.number, State.READY))
+
+    def begin(self, number):
+        self.reads.begin(ReadRequest(number, "p", 0, 1 << 40, table([(0, 0, 8)])), self.peer, into_gpu=False)
+
+    def end(self, asked, *lines):
+        """A read has landed; if it was of the board, these lines were there."""
+        self.network.remove(asked)
+        if asked.local_base == self.arena.base:
+            row = int(asked.descriptors.dst[0])
+            board = b"".join(lines).ljust(messages.BOARD_BYTES, b"\0")
+            self.arena._memory[row : row + len(board)] = np.frombuffer(board, np.uint8)
+        assert self.reads.ended(Landed(asked.read, 0.0))
+
+
+def test_a_look_at_the_board_that_began_before_the_last_byte_proves_nothing():
+    played = Played()
+    played.begin(1)
+    [look] = played.network
+    played.begin(2)  # which waits for its tag, so that the board is looked at all the time
+    played.end(look, played.asked[0])
+    [window] = played.network
+    played.loop.run_until(1.0)
+    [early] = [asked for asked in played.network if asked is not window]
+    played.end(window)  # its last bytes came when the owner had let somebody else have the window, after that look
+    played.end(early, played.asked[0])
+    assert played.events == []
+    played.loop.run_until(1.5)
+    [late] = played.network
+    played.end(late)
+    assert played.events == []
+    played.loop.run_until(1.8)
+    [again] = played.network
+    played.end(again, played.asked[2])
+    assert [asked.remote_base for asked in played.network] == [1 << 30]  # it reads the window once more
+
+
 # --- over the fake fabric -------------------------------------------------------------------------------------------
 
 
@@ -210,6 +311,86 @@ async def test_windows_of_a_killed_reader_are_given_to_others(monkeypatch):
     end = await other.end(other.read(producer, blocks(0, 16, 64 * limits.KIB)))
     assert isinstance(end, Landed), end
     assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+def for_good(monkeypatch):
+    """There is one window, which is not taken back from who does not give it back; a megabyte takes several."""
+    monkeypatch.setattr(limits, "WINDOW_SECONDS", 3600.0)
+    monkeypatch.setattr(limits, "STAGING_WINDOWS", 1)
+    monkeypatch.setattr(limits, "SLICE_BYTES", 64 * limits.KIB)
+
+
+async def again(network, *readers, producer):
+    """The process ends that reads and serves over the network, and the next one is there."""
+    network.lose_process()
+    network.gain_process()
+    for reader in readers:
+        await reader.until(lambda reader=reader: bool(reader.of(PeerFailed)))
+        producer.metadata = producer.end.transport.metadata
+        await reader.add(producer)
+
+
+async def test_what_a_reader_asked_for_in_a_process_that_has_ended_does_not_keep_it_from_windows(monkeypatch):
+    for_good(monkeypatch)
+    site = StagedSite(source=True, target=False)
+    producer, first = await opened(site)
+    _, other = await opened(site)
+    await other.add(producer)
+    producer.end.gpu.held = True
+    first.read(producer, blocks(0, 1, 64 * limits.KIB))
+    while not windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    other.read(producer, blocks(0, 16, 64 * limits.KIB))
+    while windows_of(producer).waiting < limits.MAX_STAGED_SLICES:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await again(other.transport._network, other, producer=producer)
+    read = other.read(producer, blocks(0, 16, 64 * limits.KIB))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    producer.end.gpu.held = False
+    producer.end.gpu.work()
+    end = await other.end(read)
+    assert isinstance(end, Landed), end
+    assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_windows_are_free_once_the_process_has_ended_that_served_them(monkeypatch):
+    for_good(monkeypatch)
+    site = StagedSite(source=True, target=False)
+    producer, first = await opened(site)
+    _, other = await opened(site)
+    await other.add(producer)
+    read = first.read(producer, blocks(0, 16, 64 * limits.KIB))
+    while not windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await again(producer.end.network, first, producer=producer)
+    assert isinstance(await first.end(read), ReadFailed)
+    producer.metadata = producer.end.transport.metadata
+    await other.add(producer)
+    end = await other.end(other.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert isinstance(end, Landed), end
+    assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_a_slice_whose_request_was_lost_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(reads, "AGAIN_SECONDS", 0.01)
+    producer, reader = await opened(StagedSite(source=True, target=True))
+    server = producer.end.transport._server
+    hear, lost = server.hear, []
+
+    def lose(agent, message):
+        if isinstance(message, Wanted) and len(lost) < 3:
+            lost.append(message)
+        else:
+            hear(agent, message)
+
+    server.hear = lose
+    end = await reader.end(reader.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert isinstance(end, Landed), end
+    assert len(lost) == 3
+    assert np.array_equal(reader.memory, pattern(producer.seed, limits.MIB))
+    while windows_of(producer).in_use:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_after_all_reads_no_window_slot_nor_row_is_taken():

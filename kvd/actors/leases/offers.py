@@ -93,6 +93,7 @@ class Offers:
         if offer.grows:
             self._growing.setdefault(pool.name, {})[key] = lease
         else:
+            self._check_parts(lease)
             self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans, lease.proof)
         self._last_generation += 1
         self._leases[key] = lease
@@ -134,28 +135,37 @@ class Offers:
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {more.offer!r} has ended ({lease.reason})")
         lease.content.check(more, lease.pool.spec.groups)
         spans = tuple(span for span in more.spans if span.ids)
-        blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
-        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
-            text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
-            raise refusal(ErrorCode.TOO_LARGE, text)
+        self._check_size(lease, spans)
+        if not more.closes:  # any may be closed
+            self._check_parts(lease)
         self._add(lease, growth.Event.CLOSE if more.closes else growth.Event.EXTEND, more.tokens, spans)
         lease.expires = self._context.loop.time() + lease.ttl
         self._due.set(lease.key, lease.expires)
         self.step(lease, Event.GROWN)
         return lease
 
+    def _check_size(self, lease: Lease, spans: Spans) -> None:
+        blocks = lease.size.blocks + lease.pool.blocks.size_of(spans).blocks
+        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+
+    def _check_parts(self, lease: Lease) -> None:
+        if len(lease.content.parts) >= limits.MAX_PARTS_PER_OFFER:
+            text = f"the offer was extended {len(lease.content.parts)} times, the bound; close it with all that is left"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+        if self._parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
+            text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; name more at a time, or wait until some are released")
+
     def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans, proof: bytes = b"") -> None:
         """Takes what is named together, which has been checked. `proof` is that of the whole offer, if it is known.
 
         Raises:
-            Unavailable: `OVERLOADED`, this worker's offers have too many parts, or see `BlocksInUse.offer`; nothing has
-                changed.
+            Unavailable: see `BlocksInUse.offer`; nothing has changed.
 
         """
         pool, content = lease.pool, lease.content
-        if self._parts[pool.id] >= limits.MAX_PARTS_PER_WORKER:
-            text = f"{self._parts[pool.id]} parts of this worker's offers stand, the bound"
-            raise refusal(ErrorCode.OVERLOADED, f"{text}; name more at a time, or wait until some are released")
         pool.blocks.offer(spans)
         step = growth.TABLE.step(content.state, event)
         content.state = step.state

@@ -31,6 +31,9 @@ _Ended = Callable[[Landed | ReadFailed], None]
 _LOOK_SECONDS: Final = 0.001
 """Between two looks at a board: a copy of a GPU takes 0.1 ms and more, the look itself a round trip."""
 
+AGAIN_SECONDS: Final = 2.0
+"""After which a slice is asked for again, each time after twice as long: owners drop what is above their bounds."""
+
 _REASONS: Final = {
     State.REFUSED: "it has no such bytes in a pool that we may read",
     State.FAILED: "its GPU could not copy them",
@@ -65,7 +68,11 @@ class _Read:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A slice on its way. `number` is its request's, `looks` how many the board had had when it began to wait."""
+    """A slice on its way.
+
+    `number` is its request's, `looks` how many the board had had when it began to wait. It is asked for again at
+    `again`, unless its bytes are there `patience` seconds after it was asked for.
+    """
 
     read: _Read
     piece: Slice
@@ -74,6 +81,8 @@ class _Part:
     number: int = 0
     window: int = 0
     looks: int = 0
+    again: float = 0.0
+    patience: float = 0.0
 
     @property
     def rows(self) -> tuple[U64, U64, U64]:
@@ -179,6 +188,8 @@ class StagedReads:
 
     def _ask(self, part: _Part, staged: StagedPool) -> None:
         part.number, part.step = next(self._numbers), _Step.ASKED
+        part.patience = 2 * part.patience or AGAIN_SECONDS
+        part.again = self._loop.time() + part.patience
         source, _, length = part.rows
         table = np.concatenate((source, length)).tobytes()
         self._network.notify(part.read.peer.agent, encode(Wanted(self._secret, part.number, staged.token, table)))
@@ -322,6 +333,9 @@ class StagedReads:
                 if tag(self._secret, part.number, state) in where:
                     self._part_ended(part, f"agent {part.read.peer.agent!r} staged nothing: {reason}")
                     return
+            if self._loop.time() >= part.again:
+                self._finish(part)
+                self._ask(part, staged)
 
     def _arrived_by_window(self, part: _Part) -> None:
         part.step = _Step.COPIED

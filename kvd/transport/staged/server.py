@@ -74,14 +74,23 @@ class Server:
         if isinstance(message, Wanted):
             if self._find(message) is None:  # a window for it would be one less for those that may read
                 self._arena.write_line(next(self._refusals), _tag(message, State.REFUSED))
-            elif not self._windows.ask(agent, message) and not self._dropped:
-                self._dropped = True
-                _log.warning("requests for staged slices are dropped", agent=agent, waiting=self._windows.waiting)
+            else:
+                self._wipe(self._windows.end_oldest(agent))
+                if not self._windows.ask(agent, message) and not self._dropped:
+                    self._dropped = True
+                    _log.warning("requests for staged slices are dropped", agent=agent, waiting=self._windows.waiting)
         else:
-            window = self._windows.finish(message)
-            if window is not None:
-                self._arena.write_line(window, b"")
+            self._wipe(self._windows.finish(message))
         self._serve()
+
+    def network_down(self) -> None:
+        """Nobody reads the windows any more: the process is gone that served them."""
+        for window in self._windows.end_all():
+            self._wipe(window)
+
+    def _wipe(self, window: int | None) -> None:
+        if window is not None:
+            self._arena.write_line(window, b"")
 
     def _serve(self) -> None:
         while (use := self._windows.next()) is not None:
@@ -98,7 +107,7 @@ class Server:
         self._alarm = None
         if self._windows.waiting:
             for window in self._windows.take_back(self._loop.time()):
-                self._arena.write_line(window, b"")
+                self._wipe(window)
             self._serve()
 
     def _find(self, asked: Wanted) -> tuple[_Pool, tuple[U64, U64]] | None:

@@ -20,6 +20,7 @@ from kvd.transport.interface import (
     Event,
     Landed,
     Network,
+    NetworkDown,
     NetworkEvent,
     NetworkUp,
     Notified,
@@ -219,7 +220,7 @@ class StagedTransport:
                 pass
             case Registered() | RegisterFailed() | Deregistered() if event.pool == ARENA:
                 self._has_arena = isinstance(event, Registered)
-            case Registered() | Deregistered():
+            case Registered() | Deregistered() | NetworkUp():
                 self._emit(replace(event, metadata=self.metadata))
             case Described():
                 pools = tuple(pool for pool in event.pools if pool != ARENA)
@@ -228,8 +229,10 @@ class StagedTransport:
                 self._added(event)
             case PeerFailed():
                 self._failed(event)
-            case NetworkUp():
-                self._emit(NetworkUp(self.metadata))
+            case NetworkDown():
+                if self._server is not None:
+                    self._server.network_down()
+                self._emit(event)
             case _:
                 self._emit(event)
 

@@ -7,6 +7,9 @@ one pool could otherwise be as many as it takes to keep the readers of all other
 A window that its reader does not give back, because it was killed, is taken back after `limits.WINDOW_SECONDS` if
 others wait, and after `limits.WINDOW_SHARE_SECONDS` if a pool waits whose readers have fewer: its reader finds another
 tag on the board, and asks again.
+
+A reader has up to `limits.MAX_STAGED_SLICES` requests. With one more its oldest is from before it lost its connection,
+and ends.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ class Windows:
         return len(self._queued)
 
     def ask(self, agent: str, asked: Wanted) -> bool:
-        """Queues a request; False if the agent, its pool's readers or all together have too many, or this one already.
+        """Queues a request; False if its pool's readers or all together have too many, or this one already.
 
         One pool's readers leave half of the places to others.
         """
@@ -79,14 +82,25 @@ class Windows:
         if key in self._uses or key in self._queued:
             return False
         reader = self._readers.get(name) or _Reader()
-        full = len(self._queued) >= most or self._waiting[asked.token] >= most // 2
-        if full or len(reader.waiting) >= limits.MAX_STAGED_SLICES:
+        if len(self._queued) >= most or self._waiting[asked.token] >= most // 2:
             return False
         self._readers[name] = reader
         reader.waiting[key] = asked
         self._queued[key] = name
         self._waiting[asked.token] += 1
         return True
+
+    def end_oldest(self, agent: str) -> int | None:
+        """Ends the oldest request of an agent that is about to have too many. Its window as for `finish`."""
+        requests = [key for key, use in self._uses.items() if use.agent == agent and not use.ended]
+        for (_, other), reader in self._readers.items():
+            requests += reader.waiting if other == agent else ()
+        return self.finish(Finished(*requests[0])) if len(requests) >= limits.MAX_STAGED_SLICES else None
+
+    def end_all(self) -> list[int]:
+        """Ends all requests: no reader is there any more. The windows that are free now, to be wiped."""
+        ended = [self.finish(Finished(*key)) for key in (*self._queued, *self._uses)]
+        return [window for window in ended if window is not None]
 
     def next(self) -> Use | None:
         """Gives a free window to whose turn it is; its use is `copying`."""

@@ -281,6 +281,15 @@ def test_the_time_of_an_offer_begins_anew_with_each_extension(stage):
     assert released(stage) == [("o", "expired")]
 
 
+def test_a_deadline_that_passed_before_an_extension_and_is_handled_behind_it_ends_nothing(stage):
+    opened(stage, ttl=1.0)
+    stage.run(0.9)
+    extend(stage, 2, blocks(0, 0))
+    stage.run(0.5)
+    stage.actors.leases._offers._expired([("w", "o")])  # as where many messages wait
+    assert released(stage) == []
+
+
 def test_an_offer_whose_time_was_over_while_it_was_read_has_time_again_once_it_grows(stage):
     opened(stage, ttl=1.0)
     stage.asked_by_peer(claim())
@@ -306,7 +315,11 @@ def test_what_a_worker_has_not_closed_ends_with_its_session_and_its_readers_hear
 
 @pytest.mark.parametrize(
     ("bound", "most", "code"),
-    [("MAX_PARTS_PER_WORKER", 1, ErrorCode.OVERLOADED), ("MAX_BLOCKS_PER_REQUEST", 2, ErrorCode.TOO_LARGE)],
+    [
+        ("MAX_PARTS_PER_WORKER", 1, ErrorCode.OVERLOADED),
+        ("MAX_PARTS_PER_OFFER", 1, ErrorCode.TOO_LARGE),
+        ("MAX_BLOCKS_PER_REQUEST", 2, ErrorCode.TOO_LARGE),
+    ],
 )
 def test_what_an_offer_may_grow_to_is_bounded(stage, monkeypatch, bound, most, code):
     monkeypatch.setattr(limits, bound, most)
@@ -315,3 +328,14 @@ def test_what_an_offer_may_grow_to_is_bounded(stage, monkeypatch, bound, most, c
     found, text = refused(extend(stage, 6, blocks(2, 2)))
     assert found == code
     assert str(most) in text
+
+
+@pytest.mark.parametrize("bound", ["MAX_PARTS_PER_WORKER", "MAX_PARTS_PER_OFFER"])
+def test_an_offer_that_may_not_be_extended_any_more_can_be_closed_or_nobody_would_be_done_with_it(
+    stage, monkeypatch, bound
+):
+    monkeypatch.setattr(limits, bound, 1)
+    opened(stage)
+    extend(stage, 2, blocks(0, 0))
+    refused(extend(stage, 4, blocks(1, 1)))
+    assert extend(stage, 6, blocks(1, 1, 2), closes=True) == [Extended(7)]
