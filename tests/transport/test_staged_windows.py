@@ -62,8 +62,8 @@ def test_readers_with_as_many_windows_take_turns():
     assert (windows.in_use, windows.waiting) == (0, 0)
 
 
-def test_a_request_that_comes_twice_or_beyond_what_all_may_have_is_not_queued(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 2)
+def test_a_request_that_comes_twice_or_beyond_half_of_what_all_may_have_is_not_queued(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 4)
     windows = Windows(0)
     first = wanted()
     assert windows.ask("r", first)
@@ -81,7 +81,7 @@ def test_a_reader_that_is_about_to_have_too_many_requests_loses_its_oldest():
     windows.ask("other", wanted())
     shown, copied = windows.next(), windows.next()
     windows.copied(shown, 0.0)
-    windows.finish("other", Finished(copied.asked.secret, copied.asked.number))
+    windows.finish(Finished(copied.asked.secret, copied.asked.number))
     assert (shown.agent, copied.agent) == ("r", "other")
     assert windows.end_oldest("r") == shown.window  # which is to be wiped
     assert windows.end_oldest("r") is None  # there is room for one

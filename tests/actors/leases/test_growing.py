@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from kvd.protocol.spans import joined
 
 from kvd import limits
 from kvd.actors.runtime.pace import RateLimit
@@ -11,7 +10,7 @@ from kvd.actors.runtime.pools import Hold
 from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Follow, Grant, Grown, Held, Release
-from kvd.protocol.types import Span
+from kvd.protocol.types import Span, joined
 from kvd.protocol.worker import Cancel, Error, Extend, Extended, Offer, Offered, Released
 from tests.actors.stage import SECRET, Stage, ids, make_claim
 from tests.simulator.virtual.cache import make_cache
@@ -137,7 +136,7 @@ def test_what_is_named_at_once_is_told_in_parts_that_are_complete_with_the_last_
 
 
 def test_who_asks_again_and_again_for_what_it_was_told_is_soon_not_heard(monkeypatch):
-    monkeypatch.setattr("kvd.actors.leases.claims._UNKNOWN", RateLimit(1, 3))
+    monkeypatch.setattr("kvd.actors.leases.answers._UNKNOWN", RateLimit(1, 3))
     stage = Stage()
     stage.attach()
     opened(stage)

@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvd.actors.runtime.blocks import BlocksInUse
 
 from kvd.actors.runtime import uses as module
+from kvd.actors.runtime.pools import BlocksInUse
 from kvd.actors.runtime.uses import Uses
 from kvd.bench.spec import flat_spec
 from kvd.protocol.types import Span

@@ -4,9 +4,9 @@ from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvd.actors.runtime.records import PeerPool
 
 from kvd import limits, plan
+from kvd.actors.runtime.pools import PeerPool
 from kvd.actors.scheduler.routes import Source, Told, parts, plan_read
 from kvd.bench.spec import flat_spec
 from kvd.layout import CacheSpec
@@ -43,8 +43,8 @@ def test_the_parts_of_a_plan_move_what_the_whole_moves(offered, before, read, pa
         cut = parts(source, told, wanted, groups)
     finally:
         limits.PLANNED_PART = saved
-    whole = plan_read(source, told, told.section, wanted, 1)
-    made = [plan_read(source, told, each, wanted, 1) for each in cut]
+    whole = plan_read(source, told, told.section, wanted)
+    made = [plan_read(source, told, each, wanted) for each in cut]
     assert bytes_of(made) == bytes_of([whole])
     assert all(each.count <= max(part, 2 * 2) for each in made)  # of the two layers of a block, and one more
 
@@ -63,6 +63,6 @@ def test_a_plan_of_520_000_blocks_is_cut_into_parts_without_a_look_at_each_block
     wanted = (Span(0, 0, evens),)
     cut = parts(source, told, wanted, spec.groups)
     assert steps(lambda: parts(source, told, wanted, spec.groups)) < MANY / 500
-    counts = [plan_read(source, told, each, wanted, 1).count for each in cut]
+    counts = [plan_read(source, told, each, wanted).count for each in cut]
     assert sum(counts) == MANY
     assert max(counts) <= limits.PLANNED_PART
