@@ -17,7 +17,7 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang quick quick-plans quick-actors test \
   test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
-  test-sglang-all test-deploy gpu-check gpu-wheels check lock clean
+  test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -102,7 +102,7 @@ test-sglang: setup-sglang
 
 # Every test; `make --keep-going test-all` goes on after a failure. Takes root, `ip netns`, systemd-nspawn and Prometheus
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
-test-all: test-untimed test-timed test-vllm-all test-sglang-all
+test-all: test-untimed test-timed test-vllm-all test-sglang-all test-across
 
 test-untimed: setup
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real
@@ -121,6 +121,10 @@ test-vllm-all: setup-vllm
 
 test-sglang-all: setup-sglang
 	$(SGLANG_BIN)/python -m pytest tests/sglang
+
+# Prefill in one engine and decode in the other.
+test-across: setup-vllm setup-sglang
+	$(VLLM_BIN)/python -m pytest tests/across
 
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy
