@@ -122,6 +122,7 @@ def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
 
     Raises:
         msgspec.DecodeError: It is none.
+        ValueError: A token in it has no number.
 
     """
     if not with_token:

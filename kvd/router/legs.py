@@ -19,10 +19,7 @@ from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
 
 def told(answer: bytes, decode: Servers) -> Prefilled | None:
     """What a prefill server's answer tells the servers `decode`; None if it does not tell what they need."""
-    try:
-        return prefilled_of(answer, with_token=decode.have(Engine.SGLANG))
-    except msgspec.DecodeError:
-        return None
+    return _read(answer, with_token=decode.have(Engine.SGLANG))
 
 
 class Meeting:
@@ -51,7 +48,7 @@ class Meeting:
             raise ServerFailed(
                 ErrorCode.PEER_LOST, self._server, "answered before its offer was read: does it run kvd?"
             )
-        found = prefilled_of(self._params.result(), with_token=False)
+        found = _read(self._params.result(), with_token=False)
         if found is None:
             raise ServerFailed(ErrorCode.PEER_LOST, self._server, "has a bootstrap server that tells no parameters")
         return found
@@ -65,6 +62,13 @@ class Meeting:
         body = request.body.for_room(self._server.place, room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+
+
+def _read(answer: bytes, *, with_token: bool) -> Prefilled | None:
+    try:
+        return prefilled_of(answer, with_token=with_token)
+    except (msgspec.DecodeError, ValueError):
+        return None
 
 
 def _look(task: "asyncio.Task[Whole] | asyncio.Task[bytes]") -> None:

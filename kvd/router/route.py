@@ -40,6 +40,12 @@ class Attempts:
     refused_by: Server | None = None
     """The decode server whose refusal is the answer."""
 
+    def leave(self) -> None:
+        """Ends the meeting, if there is one."""
+        if self.meeting is not None:
+            self.meeting.end()
+            self.meeting = None
+
 
 class Router:
     """Between the servers `prefill` and `decode`."""
@@ -76,8 +82,7 @@ class Router:
                 return
         finally:
             self._release(request, attempts)
-            if attempts.meeting is not None:
-                attempts.meeting.end()
+            attempts.leave()
 
     def _check(self, request: Request) -> None:
         """Refuses what SGLang does not take over from a prefill."""
@@ -116,6 +121,7 @@ class Router:
 
     async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from `server`. False if it refused the request, which the client then knows."""
+        attempts.leave()
         if server.engine is Engine.SGLANG:
             return await self._met(request, client, server, attempts)
         asking = asyncio.create_task(self._prefill_answer(request, server))
@@ -136,8 +142,6 @@ class Router:
 
     async def _met(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
         """The same on a server of SGLang's, whose request goes on until its offer has been read."""
-        if attempts.meeting is not None:
-            attempts.meeting.end()
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
         if isinstance(found, Whole):
@@ -175,7 +179,7 @@ class Router:
         """Has the offer released that is left, if one is, by another server than those that failed."""
         if attempts.prefilled is not None:
             if attempts.meeting is not None:
-                attempts.meeting.end()
+                attempts.leave()
             else:
                 avoided = attempts.tried if failed is None else {*attempts.tried, failed}
                 self._cleanup.release(request, attempts.prefilled, avoided, attempts.refused_by)

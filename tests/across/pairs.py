@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.serving.shared import SharedSets
+from tests.serving.shared import LOST_SOON, SharedSets
 from tests.sglang.testbed.servers import Engine as SglangEngine
 from tests.sglang.testbed.servers import Server as SglangServer
 from tests.support.ports import free_port
@@ -111,8 +111,31 @@ class Compared(AcrossPair):
         return [*super().services, *self.single.values()]
 
 
+class Mortal(AcrossPair):
+    """A pair whose processes may be killed, beside a single server of the engine that decodes."""
+
+    def __init__(self, folder: Path, models: Path, model: str, prefill: str) -> None:
+        super().__init__(folder, models, model, prefill)
+        self.alone = self.single[self.engines["decode"]]
+        for daemon in self.daemons.values():
+            daemon.settings = LOST_SOON
+
+    @property
+    def services(self) -> Sequence[Service]:
+        return [*super().services, self.alone]
+
+    @property
+    def victims(self) -> dict[str, Service]:
+        """All but the router and the single server."""
+        daemons = {f"{side} daemon": daemon for side, daemon in self.daemons.items()}
+        return daemons | {f"{side} server": server for side, server in self.servers.items()}
+
+
 class Shared(SharedSets):
     """One pair at a time."""
+
+    async def mortal(self, model: str, prefill: str) -> Mortal:
+        return await self.running(f"mortal-{prefill}", lambda folder: Mortal(folder, self.models, model, prefill))
 
     async def compared(self, model: str, prefill: str) -> Compared:
         return await self.running(f"{model}-{prefill}", lambda folder: Compared(folder, self.models, model, prefill))

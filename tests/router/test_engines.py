@@ -14,6 +14,8 @@ from kvd.engines.sglang.handoff import PREFIX, read
 from kvd.errors import BadRequest
 from kvd.router.engines import HANDOFF, Engine, Prefilled, place, prefilled_of
 from kvd.router.http import HttpServer
+from kvd.router.legs import told
+from kvd.router.servers import Servers
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import (
     BODY,
@@ -223,6 +225,13 @@ async def test_an_offer_that_no_sglang_took_is_released_through_one() -> None:
 def test_the_first_token_is_read_from_completions_and_from_chats(choice: dict[str, Any], first: Any) -> None:
     found = prefilled_of(json.dumps({"choices": [choice], "kv_transfer_params": {"a": 1}}).encode(), with_token=True)
     assert found == Prefilled(found.params if found else b"", first)
+
+
+def test_a_token_without_a_number_is_no_token() -> None:
+    choice = {"token_ids": [4], "logprobs": {"token_logprobs": [-1.0], "top_logprobs": [{"token_id:x": -1.0}]}}
+    answer = json.dumps({"choices": [choice], "kv_transfer_params": {"a": 1}}).encode()
+    assert told(answer, Servers("decode", ["sglang://a:1"])) is None
+    assert told(answer, Servers("decode", ["http://a:1"])) is not None
 
 
 @pytest.mark.parametrize(
