@@ -17,7 +17,7 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang quick quick-plans quick-actors test \
   test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
-  test-sglang-all test-deploy gpu-check gpu-wheels check lock clean
+  test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -106,7 +106,7 @@ test-all: test-untimed test-timed
 
 test-untimed: setup setup-vllm setup-sglang
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
-	  test-vllm-all test-sglang-all
+	  test-vllm-all test-sglang-all test-across
 
 test-untimed-pure: setup
 	$(BIN)/python -m pytest -m "not timed and not real"
@@ -122,6 +122,10 @@ test-vllm-all: setup-vllm
 
 test-sglang-all: setup-sglang
 	$(SGLANG_BIN)/python -m pytest tests/sglang
+
+# Prefill in one engine and decode in the other.
+test-across: setup-vllm setup-sglang
+	$(VLLM_BIN)/python -m pytest tests/across
 
 test-deploy: setup
 	$(BIN)/python -m pytest -m deploy tests/deploy

@@ -542,5 +542,8 @@ MAX_COMMAND_SECONDS: Final = 86_400.0
 MAX_TRANSFER_RECORDS: Final = 1024
 """Requests of an SGLang engine whose cache moves at a time, each with a record in the pool (2 KiB); more wait."""
 
+MAX_TOP_LOGPROBS: Final = 128
+"""Likeliest first tokens of a prefill that SGLang is told of: its buffers have so many places."""
+
 MAX_UNEXPECTED_ROOMS: Final = 4096
 """Requests that SGLang's decode engines want and that the prefill engine has not got: the oldest are forgotten."""

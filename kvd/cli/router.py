@@ -5,7 +5,6 @@ import asyncio
 import logging
 import signal
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -13,6 +12,7 @@ from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
+from kvd.router.engines import place
 from kvd.router.http import HttpServer
 from kvd.router.log import FewLines
 from kvd.router.upstream import Timeouts
@@ -26,7 +26,9 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command."""
     parser = subparsers.add_parser("router", description=_DESCRIPTION)
     for role in ("prefill", "decode"):
-        text = f"a {role} server, http://host:port; may be given several times"
+        text = (
+            f"a {role} server: http://host:port of a vLLM, sglang://host:port of an SGLang; may be given several times"
+        )
         parser.add_argument(f"--{role}", action="append", required=True, metavar="URL", help=text)
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where clients connect (default: %(default)s)"
@@ -61,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         if not getattr(args, name) > 0:
             flag = f"--{name.replace('_', '-')}"
             raise refusal(ErrorCode.BAD_CONFIG, f"{flag} is {getattr(args, name)}; it must be above 0")
-    prefill, decode = ([_server_url(url) for url in urls] for urls in (args.prefill, args.decode))
+    prefill, decode = ([url.rstrip("/") for url in urls] for urls in (args.prefill, args.decode))
+    for url in (*prefill, *decode):
+        place(url)
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
     raise_open_files(limits.ROUTER_OPEN_FILES)
@@ -82,20 +86,3 @@ async def _serve(server: HttpServer, ports: list[Ports], prefill: int, decode: i
         text = "routing on http://%s between %d prefill and %d decode servers"
         log.info(text, server.address, prefill, decode)
         await stopping.wait()
-
-
-def _server_url(text: str) -> str:
-    """`text` without a slash at its end.
-
-    Raises:
-        BadRequest: `BAD_CONFIG`, it is no URL of a server.
-
-    """
-    try:
-        parts = urlsplit(text)
-        valid = parts.scheme in {"http", "https"} and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-    if not valid or parts.path.strip("/") or parts.query or parts.fragment:
-        raise refusal(ErrorCode.BAD_CONFIG, f"{text!r} is no server's URL; it must be like http://host:port")
-    return text.rstrip("/")

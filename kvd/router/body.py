@@ -1,6 +1,7 @@
 """A client's request, and what servers are sent for it. Fields that the router does not set stay byte for byte."""
 
 import codecs
+import secrets
 from functools import cached_property
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ import msgspec
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.router import affinity
+from kvd.router.engines import Engine, Place, Prefilled, handed_fields, room_fields
 
 Fields = dict[str, msgspec.Raw]
 
@@ -36,6 +38,8 @@ _NOT_FOR_ONE_TOKEN: Final = {
     "logprob_token_ids",
 }
 """Nobody reads the answer: the prompt's logprobs may take gigabytes of it. To stream some of them is refused."""
+_FIRST_LOGPROBS: Final = ("logprobs", "top_logprobs")
+"""Those of the first token, which SGLang's decode servers take over from a prefill."""
 
 
 class Body:
@@ -80,20 +84,32 @@ class Body:
         """Whether the client wants each token as it comes."""
         return bytes(self.fields.get("stream", _NULL)) == b"true"
 
-    def for_prefill(self) -> bytes:
-        """The same for one token, whose KV blocks are to be offered to every completion's decode."""
+    def for_prefill(self, *, with_token: bool = False) -> bytes:
+        """The same for one token, whose KV blocks are to be offered to every completion's decode.
+
+        `with_token` has the answer tell the token, and how likely it is if the client asks for that.
+        """
         params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
         more = {"n": _ONE} if "n" in self.fields else {}
-        return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
+        more |= {"stream": _raw(False), "kv_transfer_params": _raw(params)}
+        if with_token:
+            more |= {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
+            more |= dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), _raw(True))
+        return self._for_one_token(more)
 
-    def for_decode(self, params: msgspec.Raw | None) -> bytes:
-        """The same with the `params` of the prefill server's answer, unchanged, if it was prefilled."""
-        return msgspec.json.encode(self.fields if params is None else self.fields | {"kv_transfer_params": params})
+    def for_room(self, server: Place, room: int) -> bytes:
+        """The same for one token, for a prefill server of SGLang's, which tells the decode server of its token."""
+        more = {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
+        return self._for_one_token(more | {"stream": _raw(False)} | _raws(room_fields(server, room)))
 
-    def for_release(self, params: msgspec.Raw) -> bytes:
+    def for_decode(self, prefilled: Prefilled | None, engine: Engine = Engine.VLLM, room: int = 1) -> bytes:
+        """The same with what the prefill server told, unchanged, if it was prefilled."""
+        return msgspec.json.encode(self.fields | _handed(prefilled, engine, room))
+
+    def for_release(self, prefilled: Prefilled, engine: Engine = Engine.VLLM, room: int = 1) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
         more = {"temperature": _ONE} if self.choices > 1 else {}  # greedy, there is one completion only
-        return self._for_one_token(more | {"stream": _raw(True), "kv_transfer_params": params})
+        return self._for_one_token(more | {"stream": _raw(True)} | _handed(prefilled, engine, room))
 
     @cached_property
     def prefixes(self) -> tuple[bytes, ...]:
@@ -162,17 +178,13 @@ def _check_size(data: bytes) -> None:
         raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
 
 
-class _Prefilled(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def params_of(answer: bytes) -> msgspec.Raw | None:
-    """`kv_transfer_params` of a prefill server's answer; None if it has none, or is no JSON object."""
-    try:
-        params: msgspec.Raw = decode(answer, _Prefilled).kv_transfer_params
-    except msgspec.DecodeError:
-        return None
-    return params.copy() if bytes(params).startswith(b"{") else None
+def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
+    """What a decode server of this engine is told of a prefill."""
+    if prefilled is None:
+        return {}
+    if engine is Engine.VLLM:
+        return {"kv_transfer_params": prefilled.params}
+    return _raws(handed_fields(prefilled, room))
 
 
 def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
@@ -188,6 +200,15 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
         raise msgspec.DecodeError("it is nested too deeply") from error
     except UnicodeDecodeError as error:  # of a field's name; values are looked into by servers
         raise msgspec.DecodeError(f"it is no UTF-8: {error.reason}") from error
+
+
+def new_room() -> int:
+    """A number under which SGLang's servers meet; 0 is none."""
+    return secrets.randbelow((1 << 63) - 1) + 1
+
+
+def _raws(fields: dict[str, Any]) -> Fields:
+    return {name: _raw(value) for name, value in fields.items()}
 
 
 def _raw(value: object) -> msgspec.Raw:

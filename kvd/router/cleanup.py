@@ -15,10 +15,10 @@ from collections.abc import Collection, Coroutine
 from functools import partial
 from http import HTTPStatus
 
-import msgspec
-
 from kvd import limits
-from kvd.router.body import params_of
+from kvd.router.body import new_room
+from kvd.router.engines import Prefilled
+from kvd.router.legs import told
 from kvd.router.metrics import Metrics
 from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
@@ -46,16 +46,16 @@ class Cleanup:
         self._start(request, self._left(request, prefill))
 
     def release(
-        self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
+        self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
-        """Releases the offer of these `params` through a decode server that was not `tried`.
+        """Releases the offer of this prefill through a decode server that was not `tried`.
 
         Through the one that refused the request itself only if there is no other.
         """
         if not self._has_room(request):
             self._metrics.releases.labels("failed").inc()
             return
-        self._start(request, self._released(request, params, tried, refused_by))
+        self._start(request, self._released(request, prefilled, tried, refused_by))
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
@@ -81,17 +81,17 @@ class Cleanup:
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
-        if (params := params_of(answer.body)) is not None:
-            await self._released(request, params, (), None)
+        if (prefilled := told(answer.body, self._decode)) is not None:
+            await self._released(request, prefilled, (), None)
 
     async def _released(
-        self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
+        self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
         outcome = "failed"
         avoided = tried if refused_by is None else {*tried, refused_by}
         server = self._decode.choose(time.monotonic(), tried=avoided) or refused_by
         if server is not None:
-            body = request.body.for_release(params)
+            body = request.body.for_release(prefilled, server.engine, new_room())
             try:
                 async with (
                     asyncio.timeout(limits.ROUTER_RELEASE_SECONDS),

@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-import msgspec
-
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.router.affinity import Affinity, Pair
-from kvd.router.body import params_of
+from kvd.router.body import new_room
 from kvd.router.cleanup import Cleanup
+from kvd.router.engines import Engine, Prefilled
 from kvd.router.events import Said
+from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.request import Client, Request
 from kvd.router.servers import Server, Servers, ask, rest, served
@@ -33,10 +33,18 @@ class Attempts:
     tried: set[Server] = field(default_factory=set)
     suspects: set[Server] = field(default_factory=set)
     """Those of them that failed, unless the request is at fault."""
-    params: msgspec.Raw | None = None
+    prefilled: Prefilled | None = None
     prefill: Server | None = None
+    meeting: Meeting | None = None
+    """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
     refused_by: Server | None = None
     """The decode server whose refusal is the answer."""
+
+    def leave(self) -> None:
+        """Ends the meeting, if there is one."""
+        if self.meeting is not None:
+            self.meeting.end()
+            self.meeting = None
 
 
 class Router:
@@ -58,6 +66,7 @@ class Router:
             BrokenOff: One failed afterwards.
 
         """
+        self._check(request)
         attempts = Attempts()
         try:
             while True:
@@ -73,6 +82,16 @@ class Router:
                 return
         finally:
             self._release(request, attempts)
+            attempts.leave()
+
+    def _check(self, request: Request) -> None:
+        """Refuses what SGLang does not take over from a prefill."""
+        sglang = self._prefill.have(Engine.SGLANG) or self._decode.have(Engine.SGLANG)
+        if sglang and request.body.choices > 1:
+            text = f"n is {request.body.choices}; where SGLang serves, a prefill is for one completion"
+            raise refusal(ErrorCode.BAD_MESSAGE, text)
+        if request.body.for_one_server and self._decode.have(Engine.SGLANG):
+            raise refusal(ErrorCode.BAD_MESSAGE, "use_beam_search: SGLang's decode servers compute no prompts")
 
     async def close(self) -> None:
         """Waits until what clients that are gone have left is ended."""
@@ -80,7 +99,7 @@ class Router:
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.params is None and not request.body.for_one_server:
+        if attempts.prefilled is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not await self._prefilled(request, client, server, attempts):
                 return
@@ -101,7 +120,10 @@ class Router:
         return chosen
 
     async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
-        """Gets `attempts.params` from `server`. False if it refused the request, which the client then knows."""
+        """Gets `attempts.prefilled` from `server`. False if it refused the request, which the client then knows."""
+        attempts.leave()
+        if server.engine is Engine.SGLANG:
+            return await self._met(request, client, server, attempts)
         asking = asyncio.create_task(self._prefill_answer(request, server))
         try:
             answer = await asyncio.shield(asking)
@@ -111,27 +133,39 @@ class Router:
         if answer.status != HTTPStatus.OK:
             await _pass_on(answer, client)
             return False
-        attempts.params, attempts.prefill = params_of(answer.body), server
-        if attempts.params is None:
+        attempts.prefilled, attempts.prefill = told(answer.body, self._decode), server
+        if attempts.prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)
         self._served(server, attempts)
         return True
 
+    async def _met(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+        """The same on a server of SGLang's, whose request goes on until its offer has been read."""
+        attempts.meeting = Meeting(self._upstream, request, server)
+        found = await attempts.meeting.prefilled()
+        if isinstance(found, Whole):
+            await _pass_on(found, client)
+            return False
+        attempts.prefilled, attempts.prefill = found, server
+        self._served(server, attempts)
+        return True
+
     async def _prefill_answer(self, request: Request, server: Server) -> Whole:
-        body = request.body.for_prefill()
+        body = request.body.for_prefill(with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
-        body, streamed = request.body.for_decode(attempts.params), request.body.streamed
+        body = request.body.for_decode(attempts.prefilled, server.engine, new_room())
+        streamed = request.body.streamed
         async with self._upstream.post(server, request.path, body, request.headers, sent, streamed=streamed) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by = server
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
-            attempts.params = None  # the engine has the offer: if it aborts the request, it releases that too
+            attempts.prefilled = None  # the engine has the offer: if it aborts the request, it releases that too
             if said is Said.ERROR:
                 text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
@@ -143,10 +177,13 @@ class Router:
 
     def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
         """Has the offer released that is left, if one is, by another server than those that failed."""
-        if attempts.params is not None:
-            avoided = attempts.tried if failed is None else {*attempts.tried, failed}
-            self._cleanup.release(request, attempts.params, avoided, attempts.refused_by)
-            attempts.params = None
+        if attempts.prefilled is not None:
+            if attempts.meeting is not None:
+                attempts.leave()
+            else:
+                avoided = attempts.tried if failed is None else {*attempts.tried, failed}
+                self._cleanup.release(request, attempts.prefilled, avoided, attempts.refused_by)
+            attempts.prefilled = None
 
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""

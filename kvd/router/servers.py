@@ -5,14 +5,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_LONGEST_REST_SECONDS, ROUTER_REST_SECONDS
+from kvd.router.engines import Engine, Place, place
 
 
 @dataclass(eq=False, slots=True)
 class Server:
-    """A server at `url` (http://host:port) that prefills or decodes: its `role`."""
+    """A server at a place that prefills or decodes: its `role`."""
 
     role: str
-    url: str
+    place: Place
     in_flight: int = 0
     turn: int = 0
     """When it was last chosen, counted in choices."""
@@ -20,6 +21,16 @@ class Server:
     """Monotonic time until which it is chosen only if there is no other, since it failed."""
     failures: int = 0
     """Since it last served a request: how often it failed after it had rested."""
+
+    @property
+    def url(self) -> str:
+        """http://host:port."""
+        return self.place.url
+
+    @property
+    def engine(self) -> Engine:
+        """What runs there."""
+        return self.place.engine
 
     @property
     def name(self) -> str:
@@ -37,12 +48,16 @@ class Server:
 
 
 class Servers:
-    """The servers of one role."""
+    """The servers of one role, at URLs that `kvd.router.engines.place` reads."""
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.role = role
-        self.all = tuple(Server(role, url) for url in urls)
+        self.all = tuple(Server(role, place(url)) for url in urls)
         self._turns = 0
+
+    def have(self, engine: Engine) -> bool:
+        """Whether one of them runs it."""
+        return any(server.engine is engine for server in self.all)
 
     def choose(self, now: float, *, tried: Collection[Server] = (), known_by: Server | None = None) -> Server | None:
         """The server for a request at the monotonic time `now`; None if all were `tried`.

@@ -251,6 +251,28 @@ class Upstream:
                 sent.whole = True
                 return response
 
+    async def params(self, server: Server, room: int) -> bytes:
+        """What the bootstrap server of an SGLang's prefill server answers about a room, once its prompt is computed.
+
+        Raises:
+            ServerFailed: It cannot be reached, breaks off, is late, or says that the room has no offer.
+
+        """
+        host = f"[{server.place.host}]" if ":" in server.place.host else server.place.host
+        url = f"http://{host}:{server.place.bootstrap_port}/kvd/rooms/{room}"
+        begun = asyncio.get_running_loop().time()
+        try:
+            async with self._session.post(url, timeout=self._prefill, allow_redirects=False) as response:
+                body = await Answer(server, response, begun, self._first).read(limits.ROUTER_PREFILL_ANSWER_BYTES)
+        except _FAILURES as error:
+            raise _failure(server, error) from error
+        if response.status != HTTPStatus.OK:
+            said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+            raise ServerFailed(
+                ErrorCode.PEER_LOST, server, f"answered at its bootstrap port with status {response.status}: {said}"
+            )
+        return body
+
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
 

@@ -206,8 +206,10 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def scripted(answering: Answering, host: str = "127.0.0.1") -> AsyncIterator[Scripted]:
-    server = Scripted(answering)
+async def scripted(
+    answering: Answering, host: str = "127.0.0.1", kind: type[Scripted] = Scripted
+) -> AsyncIterator[Scripted]:
+    server = kind(answering)
     runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True, access_log=None))
     await runner.setup()
     site = web.TCPSite(runner, host, 0, backlog=2048)

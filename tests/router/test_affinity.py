@@ -11,7 +11,7 @@ from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import Body
 from kvd.router.servers import Servers
 
-(P,), (D, E) = Servers("prefill", ["p"]).all, Servers("decode", ["d", "e"]).all
+(P,), (D, E) = Servers("prefill", ["http://p"]).all, Servers("decode", ["http://d", "http://e"]).all
 MESSAGES = st.lists(st.text(max_size=5), max_size=6)
 
 

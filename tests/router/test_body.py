@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.router.body import Body, params_of
+from kvd.router.body import Body
+from kvd.router.engines import Prefilled
+from kvd.router.legs import told
+from kvd.router.servers import Servers
 
 PARAMS = msgspec.Raw(b'{"kvd_ticket": "T",  "x": 1e400}')
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda some: st.lists(some, max_size=3))
@@ -42,14 +45,18 @@ def many_fields(number: int) -> bytes:
 @given(st.dictionaries(st.text().filter(lambda name: name not in SET), JSON, max_size=5))
 def test_fields_that_the_router_does_not_know_reach_every_server(fields) -> None:
     body = Body(json.dumps(fields).encode())
-    for made in (body.for_prefill(), body.for_decode(msgspec.Raw(b"{}")), body.for_release(msgspec.Raw(b"{}"))):
+    for made in (
+        body.for_prefill(),
+        body.for_decode(Prefilled(msgspec.Raw(b"{}"))),
+        body.for_release(Prefilled(msgspec.Raw(b"{}"))),
+    ):
         kept = json.loads(made)
         assert {name: kept[name] for name in fields} == fields
 
 
 def test_numbers_keep_their_digits() -> None:
     body = Body(b'{"seed": 123456789012345678901234567890, "top_p": 0.10000000000000000001}')
-    made = body.for_decode(PARAMS)
+    made = body.for_decode(Prefilled(PARAMS))
     assert b"123456789012345678901234567890" in made
     assert b"0.10000000000000000001" in made
     assert bytes(PARAMS) in made
@@ -125,7 +132,7 @@ def test_a_large_body_is_read_in_a_few_times_its_own_memory(data: bytes) -> None
     assert len(body.prefixes) < 20
     assert tracemalloc.get_traced_memory()[1] < 2.1 * len(data)
     tracemalloc.stop()
-    assert len(body.for_decode(PARAMS)) > len(data)
+    assert len(body.for_decode(Prefilled(PARAMS))) > len(data)
 
 
 def is_taken(data: bytes) -> bool:
@@ -147,8 +154,8 @@ def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
     asked = {"echo": True, "logprobs": 5, "top_logprobs": 2, "prompt_logprobs": 20, "logprob_token_ids": [1]}
     body = Body(json.dumps({"prompt": "a"} | asked).encode())
     assert not asked.keys() & json.loads(body.for_prefill()).keys()
-    assert not asked.keys() & json.loads(body.for_release(PARAMS)).keys()
-    assert json.loads(body.for_decode(msgspec.Raw(b"{}")))["prompt_logprobs"] == 20
+    assert not asked.keys() & json.loads(body.for_release(Prefilled(PARAMS))).keys()
+    assert json.loads(body.for_decode(Prefilled(msgspec.Raw(b"{}"))))["prompt_logprobs"] == 20
 
 
 def test_parameters_that_are_null_are_none() -> None:
@@ -160,10 +167,13 @@ def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
     assert json.loads(Body(b'\xef\xbb\xbf{"prompt": "a"}').for_decode(None)) == {"prompt": "a"}
 
 
+VLLMS, SGLANGS = Servers("decode", ["http://a:1"]), Servers("decode", ["sglang://a:1"])
+
+
 def test_parameters_of_an_answer_keep_their_bytes() -> None:
-    found = params_of(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}')
+    found = told(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}', VLLMS)
     assert found is not None
-    assert bytes(found) == b'{"a" : 1.00}'
+    assert bytes(found.params) == b'{"a" : 1.00}'
 
 
 @pytest.mark.parametrize(
@@ -172,4 +182,5 @@ def test_parameters_of_an_answer_keep_their_bytes() -> None:
     ids=lambda answer: answer[:30].decode(),
 )
 def test_an_answer_without_parameters_has_none(answer: bytes) -> None:
-    assert params_of(answer) is None
+    assert told(answer, VLLMS) is None
+    assert told(answer, SGLANGS) is None

@@ -17,6 +17,7 @@ from kvd import limits
 from kvd.errors import BadRequest
 from kvd.router.body import Body
 from kvd.router.connections import client_of
+from kvd.router.engines import place
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
@@ -62,9 +63,9 @@ async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> No
     async with routed([prefilled, prefilled], [decoded]) as stage:
         assert await stage.get("/healthz") == (200, "alive\n")
         assert await stage.get("/readyz") == (200, "ready\n")
-        stage.server._health._groups[0].all[0].url = "http://127.0.0.1:1"
+        stage.server._health._groups[0].all[0].place = place("http://127.0.0.1:1")
         assert await stage.get("/readyz") == (200, "ready\n")
-        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         status, text = await stage.get("/readyz")
         assert status == 503
         assert text.startswith("no decode server is healthy: decode server http://127.0.0.1:1 cannot be reached")
@@ -73,9 +74,9 @@ async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> No
 
 async def test_the_models_are_those_of_a_decode_server() -> None:
     async with routed([prefilled], [decoded, decoded]) as stage:
-        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         assert await stage.get("/v1/models") == (200, '{"data": [{"id": "m"}]}')
-        stage.server._decodes.all[1].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[1].place = place("http://127.0.0.1:1")
         status, text = await stage.get("/v1/models")
         assert (status, json.loads(text)["error"]["code"]) == (502, "peer_lost")
 
@@ -120,13 +121,13 @@ async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> Non
     monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
     async with routed([prefilled], [decoded]) as stage:
         assert (await stage.get("/health"))[0] == 200
-        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         assert (await stage.get("/health"))[0] == 503
 
 
 async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
     async with routed([prefilled], [decoded]) as stage:
-        reader, writer = await asyncio.open_connection(*place(stage))
+        reader, writer = await asyncio.open_connection(*bound(stage))
         data = json.dumps(BODY).encode()
         asking = head(len(data)).replace(b"\r\n\r\n", b"\r\nExpect: 100-Continue\r\nConnection: close\r\n\r\n")
         writer.write(asking)
@@ -139,7 +140,7 @@ async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
 
 async def test_a_client_that_waits_for_leave_to_send_too_much_is_refused_before() -> None:
     async with routed([prefilled], [decoded]) as stage:
-        reader, writer = await asyncio.open_connection(*place(stage))
+        reader, writer = await asyncio.open_connection(*bound(stage))
         asking = head(limits.ROUTER_BODY_BYTES + 1).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
         writer.write(asking)
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
@@ -211,7 +212,7 @@ async def test_requests_in_flight_have_a_bound(monkeypatch) -> None:
 async def test_bodies_that_come_slowly_take_no_place_of_others(monkeypatch) -> None:
     monkeypatch.setattr(limits, "ROUTER_REQUESTS", 1)
     async with routed([prefilled], [decoded]) as stage:
-        slow = [await asyncio.open_connection(*place(stage)) for _ in range(5)]
+        slow = [await asyncio.open_connection(*bound(stage)) for _ in range(5)]
         for _, writer in slow:
             writer.write(head(100) + b"{")
         await until(lambda: stage.server._intake.requests == 5)
@@ -241,7 +242,7 @@ async def test_one_client_leaves_room_for_others(monkeypatch, bound: str, most: 
         asking.cancel()
 
 
-def place(stage: Stage) -> tuple[str, int]:
+def bound(stage: Stage) -> tuple[str, int]:
     return stage.server._listener.sockets[0].getsockname()
 
 
@@ -262,11 +263,11 @@ async def answers(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter])
 async def test_one_connection_too_many_closes_the_oldest_idle_one_of_the_client_with_the_most(monkeypatch) -> None:
     monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 4)
     async with routed([prefilled], [decoded]) as stage:
-        first = await asyncio.open_connection(*place(stage), local_addr=("127.0.0.2", 0))
-        crowd = [await asyncio.open_connection(*place(stage)) for _ in range(3)]
-        late = await asyncio.open_connection(*place(stage), local_addr=("127.0.0.3", 0))
+        first = await asyncio.open_connection(*bound(stage), local_addr=("127.0.0.2", 0))
+        crowd = [await asyncio.open_connection(*bound(stage)) for _ in range(3)]
+        late = await asyncio.open_connection(*bound(stage), local_addr=("127.0.0.3", 0))
         assert await is_closed(crowd[0])
-        crowd += [await asyncio.open_connection(*place(stage))]
+        crowd += [await asyncio.open_connection(*bound(stage))]
         assert await is_closed(crowd[1])
         for connection in (first, late, crowd[2], crowd[3]):
             assert await answers(connection)
@@ -277,13 +278,13 @@ async def test_a_connection_whose_request_is_served_is_not_closed_for_others(mon
     async with routed([prefilled], [stalled]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
         await stage.decode[0].until(lambda server: server.open == 2)
-        assert await is_closed(await asyncio.open_connection(*place(stage)))
+        assert await is_closed(await asyncio.open_connection(*bound(stage)))
         assert stage.decode[0].open == 2
         for task in asking:
             task.cancel()
         await stage.server._intake.idle.wait()
         await until(lambda: stage.server._connections._open == 0)
-        assert await answers(await asyncio.open_connection(*place(stage)))
+        assert await answers(await asyncio.open_connection(*bound(stage)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from kvd import limits
+from kvd.router.engines import place
 from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import (
@@ -159,7 +160,7 @@ async def test_what_a_kept_connection_swallows_as_it_is_closed_is_sent_again_to_
 
 async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one() -> None:
     async with routed([prefilled], [decoded, decoded]) as stage:
-        stage.server._decodes.all[0].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         status, _ = await stage.ask()
         assert status == 200
         assert len(stage.prefill[0].bodies) == 1
@@ -327,7 +328,7 @@ async def test_an_error_says_what_failed_and_where() -> None:
         assert "decode server http://127.0.0.1:" in error["message"]
         assert "no KV" in error["message"]
         assert "1 more failed before" in error["message"]
-        stage.server._decodes.all[0].url = stage.server._decodes.all[1].url = "http://127.0.0.1:1"
+        stage.server._decodes.all[0].place = stage.server._decodes.all[1].place = place("http://127.0.0.1:1")
         _, error = await stage.error()
         assert "cannot be reached" in error["message"]
 

@@ -6,14 +6,17 @@ in quarantine after it.
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.client.events import Event
+from kvd.engines.kernels import Event as Kernels
+from kvd.engines.sglang.handoff import FirstToken, Handoff
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.records import Records
-from kvd.engines.sglang.spec import PAGES, RECORDS
+from kvd.engines.sglang.spec import RECORDS
 from kvd.errors import KvdError
 
 
@@ -23,8 +26,8 @@ class DecodeEngine(Protocol):
     def pulling(self, room: int) -> None:
         """Its pages may be written to from now on."""
 
-    def landed(self, room: int, record: int, aux_index: int) -> None:
-        """Its pages are there, and in `record` what belongs at `aux_index` of the engine's metadata."""
+    def landed(self, room: int, record: int | FirstToken, aux_index: int) -> None:
+        """Its pages are there; what belongs at `aux_index` of the engine's metadata is in `record`, or is told."""
 
     def failed(self, room: int, reason: str) -> None:
         """It has failed, and nothing writes to its pages."""
@@ -32,14 +35,25 @@ class DecodeEngine(Protocol):
     def tell(self, host: str, port: int, message: Message) -> None:
         """Sends a message to a prefill engine."""
 
+    def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
+        """Calls it on this thread once these have ended."""
+
 
 @dataclass(slots=True)
 class _Room:
     number: int
     nonce: bytes
-    source: tuple[str, int]
+    source: tuple[str, int] | None
+    """None of one whose ticket was handed over with the request."""
     blocks: tuple[Blocks, ...]
     aux_index: int
+    prompt: int = 0
+    """Its checksum."""
+    after: Kernels | None = None
+    """Kernels that the engine had given to its GPU when it gave the pages: of an earlier request, they may write there
+    still."""
+    first: FirstToken | None = None
+    """If it was handed over, too."""
     offered: bool = False
     pull: str = ""
     """Its name while it runs."""
@@ -67,16 +81,48 @@ class Consumer:
     # --- from the engine --------------------------------------------------------------------------------------------
 
     def want(
-        self, number: int, source: tuple[str, int], pages: list[int], *, first: int, prefix: int, aux_index: int
+        self,
+        number: int,
+        source: tuple[str, int],
+        blocks: tuple[Blocks, ...],
+        *,
+        prefix: int,
+        aux_index: int,
+        prompt: int,
+        after: Kernels | None = None,
     ) -> None:
-        """The engine has `pages` for what the prefill engine at `source` computes, from position `first` on."""
+        """The engine has `blocks` for what the prefill engine at `source` computes of a prompt with this checksum."""
         if number in self._given_up:
             self._engine.failed(number, self._given_up[number])
             return
-        blocks = (Blocks(PAGES, first, pages),) if pages else ()
-        room = _Room(number, secrets.token_bytes(16), source, blocks, aux_index)
+        room = _Room(number, secrets.token_bytes(16), source, blocks, aux_index, prompt, after)
         self._rooms[number] = room
         self._engine.tell(*source, Wanted(number, room.nonce, prefix, *self._here))
+
+    def take(
+        self,
+        number: int,
+        handoff: Handoff,
+        blocks: tuple[Blocks, ...],
+        *,
+        aux_index: int,
+        after: Kernels | None = None,
+    ) -> None:
+        """The engine has `blocks` for what another engine has computed."""
+        if number in self._given_up:
+            self._engine.failed(number, self._given_up[number])
+            self._let_go(number, handoff.ticket)
+            return
+        room = _Room(number, b"", None, blocks, aux_index, after=after, first=handoff.first)
+        self._rooms[number] = room
+        if handoff.first is None:
+            self._records.take(lambda record: self._pull_with(room, handoff.ticket, record))
+        else:
+            self._pull(room, handoff.ticket, blocks)
+
+    def let_go(self, number: int, handoff: Handoff) -> None:
+        """The engine does not want what another engine has computed."""
+        self._let_go(number, handoff.ticket)
 
     def abandon(self, number: int, reason: str) -> None:
         """The engine does not want it any more, nor what it may say that it wants from now on."""
@@ -114,9 +160,12 @@ class Consumer:
         if room is None or room.nonce != message.nonce or room.ended or room.failure:
             return
         match message:
+            case Offered(prompt=prompt) if prompt != room.prompt:
+                text = f"its prompt has the checksum {room.prompt}, the prefill engine's {prompt}"
+                self.abandon(room.number, f"{text}: do the two have one tokenizer and one chat template?")
             case Offered(ticket=ticket) if not room.offered:
                 room.offered = True
-                self._records.take(lambda record: self._pull(room, ticket, record))
+                self._records.take(lambda record: self._pull_with(room, ticket, record))
             case Refused(reason=reason) if not room.pull:  # else the pull will say
                 room.failure = f"the prefill engine does not send it: {reason}"
                 self._fail(room)
@@ -141,22 +190,37 @@ class Consumer:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _pull(self, room: _Room, ticket: str, record: int) -> None:
-        if room.failure:
-            self._records.give_back(record)
-            return
+    def _name(self, number: int) -> str:
         self._names += 1
-        name = f"{room.number}#{self._run}.{self._names}"
+        return f"{number}#{self._run}.{self._names}"
+
+    def _let_go(self, number: int, ticket: str) -> None:
+        """Has the producer's daemon hear that nobody wants what the ticket names."""
+        with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time
+            self._client.pull(self._name(number), ticket, blocks=(), timeout=self._pull_timeout)
+
+    def _pull_with(self, room: _Room, ticket: str, record: int) -> None:
+        room.record = record
+        self._pull(room, ticket, (*room.blocks, Blocks(RECORDS, 0, [record])))
+
+    def _pull(self, room: _Room, ticket: str, blocks: tuple[Blocks, ...]) -> None:
+        if room.after is not None and not room.after.query():
+            self._engine.call_after(room.after, lambda: self._pull(room, ticket, blocks))
+            return
+        if room.failure:  # it was abandoned meanwhile
+            self._give_back(room)
+            self._let_go(room.number, ticket)
+            return
+        name = self._name(room.number)
         try:
-            blocks = (*room.blocks, Blocks(RECORDS, 0, [record]))
             self._client.pull(name, ticket, blocks=blocks, timeout=self._pull_timeout)
         except KvdError as error:
-            self._records.give_back(record)
+            self._give_back(room)
             room.failure = f"it is not pulled: {error}"
             self._abandon(room)
             self._fail(room)
             return
-        room.pull, room.record = name, record
+        room.pull = name
         self._pulls[name] = room
         self._engine.pulling(room.number)
 
@@ -165,21 +229,28 @@ class Consumer:
         if room.failure:
             self._engine.failed(room.number, room.failure)
         else:
-            self._engine.landed(room.number, room.record, room.aux_index)
-        self._records.give_back(room.record)
+            self._engine.landed(room.number, room.record if room.first is None else room.first, room.aux_index)
+        self._give_back(room)
 
     def _ended(self, pull: str, *, quarantined: bool) -> None:
         if quarantined:
             return
         room = self._pulls.pop(pull)
-        self._records.give_back(room.record)
+        self._give_back(room)
         self._abandon(room)
         room.pull, room.failure = "", room.failure or "the pull was cancelled"
         self._fail(room)
 
     def _abandon(self, room: _Room) -> None:
         """Tells the prefill engine, so that it does not wait for its offer's time."""
+        if room.source is None:
+            return  # the daemons tell each other
         self._engine.tell(*room.source, Abandoned(room.number, room.nonce, room.failure or "its pull has failed"))
+
+    def _give_back(self, room: _Room) -> None:
+        if room.record >= 0:
+            record, room.record = room.record, -1
+            self._records.give_back(record)
 
     def _fail(self, room: _Room) -> None:
         room.ended = True

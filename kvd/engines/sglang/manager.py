@@ -5,73 +5,57 @@ has said it: what is aborted is polled as `Transferring` until nothing reads or 
 from SGLang's common classes how a decode engine finds the prefill engine that has a room, and its health.
 """
 
-import ctypes
 import logging
 import time
 from typing import Any
 
+import requests
 import torch
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
-    CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_disagg
 from sglang.srt.utils.network import NetworkAddress
 
+from kvd.client import Blocks
+from kvd.engines.kernels import Event, record
 from kvd.engines.sglang import memory
+from kvd.engines.sglang.bootstrap import KvdBootstrapServer
 from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.handoff import HANDED, FirstToken, Handoff, check, checksum, read
 from kvd.engines.sglang.messages import Message, encode
+from kvd.engines.sglang.metadata import Metadata
 from kvd.engines.sglang.producer import Producer
-from kvd.errors import ErrorCode, refusal
+from kvd.engines.sglang.spec import PAGES
+from kvd.errors import BadRequest, ErrorCode, refusal
 
 logger = logging.getLogger(__name__)
 
 _ABORTED = "Aborted by AbortReq."
 
-
-class _Metadata:
-    """SGLang's buffers of what goes with a request beside its cache, as rows."""
-
-    def __init__(self, args: Any) -> None:
-        self._rows = [
-            torch.frombuffer((ctypes.c_int8 * nbytes).from_address(pointer), dtype=torch.int8).view(-1, row)
-            for pointer, nbytes, row in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
-        ]
-        self._lengths = list(args.aux_item_lens)
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of a row of every buffer."""
-        return sum(self._lengths)
-
-    def copy_out(self, number: int, record: torch.Tensor) -> None:
-        """Copies the rows of this number into a record."""
-        record.copy_(torch.cat([rows[number] for rows in self._rows]))
-
-    def copy_in(self, number: int, record: torch.Tensor) -> None:
-        """Copies a record into the rows of this number."""
-        held, offset = record.cpu(), 0
-        for rows, length in zip(self._rows, self._lengths, strict=True):
-            rows[number].copy_(held[offset : offset + length])
-            offset += length
+_RANK_0 = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
+_ROUTE_SECONDS = 3.0
 
 
 class KvdManager(CommonKVManager):  # type: ignore[misc]
     """A worker's session with its daemon."""
 
+    forward_stream: Any = None
+
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self._attached = memory.attached()
-        self._metadata = _Metadata(args)
+        self._metadata = Metadata(args, checksums=get_disagg().disaggregation_enable_kv_checksum)
         _check(args, self._attached, self._metadata)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         transfers, settings = self._attached.transfers, self._attached.settings
-        self.call = transfers.call
+        self.call, self.call_after = transfers.call, transfers.call_after
         if disaggregation_mode is DisaggregationMode.PREFILL:
             self.producer = Producer(transfers.client, self, offer_ttl=settings.offer_ttl)
             transfers.serve(self.producer, self.server_socket)
@@ -81,6 +65,14 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
             )
             transfers.serve(self.consumer, self.server_socket)
             self._start_heartbeat_checker_thread()
+
+    def kernels(self) -> Event | None:
+        """What the engine has given to its GPU until now; None on a CPU, which has done it.
+
+        With overlap scheduling it gives a request's pages to the next one while a step that it launched before still
+        runs, and writes one more token to them. `kvd.engines.sglang.plugin` says on which stream.
+        """
+        return record(self.forward_stream) if self._attached.pool.is_cuda else None
 
     # --- the transfers' thread tells ----------------------------------------------------------------------------------
 
@@ -97,9 +89,12 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         """Its pages may be written to from now on."""
         self.update_status(room, KVPoll.Transferring)
 
-    def landed(self, room: int, record: int, aux_index: int) -> None:
+    def landed(self, room: int, record: int | FirstToken, aux_index: int) -> None:
         """Its pages are there."""
-        self._metadata.copy_in(aux_index, self._record(record))
+        if isinstance(record, FirstToken):
+            self._metadata.write(aux_index, room, record)
+        else:
+            self._metadata.copy_in(aux_index, self._record(record))
         self.update_status(room, KVPoll.Success)
 
     def failed(self, room: int, reason: str) -> None:
@@ -125,6 +120,29 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
 
     def _record(self, number: int) -> torch.Tensor:
         return self._attached.pool[self._attached.cache.record(number)]
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """The bootstrap server lives: its engine may be another one than that which decode requests know.
+
+        A server that is started again within two heartbeats would not be missed, and what is sent to its predecessor's
+        socket would never be answered.
+        """
+        with self.connection_lock:
+            known = [
+                (info["rank_ip"], int(info["rank_port"]))
+                for key, infos in self.connection_pool.items()
+                if key.startswith(f"{bootstrap_addr}_")
+                for info in infos
+            ]
+        if not known:
+            return
+        try:
+            response = requests.get(f"http://{bootstrap_addr}/route", params=_RANK_0, timeout=_ROUTE_SECONDS)
+            found = response.json() if response.ok else {}
+        except (requests.RequestException, ValueError):
+            return  # the next heartbeat tells
+        if found and (found["rank_ip"], int(found["rank_port"])) not in known:
+            self._handle_node_failure(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """The prefill engine is gone. What its daemon has can be pulled all the same."""
@@ -152,6 +170,8 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         self._prefix = 0
         self._tokens = 0
         self._sent = False
+        self.prompt: list[int] = []
+        """Its tokens (`kvd.engines.sglang.plugin` sets them)."""
         mgr.call(mgr.producer.expect, bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
@@ -181,6 +201,7 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
                 tokens=self._tokens,
                 first=first,
                 aux_index=self.aux_index,
+                prompt=checksum(self.prompt[: self._tokens]),
             )
 
     def abort(self) -> None:
@@ -206,6 +227,34 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     conclude_state: int | None
     _wants = False
     _aborted = False
+    _prompt = 0
+    _handoff: Handoff | None = None
+
+    def expect(self, prompt: list[int], host: str | None) -> None:
+        """The tokens of the request, and where it is to be found: `kvd.engines.sglang.plugin` calls this first."""
+        self._prompt = checksum(prompt)
+        if self.bootstrap_addr.startswith(HANDED):
+            try:
+                self._handoff = read(host or "")
+                check(self._handoff, prompt)
+            except BadRequest as error:
+                self._refuse(error.text)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Finds the prefill server."""
+        if self._handoff is None:
+            super().init(prefill_dp_rank)
+        elif self.conclude_state is None:
+            self.bootstrap_infos: list[dict[str, Any]] = []
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def _refuse(self, reason: str) -> None:
+        """Fails before it has pages."""
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+        if self._handoff is not None:
+            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff)
 
     def _register_kv_args(self) -> bool:
         """Nothing is registered: daemons know each other's layouts."""
@@ -224,16 +273,17 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self.bootstrap_infos is None:
             self.abort()
             return
-        prefix, (source,) = decode_prefix_len or 0, self.bootstrap_infos
+        prefix, pages = decode_prefix_len or 0, kv_indices.tolist()
+        blocks = (Blocks(PAGES, prefix // self.kv_mgr.kv_args.page_size, pages),) if pages else ()
         self._wants, self.init_time = True, time.time()
+        consumer, room, after = self.kv_mgr.consumer, self.bootstrap_room, self.kv_mgr.kernels()
+        if self._handoff is not None:
+            self.kv_mgr.call(consumer.take, room, self._handoff, blocks, aux_index=aux_index, after=after)
+            return
+        (source,) = self.bootstrap_infos
+        place = source["rank_ip"], int(source["rank_port"])
         self.kv_mgr.call(
-            self.kv_mgr.consumer.want,
-            self.bootstrap_room,
-            (source["rank_ip"], int(source["rank_port"])),
-            kv_indices.tolist(),
-            first=prefix // self.kv_mgr.kv_args.page_size,
-            prefix=prefix,
-            aux_index=aux_index,
+            consumer.want, room, place, blocks, prefix=prefix, aux_index=aux_index, prompt=self._prompt, after=after
         )
 
     def poll(self) -> Any:
@@ -256,10 +306,10 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self.conclude_state is not None:
             return
         self._aborted = True
-        self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
-        if not self._wants:
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.conclude_state = KVPoll.Failed
+        if self._wants:
+            self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
+        else:
+            self._refuse(_ABORTED)
         self._abandon(_ABORTED)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -271,10 +321,6 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.call(self.kv_mgr.consumer.forget, self.bootstrap_room)
 
 
-class KvdBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """Where decode engines ask for the prefill engine's control socket."""
-
-
 CLASSES = {
     "manager": KvdManager,
     "sender": KvdSender,
@@ -284,7 +330,7 @@ CLASSES = {
 """By SGLang's names of their kinds."""
 
 
-def _check(args: Any, attached: memory.Attached, metadata: _Metadata) -> None:
+def _check(args: Any, attached: memory.Attached, metadata: Metadata) -> None:
     """Compares what SGLang wants to transfer with what the daemon was told."""
     if args.state_types:
         text = f"states beside the KV cache ({', '.join(kind.value for kind in args.state_types)})"

@@ -34,6 +34,8 @@ class Offered(_Message, frozen=True, tag="offered"):
     """The prefill is done: here is its ticket."""
 
     ticket: Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
+    prompt: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    """Its checksum (`kvd.engines.sglang.handoff`)."""
 
     def __repr__(self) -> str:
         return f"Offered(room={self.room})"  # whoever has the ticket may read what it names

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.engines.redaction import keep_tickets_out_of_logs
+from kvd.engines.sglang.handoff import HANDED, is_handoff
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = "sglang.srt.mem_cache"
+_QUEUES = "sglang.srt.disaggregation"
 
 
 def register() -> None:
@@ -37,6 +39,9 @@ def _register_backend() -> None:
     TransferBackend._value2member_map_["kvd"] = member
     for target, hook in (
         ("sglang.srt.disaggregation.utils.get_kv_class", _class_of_kvd),
+        (f"{_QUEUES}.prefill.PrefillBootstrapQueue.create_sender", _of_its_prompt),
+        (f"{_QUEUES}.decode.DecodePreallocQueue._create_receiver_and_enqueue", _handed_over),
+        (f"{_QUEUES}.decode.DecodePreallocQueue._resolve_prefill_dp_rank", _resolved),
         (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
         (f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers_normal", _create_buffers),
         (f"{_MEMORY}.memory_pool.MLATokenToKVPool._create_buffers", _create_buffers),
@@ -51,6 +56,30 @@ def _class_of_kvd(original: Callable[..., Any], transfer_backend: Any, class_typ
     from kvd.engines.sglang import manager  # noqa: PLC0415 - only processes that transfer need it
 
     return manager.CLASSES[class_type.value]
+
+
+def _of_its_prompt(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    created = original(queue, req, *args, **kwargs)
+    if hasattr(req.disagg_kv_sender, "prompt"):  # it is ours
+        req.disagg_kv_sender.prompt = req.origin_input_ids
+    return created
+
+
+def _handed_over(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A handoff is given to the receiver; elsewhere SGLang takes a request's host for one of few, by which it keeps."""
+    host = req.bootstrap_host
+    if is_handoff(host):
+        req.bootstrap_host = HANDED
+    enqueued = original(queue, req, *args, **kwargs)
+    if hasattr(enqueued.kv_receiver, "expect"):  # it is ours
+        queue.kv_manager.forward_stream = getattr(queue.scheduler, "forward_stream", None)
+        enqueued.kv_receiver.expect(req.origin_input_ids, host)
+    return enqueued
+
+
+def _resolved(original: Callable[..., Any], queue: Any, req: Any) -> Any:
+    """There is no prefill server of SGLang's to ask for what was handed over."""
+    return 0 if req.bootstrap_host == HANDED else original(queue, req)
 
 
 def _init_pools(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -47,6 +47,8 @@ class _Room:
     offer: str = ""
     """Its name while it stands."""
     record: int = -1
+    prompt: int = 0
+    """Its checksum."""
     failure: str = ""
 
 
@@ -79,8 +81,8 @@ class Producer:
         elif room.target is not None:
             self._ready(number, room.target)
 
-    def send(self, number: int, pages: list[int], *, tokens: int, first: int, aux_index: int) -> None:
-        """The prompt of `tokens` tokens is computed: `pages` are those from position `first` on."""
+    def send(self, number: int, pages: list[int], *, tokens: int, first: int, aux_index: int, prompt: int) -> None:
+        """The prompt of `tokens` tokens and checksum `prompt` is computed: `pages` are those from `first` on."""
         room = self._rooms[number]
         room.sent = True
         blocks = (Blocks(PAGES, first, pages),) if pages else ()
@@ -92,6 +94,7 @@ class Producer:
             else:
                 room.record = record
                 self._engine.fill(record, aux_index)
+                room.prompt = prompt
                 self._offer(number, room, (*blocks, Blocks(RECORDS, 0, [record])), tokens)
 
         self._records.take(offer)
@@ -164,7 +167,7 @@ class Producer:
         room.offer = name
         self._offers[name] = number, room
         ticket = self._client.ticket(name, tokens, blocks, secret)
-        self._engine.tell(room.target.host, room.target.port, Offered(number, room.target.nonce, ticket))
+        self._engine.tell(room.target.host, room.target.port, Offered(number, room.target.nonce, ticket, room.prompt))
 
     def _end(self, number: int, room: _Room, reason: str) -> None:
         """Fails now, or if there is an offer, as soon as it has ended."""

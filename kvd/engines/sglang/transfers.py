@@ -8,7 +8,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
 from kvd.client.events import Event
+from kvd.engines.kernels import Event as Kernels
 from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.settings import Settings
@@ -26,6 +27,7 @@ from kvd.layout import CacheSpec
 logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 3600.0
+_LOOKS_SECONDS = 0.001
 
 
 class Half(Protocol):
@@ -72,15 +74,29 @@ class Transfers:
 
         async def serve() -> None:
             for coroutine in (self._events(half), self._messages(half, control)):
-                task = self._loop.create_task(coroutine)
-                self._tasks.add(task)
-                task.add_done_callback(_log_end)
+                self._start(coroutine)
 
         concurrent.futures.wait([asyncio.run_coroutine_threadsafe(serve(), self._loop)])
 
     def call(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Calls `function` on this thread; calls are made in order."""
         self._loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+
+    def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
+        """Calls it on this thread once the kernels have ended."""
+
+        async def wait() -> None:
+            while not kernels.query():  # noqa: ASYNC110 - CUDA tells nobody
+                await asyncio.sleep(_LOOKS_SECONDS)
+            call()
+
+        self._start(wait())
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_end)
 
     async def _events(self, half: Half) -> None:
         while True:

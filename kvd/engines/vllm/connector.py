@@ -17,9 +17,10 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
+from kvd.engines.kernels import record
 from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
-from kvd.engines.vllm.kernels import Kernels, record
+from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.plugin import register

@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-import torch
-
-
-class Event(Protocol):
-    """A point in what the GPU was given to do: a `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Puts it behind everything that this thread has given to the GPU until now."""
-
-    def query(self) -> bool:
-        """Whether everything before it has been done."""
-
-
-def record() -> Event:
-    """An event behind everything that this thread has given to the GPU until now."""
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+from kvd.engines.kernels import Event
 
 
 class Kernels:

@@ -29,7 +29,8 @@ from kvd.client import (
     Reattached,
     Released,
 )
-from kvd.engines.vllm.kernels import Event, Kernels
+from kvd.engines.kernels import Event
+from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec

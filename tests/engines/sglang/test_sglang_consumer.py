@@ -1,16 +1,21 @@
 """The decode side's half: a pull when the ticket comes, and never pages back while they may be written to."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, refusal
 
 ROOM = 7
 SOURCE = ("prefill", 4)
+PROMPT = 77
+"""Its checksum."""
+PAGES = (Blocks(0, 2, [3, 4]),)
 
 
 class Client:
@@ -39,15 +44,19 @@ class Engine:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
         self.told: list[Message] = []
+        self.later: list[Callable[[], None]] = []
 
     def pulling(self, room: int) -> None:
         self.heard.append(("pulling", room))
 
-    def landed(self, room: int, record: int, aux_index: int) -> None:
+    def landed(self, room: int, record: int | FirstToken, aux_index: int) -> None:
         self.heard.append(("landed", room, record, aux_index))
 
     def failed(self, room: int, reason: str) -> None:
         self.heard.append(("failed", room, reason))
+
+    def call_after(self, kernels: Any, call: Callable[[], None]) -> None:
+        self.later.append(call)
 
     def tell(self, host: str, port: int, message: Message) -> None:
         assert (host, port) == SOURCE
@@ -60,7 +69,7 @@ class Side:
         self.consumer = Consumer(self.client, self.engine, "decode", 5, pull_timeout=1.0)
 
     def want(self) -> "Side":
-        self.consumer.want(ROOM, SOURCE, [3, 4], first=2, prefix=32, aux_index=9)
+        self.consumer.want(ROOM, SOURCE, PAGES, prefix=32, aux_index=9, prompt=PROMPT)
         return self
 
     @property
@@ -68,7 +77,7 @@ class Side:
         return self.engine.told[0].nonce
 
     def pulling(self) -> "Side":
-        self.want().consumer.told(Offered(ROOM, self.nonce, "ticket"))
+        self.want().consumer.told(Offered(ROOM, self.nonce, "ticket", PROMPT))
         return self
 
 
@@ -91,12 +100,12 @@ def test_a_ticket_is_pulled_with_its_record_and_what_landed_is_the_engines(side:
 
 
 def test_a_ticket_for_an_earlier_request_of_the_room_is_not_pulled(side: Side) -> None:
-    side.want().consumer.told(Offered(ROOM, b"o" * 16, "ticket"))
+    side.want().consumer.told(Offered(ROOM, b"o" * 16, "ticket", PROMPT))
     assert not side.client.pulls
 
 
 def test_a_second_ticket_is_not_pulled_into_the_same_pages(side: Side) -> None:
-    side.pulling().consumer.told(Offered(ROOM, side.nonce, "another"))
+    side.pulling().consumer.told(Offered(ROOM, side.nonce, "another", PROMPT))
     assert len(side.client.pulls) == 1
 
 
@@ -117,7 +126,7 @@ def test_a_request_that_is_abandoned_before_its_ticket_fails_at_once_and_is_neve
     side.want().consumer.abandon(ROOM, "aborted")
     assert side.engine.heard == [("failed", ROOM, "aborted")]
     assert side.engine.told[-1] == Abandoned(ROOM, side.nonce, "aborted")
-    side.consumer.told(Offered(ROOM, side.nonce, "ticket"))
+    side.consumer.told(Offered(ROOM, side.nonce, "ticket", PROMPT))
     assert not side.client.pulls
 
 
@@ -163,7 +172,7 @@ def test_a_request_whose_pull_cannot_be_made_has_failed_and_the_prefill_side_hea
 def test_a_prefill_engine_that_is_gone_fails_what_it_has_not_offered_and_nothing_else(side: Side) -> None:
     side.pulling().consumer.lost(ROOM, "gone")
     assert side.engine.heard == [("pulling", ROOM)]
-    side.consumer.want(8, SOURCE, [1], first=0, prefix=0, aux_index=1)
+    side.consumer.want(8, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
     side.consumer.lost(8, "gone")
     assert side.engine.heard[-1] == ("failed", 8, "gone")
 
@@ -183,8 +192,8 @@ def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: 
     side.pulling()
     first = side.client.pulls[side.client.name][-1].ids[0]
     for number in range(100, 1124):
-        side.consumer.want(number, SOURCE, [1], first=0, prefix=0, aux_index=1)
-        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket"))
+        side.consumer.want(number, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket", PROMPT))
     records = [blocks[-1].ids[0] for blocks in side.client.pulls.values()]
     assert len(records) == len(set(records)) == 1024
     side.consumer.on_event(Freed(next(iter(side.client.pulls)), blocks=()))
@@ -194,11 +203,92 @@ def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: 
 @pytest.mark.parametrize("away", [False, True])
 def test_any_number_of_requests_that_wait_for_a_record_may_fail_together(side: Side, away: bool) -> None:
     for number in range(4096):
-        side.consumer.want(number, SOURCE, [1], first=0, prefix=0, aux_index=1)
-        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket"))
+        side.consumer.want(number, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket", PROMPT))
     waiting = range(len(side.client.pulls), 4096)
     side.client.away = away
     for number in () if away else waiting:
         side.consumer.abandon(number, "aborted")
     side.consumer.on_event(Failed(next(iter(side.client.pulls)), "daemon_lost", "gone", quarantined=False, blocks=()))
     assert [room for what, room, *_ in side.engine.heard if what == "failed" and room] == list(waiting)
+
+
+FIRST = FirstToken(5, -0.25)
+HANDED = Handoff(Params("ticket", PROMPT), FIRST)
+
+
+def test_what_was_handed_over_is_pulled_without_a_record_and_the_engine_is_told_the_first_token(side: Side) -> None:
+    side.consumer.take(ROOM, HANDED, PAGES, aux_index=9)
+    assert side.client.pulls == {side.client.name: PAGES}
+    side.consumer.on_event(Done(side.client.name))
+    assert side.engine.heard == [("pulling", ROOM), ("landed", ROOM, FIRST, 9)]
+    assert side.engine.told == []
+
+
+def test_what_was_handed_over_keeps_its_pages_while_its_aborted_pull_may_write(side: Side) -> None:
+    side.consumer.take(ROOM, HANDED, PAGES, aux_index=9)
+    side.consumer.abandon(ROOM, "aborted")
+    assert side.client.cancelled == [side.client.name]
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Cancelled(side.client.name, quarantined=True, blocks=()))
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Freed(side.client.name, blocks=()))
+    assert side.engine.heard[1:] == [("failed", ROOM, "aborted")]
+
+
+def test_what_is_not_wanted_of_another_engine_is_let_go(side: Side) -> None:
+    side.consumer.let_go(ROOM, HANDED)
+    assert list(side.client.pulls.values()) == [()]
+    side.consumer.on_event(Done(side.client.name))
+    assert side.engine.heard == []
+
+
+def test_a_ticket_of_another_prompt_is_not_pulled(side: Side) -> None:
+    side.want().consumer.told(Offered(ROOM, side.nonce, "ticket", PROMPT + 1))
+    assert not side.client.pulls
+    assert side.engine.heard[-1][0] == "failed"
+    assert f"checksum {PROMPT}, the prefill engine's {PROMPT + 1}" in side.engine.heard[-1][2]
+    assert isinstance(side.engine.told[-1], Abandoned)
+
+
+def test_what_an_engine_of_the_same_kind_has_prefilled_is_pulled_with_its_record(side: Side) -> None:
+    side.consumer.take(ROOM, Handoff(HANDED.params), PAGES, aux_index=9)
+    pages, record = side.client.pulls[side.client.name]
+    assert (pages,) == PAGES
+    side.consumer.on_event(Done(side.client.name))
+    assert side.engine.heard[1:] == [("landed", ROOM, record.ids[0], 9)]
+
+
+class Running:
+    """Kernels that an earlier step was given."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def record(self, *stream: object) -> None: ...
+
+
+def test_nothing_is_pulled_into_pages_to_which_an_earlier_steps_kernels_may_write(side: Side) -> None:
+    kernels = Running()
+    side.consumer.take(ROOM, HANDED, PAGES, aux_index=9, after=kernels)
+    assert (side.client.pulls, side.engine.heard) == ({}, [])
+    kernels.ended = True
+    (call,) = side.engine.later
+    call()
+    assert side.client.pulls == {side.client.name: PAGES}
+
+
+def test_a_request_that_is_aborted_before_those_kernels_end_is_let_go_then(side: Side) -> None:
+    kernels = Running()
+    side.consumer.take(ROOM, HANDED, PAGES, aux_index=9, after=kernels)
+    side.consumer.abandon(ROOM, "aborted")
+    assert side.engine.heard == [("failed", ROOM, "aborted")]
+    kernels.ended = True
+    (call,) = side.engine.later
+    call()
+    assert side.client.pulls == {side.client.name: ()}
+    side.consumer.on_event(Done(side.client.name))
+    assert len(side.engine.heard) == 1

@@ -12,6 +12,8 @@ from kvd.errors import ErrorCode, refusal
 
 ROOM = 7
 NONCE = b"n" * 16
+PROMPT = 77
+"""Its checksum."""
 WANTED = Wanted(ROOM, NONCE, 32, "decode", 5)
 
 
@@ -69,7 +71,7 @@ class Side:
         self.producer = Producer(self.client, self.engine, offer_ttl=1.0)
 
     def send(self) -> None:
-        self.producer.send(ROOM, [3, 4], tokens=60, first=2, aux_index=9)
+        self.producer.send(ROOM, [3, 4], tokens=60, first=2, aux_index=9, prompt=PROMPT)
 
     def offered(self) -> "Side":
         self.producer.told(WANTED)
@@ -98,13 +100,13 @@ def test_what_was_computed_is_offered_with_its_record_and_the_ticket_goes_to_who
     pages, record = side.client.offers[side.client.offer]
     assert pages == Blocks(0, 2, [3, 4])
     assert side.engine.filled == {record.ids[0]: 9}
-    assert side.engine.told == [Offered(ROOM, NONCE, f"ticket of {side.client.offer}")]
+    assert side.engine.told == [Offered(ROOM, NONCE, f"ticket of {side.client.offer}", PROMPT)]
 
 
 def test_a_request_of_which_the_decode_side_has_all_pages_is_offered_with_its_record_alone(side: Side) -> None:
     side.producer.told(WANTED)
     side.producer.expect(ROOM)
-    side.producer.send(ROOM, [], tokens=32, first=2, aux_index=9)
+    side.producer.send(ROOM, [], tokens=32, first=2, aux_index=9, prompt=PROMPT)
     (record,) = side.client.offers[side.client.offer]
     assert record.group == 1
 
@@ -234,7 +236,7 @@ def test_a_record_serves_one_request_at_a_time_and_others_wait(side: Side) -> No
     for number in range(total + 1):
         side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
         side.producer.expect(number)
-        side.producer.send(number, [1], tokens=1, first=0, aux_index=number)
+        side.producer.send(number, [1], tokens=1, first=0, aux_index=number, prompt=PROMPT)
     records = [blocks[-1].ids[0] for blocks in side.client.offers.values()]
     assert sorted(records) == list(range(total))
     freed = next(iter(side.client.offers))

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +74,35 @@ def test_a_vllm_whose_registry_is_another_one_starts_without_kvd(
     (record,) = caplog.records
     assert (record.name, record.levelname) == (plugin.__name__, "WARNING")
     assert "KvdConnector is not registered" in record.getMessage()
+
+
+def dynamo_with(monkeypatch: pytest.MonkeyPatch, **protocols: Any) -> None:
+    """A stand-in for Dynamo's package, as of 1.6."""
+    for name in ("dynamo", "dynamo.vllm", "dynamo.vllm.kv_connector_protocols"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    vars(sys.modules["dynamo.vllm.kv_connector_protocols"]).update(protocols)
+
+
+def test_dynamo_asks_for_kvds_parameters_as_for_those_of_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"NixlConnector": object()}
+    dynamo_with(monkeypatch, KV_CONNECTOR_PROTOCOLS=known)
+    vllm_with(monkeypatch, _registry={"KvdConnector": None})
+    register()
+    register()
+    assert known["KvdConnector"] is known["NixlConnector"]
+
+
+def test_another_dynamo_is_left_alone_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dynamo_with(monkeypatch)
+    vllm_with(monkeypatch, _registry={"KvdConnector": None})
+    register()
+    (record,) = caplog.records
+    assert "not known to this Dynamo" in record.getMessage()
 
 
 TICKET = "kvd1.k5Sq-_8A"

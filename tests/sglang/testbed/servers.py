@@ -44,6 +44,10 @@ class Server(Service):
         self.engine = engine
         self.flags = flags
         self.variables: dict[str, str] = {}
+        self.interpreter = sys.executable
+        """That of an environment with SGLang."""
+        self.with_tokenizer = False
+        """Whether it takes requests of OpenAI's kind."""
         self.port = free_port()
 
     @property
@@ -56,7 +60,7 @@ class Server(Service):
         engine = self.engine
         variables = OFFLINE | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         command = [
-            sys.executable,
+            self.interpreter,
             "-m",
             "tests.sglang.testbed.serve",
             "--model-path",
@@ -64,7 +68,8 @@ class Server(Service):
         ]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-        command += ["--disable-overlap-schedule", "--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle"]
+        command += ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
+        command += [] if self.with_tokenizer else ["--skip-tokenizer-init"]
         command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         command += ["--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK), "--context-length", str(LONGEST)]
         command += ["--max-total-tokens", str(engine.tokens), "--mem-fraction-static", "0.5", "--random-seed", "0"]

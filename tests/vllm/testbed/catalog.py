@@ -41,14 +41,14 @@ here: as much as wrong KV makes. One request at a time gives equal ones.
 """
 
 
-def write_models(folder: Path, *names: str) -> None:
+def write_models(folder: Path, *names: str, interpreter: str = sys.executable) -> None:
     """Writes models into `folder`/name, in a process of its own: transformers and torch are heavy.
 
     Raises:
         subprocess.CalledProcessError: It failed; what it said is on standard error.
 
     """
-    command = [sys.executable, "-m", "tests.vllm.testbed.models", str(folder), *names]
+    command = [interpreter, "-m", "tests.vllm.testbed.models", str(folder), *names]
     environment = os.environ | OFFLINE | {"TQDM_DISABLE": "1"}
     subprocess.run(command, check=True, env=environment, timeout=300)  # the command is ours
 

@@ -54,6 +54,8 @@ class Server(Service):
         """More environment variables, from the next start on."""
         self.flags: Sequence[str] = ()
         """More flags, from the next start on."""
+        self.interpreter = sys.executable
+        """That of an environment with vLLM."""
         self.port = free_port()
         self._side_channel = free_port()
 
@@ -81,7 +83,7 @@ class Server(Service):
             "TMPDIR": str(temporary),
             "TESTBED_SHARED_MEMORY": SHARED_MEMORY,
         }
-        command = [sys.executable, "-m", "tests.vllm.testbed.serve", "--model", str(engine.models / engine.model)]
+        command = [self.interpreter, "-m", "tests.vllm.testbed.serve", "--model", str(engine.models / engine.model)]
         command += ["--served-model-name", engine.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enforce-eager", "--dtype", "float32", "--seed", "0", "--max-model-len", str(LONGEST)]
         command += ["--disable-uvicorn-access-log"]
@@ -152,9 +154,9 @@ class Daemon(Service):
 
 
 class RouterProcess(Service):
-    """The router between a prefill and a decode server."""
+    """The router between a prefill and a decode server, or servers at such URLs."""
 
-    def __init__(self, folder: Path, prefill: Server, decode: Server) -> None:
+    def __init__(self, folder: Path, prefill: "Server | str", decode: "Server | str") -> None:
         super().__init__("router", folder)
         self._port = free_port()
         self._servers = (prefill, decode)
@@ -166,7 +168,7 @@ class RouterProcess(Service):
 
     def command(self) -> Sequence[str]:
         """It runs `kvd router`."""
-        prefill, decode = (server.url for server in self._servers)
+        prefill, decode = (server if isinstance(server, str) else server.url for server in self._servers)
         command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", f"127.0.0.1:{self._port}"]
         return [*command, "--prefill", prefill, "--decode", decode]
 

@@ -1,0 +1,104 @@
+"""Where a router gets the ticket of a room: it asks the prefill server's bootstrap server, which asks as a decode
+engine would.
+
+So a request that is prefilled here can be decoded by an engine that is no SGLang. The bootstrap server runs in another
+process than the engine, whose control socket it knows.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvd.engines.sglang import handoff, messages
+from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
+from kvd.errors import ErrorCode, refusal
+from kvd.limits import MAX_UNEXPECTED_ROOMS
+
+Address = tuple[str, int]
+
+
+class Desk:
+    """On one event loop. `engine` says where the prefill engine's control socket is, once it has registered."""
+
+    def __init__(self, engine: Callable[[], Address | None]) -> None:
+        self._engine = engine
+        self._context = zmq.asyncio.Context()
+        self._outgoing: dict[Address, zmq.asyncio.Socket] = {}
+        self._here: Address | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._waiting: dict[bytes, asyncio.Future[Offered]] = {}
+        """By nonce."""
+
+    async def params(self, room: int) -> dict[str, Any]:
+        """The parameters of the offer of a room, as soon as its prompt is computed. Being cancelled gives it up.
+
+        Raises:
+            Unavailable: `PEER_LOST`, the engine is not there yet, or does not send it; `OVERLOADED`.
+
+        """
+        engine = self._engine()
+        if engine is None:
+            raise refusal(ErrorCode.PEER_LOST, "the prefill engine has not registered yet")
+        if len(self._waiting) >= MAX_UNEXPECTED_ROOMS:
+            raise refusal(ErrorCode.OVERLOADED, f"{len(self._waiting)} rooms are waited for")
+        host, port = self._listen(engine[0])
+        nonce = secrets.token_bytes(16)
+        self._waiting[nonce] = told = asyncio.get_running_loop().create_future()
+        try:
+            await self._tell(engine, Wanted(room, nonce, 0, host, port))
+            offered = await told
+        except asyncio.CancelledError:
+            await self._tell(engine, Abandoned(room, nonce, "the router does not wait any more"))
+            raise
+        finally:
+            del self._waiting[nonce]
+        return handoff.write(offered.ticket, offered.prompt)
+
+    def close(self) -> None:
+        """Ends what it has opened."""
+        if self._listening is not None:
+            self._listening.cancel()
+        self._context.destroy(linger=0)
+
+    def _listen(self, host: str) -> Address:
+        """Where engines answer: this process is on the host of the engine, whose address others reach."""
+        if self._here is None:
+            socket = self._context.socket(zmq.PULL)
+            place = f"[{host}]" if ":" in host else host
+            socket.setsockopt(zmq.IPV6, ":" in host)
+            self._here = host, socket.bind_to_random_port(f"tcp://{place}")
+            self._listening = asyncio.create_task(self._answers(socket))
+        return self._here
+
+    async def _answers(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                message = messages.decode(frames[0])
+            except msgspec.DecodeError:
+                continue  # whoever sent it, it is not the engine's answer
+            told = self._waiting.get(message.nonce)
+            if told is None or told.done():
+                continue
+            match message:
+                case Offered():
+                    told.set_result(message)
+                case Refused(reason=reason):
+                    told.set_exception(refusal(ErrorCode.PEER_LOST, f"the prefill engine does not send it: {reason}"))
+                case _:
+                    pass  # for a prefill engine
+
+    async def _tell(self, engine: Address, message: messages.Message) -> None:
+        socket = self._outgoing.get(engine)
+        if socket is None:
+            self._outgoing[engine] = socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, ":" in engine[0])
+            place = f"[{engine[0]}]" if ":" in engine[0] else engine[0]
+            socket.connect(f"tcp://{place}:{engine[1]}")
+        await socket.send(messages.encode(message))

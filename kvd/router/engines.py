@@ -1,0 +1,159 @@
+"""What servers of each engine are asked and answer, and how a prefill of one becomes parameters of the other.
+
+vLLM's servers are asked one after the other: the prefill server answers with `kv_transfer_params`, which the decode
+server gets. SGLang's meet in a room, whose number both get at once; a prefill there answers only when it has been read.
+kvd's adapter for SGLang gives the parameters of a room to who asks its bootstrap server for them, so both kinds are
+prefilled first here, and then decoded. SGLang's decode server gets the parameters in place of its prefill server's
+name, together with what it takes over from a prefill: the first token, if the prefill server is no SGLang.
+"""
+
+import base64
+from enum import Enum
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from kvd.errors import ErrorCode, refusal
+
+BOOTSTRAP_PORT: Final = 8998
+"""SGLang's default."""
+
+HANDOFF: Final = "kvd1.handoff-"
+"""What kvd's adapter for SGLang knows a decode server's parameters by."""
+
+_SGLANG_URL: Final = "sglang"
+_TOKEN: Final = "token_id:"  # noqa: S105 - how vLLM writes a token's number in place of its text
+
+
+class Engine(Enum):
+    """What runs on a server."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a server is: http://host:port; and the port of its bootstrap server, if it is SGLang's."""
+
+    engine: Engine
+    url: str
+    host: str
+    bootstrap_port: int = 0
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """What a prefill server has told: its parameters as they are, and the first token if a decode server needs it."""
+
+    params: msgspec.Raw
+    first: tuple[int, float, tuple[tuple[int, float], ...]] | None = None
+
+
+def place(url: str) -> Place:
+    """Where a server with this URL is: http://host:port of a vLLM, sglang://host:port?bootstrap=PORT of an SGLang.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it is no URL of a server.
+
+    """
+    try:
+        parts = urlsplit(url)
+        engine = Engine.SGLANG if parts.scheme == _SGLANG_URL else Engine.VLLM
+        asked = parse_qs(parts.query, strict_parsing=bool(parts.query))
+        numbers = [int(text) for text in asked.pop("bootstrap", [str(BOOTSTRAP_PORT)])]
+        valid = parts.scheme in {"http", "https", _SGLANG_URL} and parts.hostname and parts.port != 0
+        valid = valid and not (asked or parts.path.strip("/") or parts.fragment)
+        valid = valid and len(numbers) == 1 and 0 < numbers[0] < 1 << 16
+        valid = valid and (engine is Engine.SGLANG or not parts.query)
+    except ValueError:
+        valid = False
+    if not valid:
+        text = f"{url!r} is no server's URL; it must be like http://host:port, or sglang://host:port?bootstrap=8998"
+        raise refusal(ErrorCode.BAD_CONFIG, text)
+    scheme = "http" if engine is Engine.SGLANG else parts.scheme
+    host = parts.hostname or ""
+    return Place(engine, f"{scheme}://{parts.netloc}", host, numbers[0] if engine is Engine.SGLANG else 0)
+
+
+def room_fields(server: Place, room: int) -> dict[str, Any]:
+    """What an SGLang's prefill server is told of a room."""
+    return {"bootstrap_host": server.host, "bootstrap_port": server.bootstrap_port, "bootstrap_room": room}
+
+
+def handed_fields(prefilled: Prefilled, room: int) -> dict[str, Any]:
+    """What an SGLang's decode server is told of a prefill."""
+    packed = msgspec.json.encode({"params": prefilled.params, "first": prefilled.first})
+    host = HANDOFF + base64.urlsafe_b64encode(packed).decode().rstrip("=")
+    return {"bootstrap_host": host, "bootstrap_port": BOOTSTRAP_PORT, "bootstrap_room": room}
+
+
+class _Likely(msgspec.Struct):
+    """A token of a chat, by its number as text."""
+
+    token: str
+    logprob: float
+    top_logprobs: list["_Likely"] = []
+
+
+class _Logprobs(msgspec.Struct):
+    """Of a completion the first two, of a chat the last."""
+
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    content: list[_Likely] = []
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    choices: list[_Choice] = []
+
+
+class _Params(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
+    """What a prefill server's answer tells; None if it has no parameters, or not the first token where that is needed.
+
+    Raises:
+        msgspec.DecodeError: It is none.
+        ValueError: A token in it has no number.
+
+    """
+    if not with_token:
+        params = _decode(answer, _Params).kv_transfer_params
+        return Prefilled(params.copy()) if bytes(params).startswith(b"{") else None
+    found: _Answer = _decode(answer, _Answer)
+    if not bytes(found.kv_transfer_params).startswith(b"{") or not (found.choices and found.choices[0].token_ids):
+        return None
+    choice = found.choices[0]
+    token = (choice.token_ids or [0])[0]
+    return Prefilled(found.kv_transfer_params.copy(), (token, *_likely(choice.logprobs)))
+
+
+def _likely(logprobs: _Logprobs | None) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """How likely the first token was, and the likeliest ones with how likely these were."""
+    if logprobs is None:
+        return 0.0, ()
+    if logprobs.content:
+        first = logprobs.content[0]
+        return first.logprob, _ranked({other.token: other.logprob for other in first.top_logprobs})
+    top = logprobs.top_logprobs[0] if logprobs.top_logprobs else None
+    return (logprobs.token_logprobs[0] if logprobs.token_logprobs else None) or 0.0, _ranked(top or {})
+
+
+def _ranked(top: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    tokens = [(int(text.removeprefix(_TOKEN)), logprob) for text, logprob in top.items() if text.startswith(_TOKEN)]
+    return tuple(sorted(tokens, key=lambda pair: -pair[1]))
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error

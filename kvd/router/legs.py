@@ -1,0 +1,77 @@
+"""A prefill on a server of SGLang's: asked of the engine, and of its bootstrap server, which has the room's ticket.
+
+The engine answers only when a decode server has read its offer. If it is not waited for, it withdraws that.
+"""
+
+import asyncio
+from http import HTTPStatus
+
+import msgspec
+
+from kvd import limits
+from kvd.errors import ErrorCode
+from kvd.router.body import new_room
+from kvd.router.engines import Engine, Prefilled, prefilled_of
+from kvd.router.request import Request
+from kvd.router.servers import Server, Servers
+from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
+
+
+def told(answer: bytes, decode: Servers) -> Prefilled | None:
+    """What a prefill server's answer tells the servers `decode`; None if it does not tell what they need."""
+    return _read(answer, with_token=decode.have(Engine.SGLANG))
+
+
+class Meeting:
+    """A request that is prefilled in a room: `end` it when nothing of it is wanted any more."""
+
+    def __init__(self, upstream: Upstream, request: Request, server: Server) -> None:
+        self._server = server
+        room = new_room()
+        self._prefill = asyncio.create_task(self._answer(upstream, request, room))
+        self._params = asyncio.create_task(upstream.params(server, room))
+        for task in (self._prefill, self._params):
+            task.add_done_callback(_look)
+
+    async def prefilled(self) -> Prefilled | Whole:
+        """What the room has been offered, or the answer of a server that refuses the request.
+
+        Raises:
+            ServerFailed: It does neither.
+
+        """
+        await asyncio.wait({self._prefill, self._params}, return_when=asyncio.FIRST_COMPLETED)
+        if self._prefill.done():  # before it was read: it is not offered
+            answer = self._prefill.result()
+            if answer.status != HTTPStatus.OK:
+                return answer
+            raise ServerFailed(
+                ErrorCode.PEER_LOST, self._server, "answered before its offer was read: does it run kvd?"
+            )
+        found = _read(self._params.result(), with_token=False)
+        if found is None:
+            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "has a bootstrap server that tells no parameters")
+        return found
+
+    def end(self) -> None:
+        """Aborts it, unless it has ended."""
+        self._prefill.cancel()
+        self._params.cancel()
+
+    async def _answer(self, upstream: Upstream, request: Request, room: int) -> Whole:
+        body = request.body.for_room(self._server.place, room)
+        async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
+            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+
+
+def _read(answer: bytes, *, with_token: bool) -> Prefilled | None:
+    try:
+        return prefilled_of(answer, with_token=with_token)
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def _look(task: "asyncio.Task[Whole] | asyncio.Task[bytes]") -> None:
+    """At what nobody may wait for any more."""
+    if not task.cancelled():
+        task.exception()

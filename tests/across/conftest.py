@@ -1,0 +1,43 @@
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.across.pairs import INTERPRETERS, Shared
+from tests.serving.shared import TEST_SECONDS, report_and_replace
+from tests.vllm.testbed.catalog import write_models
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [engine for engine, interpreter in INTERPRETERS.items() if not interpreter.exists()]
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.real)
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"needs {missing}: make setup-vllm setup-sglang"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the models of the laboratory that both engines run on a CPU."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder, "llama", interpreter=str(INTERPRETERS["vllm"]))
+    return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return report_and_replace(item, (yield))
+
+
+@pytest.fixture(scope="session")
+def shared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """The servers that tests share."""
+    started = Shared(models, tmp_path_factory)
+    try:
+        yield started
+    finally:
+        started.stop()
