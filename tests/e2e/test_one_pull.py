@@ -51,4 +51,4 @@ def test_two_calls_wait_in_mailboxes_between_the_workers_frame_and_its_done(walk
     calls = [call for call in walk["calls"] if not call.endswith(".probe")]
     sends = "completion: CompletionActor._flush"
     before = calls[: calls.index(sends)]  # what was put there later waits behind it
-    assert [*before, sends] == ["gateway: Requests.received", "scheduler: Transfers.landed", sends]
+    assert [*before, sends] == ["gateway: GatewayActor.requested", "scheduler: Transfers.landed", sends]

@@ -1,24 +1,38 @@
-"""The gateway: checks everything that workers send, and passes it to the other actors."""
+"""The gateway: checks everything that workers send, and passes it to the other actors.
+
+The requests of workers are decoded and checked here, so that no other actor sees an unchecked block id.
+"""
 
 from collections.abc import Callable
 
 import msgspec
 
+from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.sessions import Session, Sessions
 from kvd.actors.gateway.admission import Admission, Policy
 from kvd.actors.gateway.connections import Connections
-from kvd.actors.gateway.requests import Requests
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, OnFailure, call
+from kvd.actors.runtime.actor import Actor, OnFailure, call, run
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.loop import Background
+from kvd.actors.runtime.pools import check_spans
 from kvd.actors.scheduler.actor import SchedulerActor
-from kvd.net.interface import ProcessEnded, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerPort
+from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.net.interface import (
+    ProcessEnded,
+    SessionClosed,
+    SessionFrame,
+    SessionOpened,
+    WorkerEvent,
+    WorkerFrame,
+    WorkerPort,
+)
+from kvd.protocol import codec, ticket
 from kvd.protocol.status import ProcessStatus, StatusReport
-from kvd.protocol.worker import Status
+from kvd.protocol.worker import Acknowledge, Cancel, Extend, Offer, Pull, Request, Status, StatusRequest
 
 
 class GatewayActor(Actor):
@@ -48,6 +62,7 @@ class GatewayActor(Actor):
         background: Background,
     ) -> None:
         super().__init__(context.dispatcher)
+        self._context = context
         self._describe = describe
         self._sessions = sessions
         self._pools = pools
@@ -71,20 +86,12 @@ class GatewayActor(Actor):
             leases=leases,
             completion=completion,
         )
-        self._requests = Requests(
-            self,
-            context,
-            admission=self._admission,
-            sessions=sessions,
-            status=self._status,
-            scheduler=scheduler,
-            leases=leases,
-            completion=completion,
-        )
 
     def received(self, event: WorkerEvent) -> None:
         """Takes an event of the workers' sockets."""
         match event:
+            case WorkerFrame():
+                call(self.requested, event)
             case SessionFrame():
                 call(self.connections.received, event)
             case SessionOpened():
@@ -93,8 +100,60 @@ class GatewayActor(Actor):
                 call(self.connections.closed, event)
             case ProcessEnded():
                 call(self.connections.process_ended, event)
-            case _:
-                call(self._requests.received, event)
+
+    def requested(self, event: WorkerFrame) -> None:
+        """One request, checked and passed on, or refused."""
+        session = self._sessions.find(event.session)
+        if session is not None and event.uid != session.uid:
+            # Not answered: an answer would travel to the session's owner.
+            self._context.metrics.refused.labels("worker", ErrorCode.NOT_PERMITTED).inc()
+            self._admission.stolen(session.pool.name, session.uid, event.uid)
+            return
+        number = 0
+        try:
+            if session is None:
+                self._admission.unknown(event.uid)
+                raise refusal(ErrorCode.NOT_ATTACHED, "this routing id belongs to no session; attach first")
+            request = codec.worker_requests.decode(event.frame)
+            number = getattr(request, "call", 0)
+            self._route(request, session)
+        except KvdError as error:
+            self._sessions.refuse_frame(event.session, number, error)
+
+    def _route(self, request: Request, session: Session) -> None:
+        worker = session.pool.name
+        match request:
+            case Pull():
+                self._check_new(request, session)
+                if not limits.MIN_PULL_TIMEOUT <= request.timeout <= limits.MAX_PULL_TIMEOUT:
+                    bounds = f"{limits.MIN_PULL_TIMEOUT} to {limits.MAX_PULL_TIMEOUT}"
+                    text = f"timeout is {request.timeout} s; it may be {bounds}"
+                    raise refusal(ErrorCode.BAD_MESSAGE, text)
+                if request.hold and request.spans:
+                    raise refusal(ErrorCode.BAD_MESSAGE, "a pull that only holds an offer has no blocks")
+                run(self._scheduler.start, session.pool, request, ticket.decode(request.ticket))
+            case Offer():
+                self._check_new(request, session)
+                run(self._leases.offer, session.pool, request)
+            case Extend():
+                self._admission.take_request(session.connection)
+                check_spans(request.spans, session.pool.spec)
+                run(self._leases.extend, worker, request)
+            case Acknowledge():
+                run(self._completion.acknowledged, worker, request.sequence)
+            case Cancel():
+                run(self._scheduler.cancel, worker, request)
+            case StatusRequest():
+                self._admission.take_status(session.connection)
+                self._sessions.answer(worker, self._status(request.call))
+
+    def _check_new(self, request: Pull | Offer, session: Session) -> None:
+        self._admission.check_open()
+        if session.backlogged:
+            text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
+            raise refusal(ErrorCode.OVERLOADED, text)
+        self._admission.take_request(session.connection)
+        check_spans(request.spans, session.pool.spec)
 
     def _status(self, number: int) -> Status:
         """The answer to the request for a status of that number."""
