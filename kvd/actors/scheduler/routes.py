@@ -103,9 +103,15 @@ class Told:
         """With what the producer tells now.
 
         Raises:
-            BadRequest: `BAD_BLOCKS`, it does not go on where it ended; `TOO_LARGE`, it is too much.
+            BadRequest: `BAD_BLOCKS`, it does not go on where it ended, or tells nothing; `TOO_LARGE`, it is too much.
 
         """
+        if grown.parts <= self.parts:
+            text = f"an offer of {self.parts} parts has grown, and is said to have {grown.parts}"
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
+        if grown.parts > limits.MAX_PARTS_PER_OFFER + 1:  # the last closes it
+            text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_PER_OFFER} and the last"
+            raise refusal(ErrorCode.TOO_LARGE, text)
         spans = joined([self.spans, grown.spans])
         blocks = sum(len(span.ids) for span in spans) // 4
         if blocks > limits.MAX_BLOCKS_PER_REQUEST:
