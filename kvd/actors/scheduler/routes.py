@@ -107,6 +107,12 @@ class Told:
                 the blocks hold, so that something would count as read that was not; `TOO_LARGE`, it is too much.
 
         """
+        if grown.parts <= self.parts:
+            text = f"an offer of {self.parts} parts has grown, and is said to have {grown.parts}"
+            raise refusal(ErrorCode.BAD_BLOCKS, text)
+        if grown.parts > limits.MAX_PARTS_PER_OFFER + 1:  # the last closes it
+            text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_PER_OFFER} and the last"
+            raise refusal(ErrorCode.TOO_LARGE, text)
         spans = joined([self.spans, grown.spans])
         blocks = sum(len(span.ids) for span in spans) // 4
         if blocks > limits.MAX_BLOCKS_PER_REQUEST:
@@ -114,8 +120,6 @@ class Told:
             raise refusal(ErrorCode.TOO_LARGE, text)
         if grown.tokens < self.tokens:
             raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has gone back from {self.tokens} tokens to {grown.tokens}")
-        if grown.parts <= self.parts:
-            raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has grown from {self.parts} parts to {grown.parts}")
         if not grown.closed:
             check_complete({span.group: span.first + len(span.ids) // 4 for span in spans}, grown.tokens, groups)
         return Told(grown.tokens, spans, grown.closed, grown.parts, grown.stamp, self.read)

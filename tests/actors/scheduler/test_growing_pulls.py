@@ -156,6 +156,16 @@ def test_no_byte_counts_as_read_of_which_no_block_is_known(stage, tokens, told, 
     assert stage.reads == []
 
 
+@pytest.mark.parametrize("parts", [0, 1, limits.MAX_PARTS_PER_OFFER + 2])
+def test_a_producer_that_tells_nothing_or_of_too_many_parts_fails_the_pull_or_it_would_be_asked_for_ever(stage, parts):
+    follow(stage)
+    grown(stage, 0, 4, 0, 0, 3)
+    stage.landed(1)
+    grown(stage, 1, 4, 2, parts=parts)
+    assert outcome(stage).code == (ErrorCode.TOO_LARGE if parts > 1 else ErrorCode.BAD_BLOCKS)
+    assert asked(stage) == [0, 1]
+
+
 def test_an_offer_that_is_closed_before_all_that_is_wanted_fails_the_pull(stage):
     follow(stage)
     grown(stage, 0, 4, 0, 0, 3, closed=True)
