@@ -19,6 +19,9 @@ MAX_PEER_REQUEST_BYTES: Final = MIB
 MAX_NAME_BYTES: Final = 128
 """Worker, pool and daemon names: they become labels, log fields and file names."""
 
+MAX_AGENT_BYTES: Final = 2 * MAX_NAME_BYTES
+"""Name of a transport's agent: a daemon's, `#` and its run."""
+
 MAX_REQUEST_ID_BYTES: Final = 256
 """Request ids come from engines (vLLM: `cmpl-<uuid>-<n>`, prefixed by routers); longer ones are mistakes."""
 
