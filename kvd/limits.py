@@ -331,6 +331,9 @@ ROUTER_REQUESTS: Final = 2048
 ROUTER_CLIENT_REQUESTS: Final = ROUTER_REQUESTS // 2
 """Those of one client's address, which may be a proxy; the other half is for others."""
 
+ROUTER_LISTINGS: Final = 64
+"""Requests for the list of models that decode servers are asked at a time; each takes a connection, and 2 s at most."""
+
 ROUTER_OPEN_FILES: Final = ROUTER_CONNECTIONS + 2 * ROUTER_REQUESTS
 """Descriptors that it may need: a request has connections to two servers, for a moment."""
 
