@@ -19,6 +19,9 @@ MAX_PEER_REQUEST_BYTES: Final = MIB
 MAX_NAME_BYTES: Final = 128
 """Worker, pool and daemon names: they become labels, log fields and file names."""
 
+MAX_AGENT_BYTES: Final = 2 * MAX_NAME_BYTES
+"""Name of a transport's agent: a daemon's, `#` and its run."""
+
 MAX_REQUEST_ID_BYTES: Final = 256
 """Request ids come from engines (vLLM: `cmpl-<uuid>-<n>`, prefixed by routers); longer ones are mistakes."""
 
@@ -126,6 +129,9 @@ a quarter of it. So a frame waits for a few milliseconds of work, however much o
 
 BATCH_ITEMS: Final = 1024
 """Deadlines and similar that passed at once and one message handles, in some 10 ms; the next handles the others."""
+
+BATCH_BLOCKS: Final = 1 << 16
+"""Blocks of the offers that end by one such message, in some 20 ms."""
 
 FAILURES_LOGGED_PER_SECOND: Final = 1.0
 """Log lines about messages that an actor could not handle; `kvd_actor_failures_total` counts all."""
@@ -338,6 +344,9 @@ ROUTER_REQUESTS: Final = 2048
 
 ROUTER_CLIENT_REQUESTS: Final = ROUTER_REQUESTS // 2
 """Those of one client's address, which may be a proxy; the other half is for others."""
+
+ROUTER_LISTINGS: Final = 64
+"""Requests for the list of models that decode servers are asked at a time; each takes a connection, and 2 s at most."""
 
 ROUTER_OPEN_FILES: Final = ROUTER_CONNECTIONS + 2 * ROUTER_REQUESTS
 """Descriptors that it may need: a request has connections to two servers, for a moment."""

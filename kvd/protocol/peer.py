@@ -131,7 +131,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     daemon: Name
     incarnation: Count
-    agent: Annotated[str, Meta(max_length=2 * limits.MAX_NAME_BYTES)]
+    agent: Annotated[str, Meta(max_length=limits.MAX_AGENT_BYTES)]
     """Begins with `<daemon>#`."""
     metadata: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
     pools: Annotated[tuple[PoolInfo, ...], Meta(max_length=limits.MAX_POOLS)]

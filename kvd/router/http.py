@@ -36,6 +36,7 @@ class HttpServer:
         self._health = Health((prefills, self._decodes), self._upstream)
         self._intake = Intake()
         self._connections = Connections()
+        self._listings = asyncio.Semaphore(limits.ROUTER_LISTINGS)
         self._completions = Completions(self._router, self._intake, self._connections, self._metrics)
 
     async def __aenter__(self) -> "HttpServer":
@@ -107,11 +108,15 @@ class HttpServer:
     async def _models(self, request: web.BaseRequest) -> web.Response:
         """What the first decode server that answers serves."""
         failure: KvdError = refusal(ErrorCode.PEER_LOST, "there is no decode server")
-        for server in self._decodes.all:
-            try:
-                status, said = await self._upstream.get(server, "/v1/models", passed_on(request.headers))
-            except ServerFailed as error:
-                failure = error
-            else:
-                return web.Response(body=said, status=status, content_type="application/json")
+        if self._listings.locked():
+            text = f"{limits.ROUTER_LISTINGS} requests for the models are in flight: try again later"
+            return error_answer(refusal(ErrorCode.OVERLOADED, text))
+        async with self._listings:
+            for server in self._decodes.all:
+                try:
+                    status, said = await self._upstream.get(server, "/v1/models", passed_on(request.headers))
+                except ServerFailed as error:
+                    failure = error
+                else:
+                    return web.Response(body=said, status=status, content_type="application/json")
         return error_answer(failure)

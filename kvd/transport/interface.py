@@ -158,8 +158,8 @@ class Answered(Struct, frozen=True, gc=False, tag=True):
 class Notified(Struct, frozen=True, gc=False, tag=True):
     """A message came by `Network.notify`. Whoever reaches the transport's port can send any, under any name."""
 
-    agent: str
-    content: bytes
+    agent: Annotated[str, Meta(max_length=limits.MAX_AGENT_BYTES)]
+    content: Annotated[bytes, Meta(max_length=limits.MAX_NOTIFICATION_BYTES)]
 
 
 class NetworkDown(Struct, frozen=True, gc=False, tag=True):

@@ -6,9 +6,24 @@ from random import Random
 import msgspec
 import zmq
 
+from kvd import limits
 from kvd.bench.spec import flat_spec
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Settle, Settled, Welcome
+from kvd.protocol.peer import (
+    Claim,
+    Fence,
+    Follow,
+    Grant,
+    Grown,
+    Held,
+    Hello,
+    Ping,
+    Pong,
+    PoolInfo,
+    Settle,
+    Settled,
+    Welcome,
+)
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.worker import Pull
 from tests.fuzz.attack import BATCH, Attack, Place
@@ -28,6 +43,8 @@ class _Lies(Attack):
     """A producer that answers as `answer` says; its welcomes begin as those of an honest daemon."""
 
     who, cost = "peer", 20.0
+    grows = False
+    """Whether its offers do."""
 
     def answer(self, request, welcome: Welcome) -> list[bytes]:
         raise NotImplementedError
@@ -39,7 +56,7 @@ class _Lies(Attack):
             welcome = _forged(self.place, run)
             ours = stack.enter_context(worker(self.place, f"fuzz-{self.name}", self.dice, SPEC))
             for _ in range(ROUNDS):
-                pulls = [_pull(_address(router, self.place), run, self.dice) for _ in range(PULLS)]
+                pulls = [_pull(_address(router, self.place), run, self.dice, grows=self.grows) for _ in range(PULLS)]
                 yield sent(ours, pulls)
                 drain(ours)
                 yield self._answered(router, welcome)
@@ -164,6 +181,32 @@ class LiesInAnswers(_Lies):
         return (frames + honest(request, welcome) * self.dice.randrange(3)) * self.dice.choice((1, 1, 30))
 
 
+class LiesInGrowth(_Lies):
+    """Offers that grow by nothing, for ever, go back, complete more than they hold, or grow very large."""
+
+    name, cost, grows = "link-growth", 4.0, True
+
+    def answer(self, request, welcome):
+        if not isinstance(request, Follow):
+            return honest(request, welcome)
+        count = self.dice.choice((0, 0, 1, 1, 3, 1 << 16))
+        ids = b"".join(self.dice.randrange(BLOCKS + 1).to_bytes(4, "little") for _ in range(min(count, 3)))
+        ids += bytes(4 * max(0, count - 3)) + bytes(self.dice.choice((0, 0, 0, 1)))
+        first = self.dice.choice((0, request.seen, 1 << 31))
+        spans = ([self.dice.choice((0, 0, 0, 9)), first, ids],) if count else ()
+        grown = compose(
+            Grown,
+            claim=request.claim,
+            seen=request.seen,
+            parts=self.dice.choice((request.seen, request.seen + 1, request.seen + 1, request.seen + 1, 1 << 40)),
+            tokens=self.dice.choice((0, 16, 16 * (request.seen + 1), 1 << 40)),
+            spans=spans,
+            closed=self.dice.random() < 0.1,
+            stamp=self.dice.choice((0, 1, limits.MAX_STAMPS)),
+        )
+        return [grown] * self.dice.choice((1, 1, 3))
+
+
 class NeverAnswers(_Lies):
     """Silence, or an answer to the first hello alone."""
 
@@ -223,8 +266,9 @@ def _forged(place: Place, run: int) -> Welcome:
     )
 
 
-def _pull(address: str, run: int, dice: Random) -> bytes:
+def _pull(address: str, run: int, dice: Random, *, grows: bool) -> bytes:
     rank = build(TicketRank, daemon="evil", address=address, incarnation=run >> 1, pool="p", offer="o", blocks=0)
-    ticket = build(Ticket, tokens=16, ranks=(rank,), blocks=((SPAN,),)).encode()
+    content = {"tokens": 0, "blocks": ((),)} if grows else {"tokens": 16, "blocks": ((SPAN,),)}
+    ticket = build(Ticket, ranks=(rank,), grows=grows, **content).encode()
     span = [0, 0, dice.randrange(BLOCKS).to_bytes(4, "little")]
     return compose(Pull, call=1, request=f"p{dice.randrange(1 << 40)}", ticket=ticket, spans=(span,), timeout=1.0)

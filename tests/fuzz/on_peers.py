@@ -4,14 +4,17 @@ from contextlib import ExitStack, suppress
 
 import zmq
 
-from kvd.protocol.peer import Claim, Fence, Hello, Ping, Release, Renew, Settle
+from kvd import limits
+from kvd.bench.spec import flat_spec
+from kvd.protocol import ticket
+from kvd.protocol.peer import Claim, Fence, Follow, Hello, Ping, Release, Renew, Settle
+from kvd.protocol.worker import Extend, Offer
 from tests.fuzz.attack import BATCH, Attack
 from tests.fuzz.messages import PEER_REQUESTS, build, compose, garbled, golden, odd
-from tests.fuzz.sockets import dealer, drain, own_key, peer, sent
+from tests.fuzz.sockets import dealer, drain, own_key, peer, sent, worker
 
 MIB = 1 << 20
-CLAIMS = 65_536
-"""As many as one message may renew."""
+PATIENCE_MS = 5000
 
 
 class _Asks(Attack):
@@ -76,7 +79,7 @@ class PeerRenewals(_Asks):
     name, cost, rounds, batch = "peer-renewals", 4000.0, 8, 2
 
     def draw(self):
-        return compose(Renew, claims=tuple(range(CLAIMS)))
+        return compose(Renew, claims=tuple(range(limits.MAX_RENEWALS)))
 
 
 class PeerHellos(_Asks):
@@ -110,6 +113,49 @@ class PeerFences(_Asks):
         claim = build(Claim, claim=number, pool="honest", offer="never", ttl=1.0, readers=1, reader=0)
         fence = build(Fence, claim=number, generation=number, unclaimed=claim)
         return compose(Settle, fences=(fence,) * 256) if kind == 1 else compose(Fence, claim=number, generation=1)
+
+
+class PeerFollows(Attack):
+    """Readers of a large offer that grows, which ask for all of it again and again, and leave the answers unread."""
+
+    name, who, cost = "peer-follows", "peer", 20.0
+
+    def strike(self):
+        secret, blocks, readers = self.dice.randbytes(16), 1 << 15, 64
+        with (
+            worker(self.place, "fuzz-follows", self.dice, flat_spec(blocks, 16).encode()) as ours,
+            peer(self.place, run=self.dice.randrange(1 << 40)) as made,
+        ):
+            spans = [[0, first, bytes(4 * 64)] for first in range(0, blocks, 64)]
+            steps = [compose(Extend, call=1, offer="g", tokens=0, spans=(span,)) for span in spans]
+            yield sent(ours, [compose(Offer, call=1, offer="g", tokens=0, ttl=60.0, secret=secret, grows=True), *steps])
+            ours.poll(PATIENCE_MS)
+            shown = ticket.proof(secret, "fuzz-follows", "g", 0, ())
+            claim = {
+                "pool": "fuzz-follows",
+                "offer": "g",
+                "proof": shown,
+                "incarnation": 0,
+                "generation": 0,
+                "ttl": 60.0,
+            }
+            claims = [
+                compose(Claim, claim=number, consumer=f"c{number}", readers=2, reader=0, **claim)
+                for number in range(readers)
+            ]
+            yield sent(made, claims)
+            made.poll(PATIENCE_MS)
+            for _ in range(40):
+                asked = [
+                    compose(
+                        Follow, claim=self.dice.randrange(readers + 2), seen=self.dice.choice((0, 0, 1, 600, 1 << 40))
+                    )
+                    for _ in range(BATCH)
+                ]
+                yield sent(made, asked)
+                if self.dice.random() < 0.2:
+                    drain(made)
+                    drain(ours)
 
 
 class PeerReplays(_Asks):

@@ -5,7 +5,7 @@ import socket
 from contextlib import ExitStack, suppress
 
 from kvd.layout import CacheSpec, Full, Group, Shard, View, strided
-from kvd.protocol.worker import Acknowledge, Attach, Cancel, Detach, Offer, Pull, StatusRequest
+from kvd.protocol.worker import Acknowledge, Attach, Cancel, Detach, Extend, Offer, Pull, StatusRequest
 from tests.fuzz import zmtp
 from tests.fuzz.attack import BATCH, Attack
 from tests.fuzz.messages import REQUESTS, SPAN, compose, garbled, golden, odd, odd_ticket, ticket_of
@@ -100,6 +100,26 @@ class WorkerReplays(_Frames):
             ticket = odd_ticket(self.dice, self.place.address)
             return compose(Pull, call=call, request=name, ticket=ticket, spans=(SPAN,), timeout=1.0)
         return compose(Offer, call=call, offer=name, tokens=16, spans=(SPAN,), ttl=self.dice.choice((0.0, 0.01, 5.0)))
+
+
+class WorkerGrows(_Frames):
+    """Offers that grow by all kinds of steps: too far, back, over gaps, after the close, by nothing."""
+
+    name = "worker-grows"
+
+    def draw(self):
+        name, call, at = f"g{self.dice.randrange(8)}", self.dice.randrange(5), self.dice.randrange(6)
+        kind = self.dice.randrange(8)
+        if kind == 0:
+            spans = self.dice.choice(((), (), (SPAN,)))
+            return compose(Offer, call=call, offer=name, tokens=0, spans=spans, ttl=5.0, grows=True)
+        if kind == 1:
+            return compose(Cancel, call=call, request=name)
+        ids = b"".join(self.dice.randrange(17).to_bytes(4, "little") for _ in range(self.dice.choice((0, 1, 1, 2, 16))))
+        group = self.dice.choice((0, 0, 0, 1, 255))
+        spans = self.dice.choice(((), ([group, at, ids],), ([group, at, ids], [group, at, ids])))
+        tokens = self.dice.choice((0, 16 * at, 16 * at + 16, 1 << 40))
+        return compose(Extend, call=call, offer=name, tokens=tokens, spans=spans, closes=self.dice.random() < 0.1)
 
 
 class WorkerTickets(_Frames):

@@ -81,6 +81,29 @@ async def test_the_models_are_those_of_a_decode_server() -> None:
         assert (status, json.loads(text)["error"]["code"]) == (502, "peer_lost")
 
 
+async def test_requests_for_the_models_are_passed_on_a_few_at_a_time(monkeypatch) -> None:
+    """Each takes a connection to a server, which no other bound counts."""
+    monkeypatch.setattr(limits, "ROUTER_LISTINGS", 2)
+    asked, go_on = asyncio.Semaphore(0), asyncio.Event()
+    async with routed([prefilled], [decoded]) as stage:
+        get = stage.server._upstream.get
+
+        async def later(*what):
+            asked.release()
+            await go_on.wait()
+            return await get(*what)
+
+        stage.server._upstream.get = later
+        asking = [asyncio.create_task(stage.get("/v1/models")) for _ in range(2)]
+        for _ in asking:
+            await asked.acquire()
+        status, text = await stage.get("/v1/models")
+        assert (status, json.loads(text)["error"]["code"]) == (503, "overloaded")
+        assert (await stage.ask())[0] == 200
+        go_on.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200, 200]
+
+
 async def test_a_slash_at_the_end_of_a_path_changes_nothing() -> None:
     async with routed([prefilled], [decoded]) as stage:
         assert (await stage.ask(PATH + "/"))[0] == 200

@@ -305,6 +305,16 @@ def test_messages_of_agents_are_passed_on_unless_they_are_too_long_or_too_many()
     assert [event.agent for event in heard[1:]] == ["p"] * 200 + ["q"] * (limits.MAX_NOTIFICATIONS_AT_ONCE - 200)
 
 
+def test_messages_under_names_that_no_agent_has_are_dropped_and_each_look_at_them_makes_a_frame_of_its_own():
+    """Whoever sends them chooses the names: a frame that is too long would end this process, and the daemon's reads."""
+    run, frames = Run(), []
+    run.loop._flush = lambda: frames.append(len(run.events))
+    run.nixl.messages = [{"x" * (limits.MAX_AGENT_BYTES + 1): [b"long"], "p": [b"1"]}, {"p": [b"2"]}]
+    heard = [event for event in run.go() if isinstance(event, Notified)]
+    assert heard == [Notified("p", b"1"), Notified("p", b"2")]
+    assert {run.events.index(event) + 1 for event in heard} <= set(frames)
+
+
 def test_messages_to_a_peer_are_sent_and_those_to_others_or_lost_ones_are_not():
     run = Run()
     run.tell("notify", "p", b"hello")

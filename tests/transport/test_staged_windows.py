@@ -393,6 +393,30 @@ async def test_a_slice_whose_request_was_lost_is_asked_for_again(monkeypatch):
         await asyncio.sleep(0)
 
 
+async def test_peers_that_stage_nothing_take_none_of_the_slots_that_reads_from_others_need():
+    site, size = StagedSite(source=True, target=True), 4 * limits.SLICE_BYTES
+    honest, reader = await opened(site, size)
+    slots = reader.transport._arena.slots
+    hung = [await site.producer(size, number) for number in range(5)]
+    stuck = []
+    for producer in hung:
+        producer.end.gpu.held = True
+        await reader.add(producer)
+        stuck.append(reader.read(producer, blocks(0, 4, limits.SLICE_BYTES)))
+    await asyncio.sleep(0.01)
+    assert len(slots) == limits.STAGING_WINDOWS
+    held, slots[:] = slots[1:], slots[:1]  # reads then wait for the one that is left
+    end = await reader.end(reader.read(honest, blocks(0, 4, limits.SLICE_BYTES)))
+    assert isinstance(end, Landed), end
+    assert np.array_equal(reader.memory, pattern(honest.seed, size))
+    slots += held
+    for read in stuck:
+        reader.transport.abort(read)
+        assert isinstance(await reader.end(read), ReadFailed)
+    assert len(slots) == limits.STAGING_WINDOWS
+    assert not reader.transport._end.transport._reads._slotless
+
+
 async def test_after_all_reads_no_window_slot_nor_row_is_taken():
     site = StagedSite(source=True, target=True)
     producer, reader = await opened(site, 8 * limits.MIB)

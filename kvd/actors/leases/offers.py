@@ -64,7 +64,10 @@ class Offers:
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
         self.consumers = Consumers()
-        self._due: Deadlines[OfferKey] = Deadlines(context.loop, Batch(actor, self._expired).put, for_others=True)
+        expiring = Batch(actor, self._expired, lambda key: self._leases[key].size.blocks if key in self._leases else 0)
+        self._due: Deadlines[OfferKey] = Deadlines(context.loop, expiring.put, for_others=True)
+        self._revoking: Batch[tuple[Lease, str, bool]] = Batch(actor, self._revoke, lambda each: each[0].size.blocks)
+        """Leases that are to end, why, and whether also if somebody reads them."""
         self._held = HeldBlocks(_HOLDS)
         context.metrics.watch_held(_HOLDS, self._held.of)
         self._draining = False
@@ -112,8 +115,7 @@ class Offers:
         if offer.grows and (offer.tokens or offer.spans):
             text = f"an offer that grows is opened with {offer.tokens} tokens and {len(offer.spans)} spans"
             raise refusal(ErrorCode.BAD_MESSAGE, f"{text}; open it without, then extend it")
-        known = self._leases.get(key)
-        if known is not None and known.state not in machine.TABLE.final:
+        if (known := self._leases.get(key)) is not None and known.state not in machine.TABLE.final:
             raise refusal(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
         if self._standing[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
             text = f"{self._standing[pool.id]} offers of this worker stand, the bound; wait until some are released"
@@ -190,8 +192,8 @@ class Offers:
 
     def end_growing(self, worker: str) -> None:
         """Takes back what a worker has not closed: nobody will."""
-        for lease in list(self._growing.get(worker, {}).values()):
-            self.step(lease, Event.REVOKE, "withdrawn")
+        for lease in self._growing.get(worker, {}).values():
+            self._revoking.put((lease, "withdrawn", True))
 
     # --- it is found ------------------------------------------------------------------------------------------------
 
@@ -254,8 +256,7 @@ class Offers:
     def _expired(self, keys: list[OfferKey]) -> None:
         """The time of these offers is over: they end now, or with their last claims."""
         for key in keys:
-            lease = self._leases.get(key)
-            if lease is not None and self._context.loop.time() >= lease.expires:
+            if (lease := self._leases.get(key)) is not None and self._context.loop.time() >= lease.expires:
                 self.step(lease, Event.EXPIRE, "expired")
 
     def step(self, lease: Lease, event: Event, reason: str = "") -> None:
@@ -287,9 +288,7 @@ class Offers:
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends the leases that stand: all of them, or those that nobody has claimed."""
-        for lease in list(self._leases.values()):
-            if claimed or not lease.claims:
-                self.step(lease, Event.REVOKE, reason)
+        self._revoke([(lease, reason, claimed) for lease in self._leases.values()])
 
     def forget(self, key: OfferKey) -> None:
         """Forgets an offer that has ended, unless its name has been offered again meanwhile."""
@@ -328,10 +327,15 @@ class Offers:
     def quiesce(self, pool: Pool, *, force: bool) -> None:
         """Withdraws the offers of a pool that nobody reads, waits for (or breaks) those that somebody does."""
         self._quiescing.add(pool.id)
-        for lease in [lease for lease in self._leases.values() if lease.pool.id == pool.id]:
-            if force or not lease.claims:
-                self.step(lease, Event.REVOKE, "withdrawn")
+        for lease in self._leases.values():
+            if lease.pool.id == pool.id and lease.state not in machine.TABLE.final:
+                self._revoking.put((lease, "withdrawn", force))
         self._check_quiet(pool)
+
+    def _revoke(self, orders: list[tuple[Lease, str, bool]]) -> None:
+        for lease, reason, claimed in orders:
+            if claimed or not lease.claims:
+                self.step(lease, Event.REVOKE, reason)
 
     def _check_quiet(self, pool: Pool) -> None:
         if pool.id in self._quiescing and not self._standing[pool.id]:

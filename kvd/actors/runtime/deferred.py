@@ -14,12 +14,16 @@ T = TypeVar("T")
 class Batch(Generic[T]):
     """Collects items, and has `actor` call `handle` with some of them at a time, in order.
 
-    What one call of `handle` causes goes ahead of the next.
+    What one call of `handle` causes goes ahead of the next. `blocks_of` says how many blocks have to do with an item,
+    if that decides how long it takes: one call gets items of up to `limits.BATCH_BLOCKS`, or one item.
     """
 
-    def __init__(self, actor: Actor, handle: Callable[[list[T]], None]) -> None:
+    def __init__(
+        self, actor: Actor, handle: Callable[[list[T]], None], blocks_of: Callable[[T], int] = lambda _item: 0
+    ) -> None:
         self._actor = actor
         self._handle = handle
+        self._blocks_of = blocks_of
         self._items: list[T] = []
         self._called = False
 
@@ -31,11 +35,20 @@ class Batch(Generic[T]):
             self._actor.call(self._handle_some)
 
     def _handle_some(self) -> None:
-        items, self._items = self._items[: limits.BATCH_ITEMS], self._items[limits.BATCH_ITEMS :]
+        count = self._fitting()
+        items, self._items = self._items[:count], self._items[count:]
         self._handle(items)
         self._called = bool(self._items)
         if self._called:
             self._actor.call(self._handle_some)
+
+    def _fitting(self) -> int:
+        blocks = 0
+        for count, item in enumerate(self._items[: limits.BATCH_ITEMS]):
+            blocks += self._blocks_of(item)
+            if count and blocks > limits.BATCH_BLOCKS:
+                return count
+        return limits.BATCH_ITEMS
 
 
 K = TypeVar("K", bound=Hashable)

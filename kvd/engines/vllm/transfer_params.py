@@ -14,6 +14,9 @@ from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_CONSUMERS
 from kvd.protocol import ticket as tickets
 
+_SHOWN = 20
+"""Characters of a checksum; whoever reaches an engine may send any."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
@@ -146,7 +149,8 @@ def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
         return TransferParams("", prompt.length, error.text)
     theirs, ours = params.get("kvd_prompt"), prompt.checksum(ticket.tokens)
     if ticket.tokens > prompt.length or theirs != ours:
-        ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {theirs}"
+        shown = str(theirs)[:_SHOWN] if type(theirs) in (int, str) else f"a {type(theirs).__name__}"  # it is logged
+        ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {shown}"
         refused = f"{ticket_is}, this prompt has {prompt.length} and {ours}; does the router mix up requests?"
         return TransferParams(text, prompt.length, refused + prompt.conditions)
     return TransferParams(text, ticket.tokens, once=params.get("kvd_consumers", 1) == 1)

@@ -104,12 +104,14 @@ class AgentLoop:
         self._reads.close(self._stop_seconds)
 
     def _take_messages(self, messages: dict[Any, list[bytes]]) -> None:
-        """Passes on what is not too long, and not too much at once: anybody can send it."""
+        """Passes on what is not too long, and not too much at once: anybody can send it, under any name."""
         pairs = ((agent, content) for agent, contents in messages.items() for content in contents)
         for agent, content in itertools.islice(pairs, limits.MAX_NOTIFICATIONS_AT_ONCE):
-            if len(content) <= limits.MAX_NOTIFICATION_BYTES:
+            if len(content) <= limits.MAX_NOTIFICATION_BYTES and len(agent) <= limits.MAX_AGENT_BYTES:
                 name = agent.decode(errors="replace") if isinstance(agent, bytes) else agent
                 self._emit(Notified(name, content))
+        if messages:
+            self._flush()  # those of the next look would not fit the same frame
 
     # --- commands, as those of `Transport` --------------------------------------------------------------------------
 

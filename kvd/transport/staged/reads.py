@@ -76,7 +76,7 @@ class _Part:
 
     read: _Read
     piece: Slice
-    slot: int | None
+    slot: int | None = None
     step: _Step = _Step.ASKED
     number: int = 0
     window: int = 0
@@ -130,6 +130,8 @@ class StagedReads:
         self._numbers = itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
         self._reads: dict[int, _Read] = {}
+        self._slotless: dict[_Part, None] = {}
+        """Slices that could be read, if a slot were free; the first waits longest."""
         self._handlers: dict[int, _Ended] = {}
         """Of reads of the network, whose numbers are negative."""
 
@@ -172,21 +174,39 @@ class StagedReads:
     # --- slices -----------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        while self._queue and (not self._arena.windows or self._arena.slots):
-            piece = self._queue.pick()
-            if piece is None:
-                return
+        while (piece := self._queue.pick()) is not None:
             read = self._reads[piece.request.read]
             read.started = read.started or time.perf_counter()
-            slot = self._arena.slots.pop() if read.into_gpu else None
-            part = _Part(read, piece, slot)
+            part = _Part(read, piece)
             read.parts.add(part)
             if read.staged is None:
-                self._read(part)
+                self._read_into_slot(part)
             else:
                 self._ask(part, read.staged)
 
+    def _read_into_slot(self, part: _Part) -> None:
+        """Reads once a slot is free, if it needs one: peers that stage nothing take none of them."""
+        if part.read.into_gpu and part.slot is None:
+            if not self._arena.slots:
+                self._slotless[part] = None
+                return
+            part.slot = self._arena.slots.pop()
+        self._read(part)
+
+    def _give_slot_back(self, part: _Part) -> None:
+        if part.slot is not None:
+            self._arena.slots.append(part.slot)
+            part.slot = None
+            if self._slotless:
+                self._loop.call_soon(self._use_slots)
+
+    def _use_slots(self) -> None:
+        while self._slotless and self._arena.slots:
+            del self._slotless[part := next(iter(self._slotless))]
+            self._read_into_slot(part)
+
     def _ask(self, part: _Part, staged: StagedPool) -> None:
+        self._give_slot_back(part)
         part.number, part.step = next(self._numbers), _Step.ASKED
         part.patience = 2 * part.patience or AGAIN_SECONDS
         part.again = self._loop.time() + part.patience
@@ -237,8 +257,8 @@ class StagedReads:
         read = part.read
         read.parts.discard(part)
         read.peer.waiting.discard(part)
-        if part.slot is not None:
-            self._arena.slots.append(part.slot)
+        self._slotless.pop(part, None)
+        self._give_slot_back(part)
         if read.staged is not None and part.step is not _Step.COPIED:
             self._finish(part)
         self._queue.ended(part.piece)
@@ -321,13 +341,14 @@ class StagedReads:
             part.read.peer.waiting.discard(part)
             self._finish(part)
             if window == part.window:
-                self._arrived_by_window(part)
+                part.step = _Step.COPIED
+                self._arrived(part)
             else:  # its window was taken back: others waited for too long
                 self._ask(part, staged)
         elif window is not None:
             part.read.peer.waiting.discard(part)
             part.window = window
-            self._read(part)
+            self._read_into_slot(part)
         else:
             for state, reason in _REASONS.items():
                 if tag(self._secret, part.number, state) in where:
@@ -336,10 +357,6 @@ class StagedReads:
             if self._loop.time() >= part.again:
                 self._finish(part)
                 self._ask(part, staged)
-
-    def _arrived_by_window(self, part: _Part) -> None:
-        part.step = _Step.COPIED
-        self._arrived(part)
 
     # --- the network ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from kvd.errors import ErrorCode
 from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Grant, Held, Refuse, Release, Renew, Settle, Settled
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Error, Offer, Offered, Released
+from kvd.protocol.worker import Cancel, Detach, Error, Offer, Offered, Released
 from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, INCARNATION, SECRET, Stage, ids
 from tests.actors.stage import make_claim as claim
@@ -721,6 +721,29 @@ def test_consumers_of_all_offers_of_a_worker_leave_no_more_behind_than_their_bou
     assert isinstance(stage.asked_by_peer(claim(6, offer="p", consumer="c1", reader=1, readers=2))[0], Grant)
     stage.request(Cancel(9, "p"))
     assert isinstance(stage.asked_by_peer(claim(7, consumer="c7"))[0], Grant)
+
+
+@pytest.mark.parametrize("how", ["expire", "detach"])
+def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(how, monkeypatch):
+    """Each block that is given back takes the loop some 0.3 us: sixteen offers of a million took it for seconds."""
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 4)
+    stage = Stage()
+    stage.attach()
+    for number in range(6):
+        stage.offer(f"o{number}", (0, 1), ttl=1.0)
+    leases, turns = stage.actors.leases._offers, []
+    give_back = leases._give_back
+
+    def gives_back(lease):
+        turns.append(lease.key[1])
+        call(stage.actors.leases.probe, lambda _name: turns.append("other"))
+        give_back(lease)
+
+    monkeypatch.setattr(leases, "_give_back", gives_back)
+    stage.run(1.1) if how == "expire" else stage.session(Detach())
+    assert turns == ["o0", "o1", "other", "other", "o2", "o3", "other", "other", "o4", "o5", "other", "other"]
+    assert sorted(released(stage)) == [(f"o{n}", "expired") for n in range(6)] or how == "detach"
+    assert not leases._standing
 
 
 # --- one peer cannot have it all

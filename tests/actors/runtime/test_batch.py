@@ -41,3 +41,13 @@ def test_a_message_handles_a_bounded_number_of_items_and_the_next_one_comes_behi
         batch.put(item)
     owner.loop.run_until(0)
     assert order == [[0, 1], "after", [2], "after"]
+
+
+def test_items_that_have_to_do_with_many_blocks_come_few_at_a_time(owner, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 10)
+    handled = []
+    batch = Batch(owner, handled.append, blocks_of=lambda item: item)
+    for item in (4, 6, 1, 30, 2, 3):
+        batch.put(item)
+    owner.loop.run_until(0)
+    assert handled == [[4, 6], [1], [30], [2, 3]]

@@ -117,6 +117,14 @@ def test_what_is_no_ticket_is_refused(ticket: object) -> None:
     assert read({"do_remote_prefill": True, "kvd_ticket": ticket, "kvd_prompt": 0}, prompt([1, 2])).refused
 
 
+@pytest.mark.parametrize("sent", ["x" * 1_000_000, 10**4000, ["x" * 1_000_000], None])
+def test_a_refusal_is_short_whatever_was_sent_as_the_checksum(sent: object) -> None:
+    """It is logged, and whoever reaches an engine may send parameters."""
+    refused = read({"do_remote_prefill": True, "kvd_ticket": TICKET, "kvd_prompt": sent}, prompt(TOKENS)).refused
+    assert "does the router mix up requests?" in refused
+    assert len(refused) < 300
+
+
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": None}])
 def test_a_request_for_one_engine_is_neither(params: dict[str, object] | None) -> None:
     assert not is_producer(params)
