@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 TEST_SECONDS = 900
 """The first test of a module starts three servers: two minutes where the machine has other work."""
 
-LAST = [HERE / "test_lifecycle.py", HERE / "test_faults.py"]
-"""They share servers, which the latter kills."""
+LAST = [HERE / "test_lifecycle.py", HERE / "test_pauses.py", HERE / "test_faults.py"]
+"""They share servers, which the last one kills."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
