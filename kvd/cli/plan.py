@@ -48,7 +48,10 @@ def add_parser(subparsers: Any) -> None:
     for side in ("producer", "consumer"):
         parser.add_argument(f"--{side}-tp", type=int, default=1, metavar="N", help=f"tensor-parallel size, {side}")
         parser.add_argument(f"--{side}-pp", type=int, default=1, metavar="N", help=f"pipeline-parallel size, {side}")
-        parser.add_argument(f"--{side}-block", type=int, default=16, metavar="N", help=f"tokens per block, {side}")
+        parser.add_argument(f"--{side}-cp", type=int, default=1, metavar="N", help=f"context-parallel size, {side}")
+        parser.add_argument(
+            f"--{side}-block", type=int, default=16, metavar="N", help=f"tokens of a block on a rank, {side}"
+        )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="the consumer rank to explain")
     ids_help = "whether no two blocks are neighbours on both sides, or all are (default: scattered)"
     parser.add_argument("--ids", choices=("scattered", "adjacent"), default="scattered", help=ids_help)
@@ -84,7 +87,7 @@ def _specs(args: argparse.Namespace, side: str) -> list[CacheSpec]:
     _bounded("tokens", args.tokens, 1, MAX_BLOCKS_PER_REQUEST)
     _bounded(f"--{side}-tp", tp_size, 1, MAX_RANKS)
     _bounded(f"--{side}-pp", pp_size, 1, model.layers)
-    engine = Shard(stages=even_stages(model.layers, pp_size), tp_size=tp_size)
+    engine = Shard(stages=even_stages(model.layers, pp_size), tp_size=tp_size, cp_size=getattr(args, f"{side}_cp"))
     num_blocks = -(-args.tokens // block_tokens)
     return [
         model_spec(model, name, shard, num_blocks=num_blocks, block_tokens=block_tokens)

@@ -51,6 +51,7 @@ def model_spec(
 ) -> CacheSpec:
     """The spec of one rank's cache of `model` in one of `LAYOUTS`, every group with `num_blocks` blocks.
 
+    The rank holds `block_tokens` tokens of a block, which are all unless `shard` deals them out.
     Groups lie one after the other, each in an arena of its own. With `overlay` they share one, as in vLLM: kinds are
     cut into groups of as many layers as the smallest kind has, and all pages have the size of the largest.
 
@@ -81,7 +82,7 @@ def _group(kind: LayerKind, place: Placement, offset: int, arena: int) -> tuple[
         for cache in kind.caches:
             views += cache.views(replace(place, offset=offset))
             offset = max(view.end for view in views)
-    tokens = LONGEST_SEQUENCE if isinstance(kind.window, State) else place.block_tokens
+    tokens = LONGEST_SEQUENCE if isinstance(kind.window, State) else place.block_tokens * place.shard.cp_size
     group = Group(window=kind.window, block_tokens=tokens, num_blocks=place.num_blocks, views=tuple(views), arena=arena)
     return group, offset
 

@@ -46,8 +46,9 @@ LAYOUTS: Final = {
 class Placement:
     """Where a cache goes: the `layers` of one group on one rank, from byte `offset` of the pool.
 
-    `order` is one of the layouts. A layer's share of a block is padded to `page` bytes. `slots` reserves room for more
-    layers than there are, so that groups of different numbers of layers overlay one allocation.
+    `order` is one of the layouts. `block_tokens` are those of a block that lie on this rank. A layer's share of a block
+    is padded to `page` bytes. `slots` reserves room for more layers than there are, so that groups of different numbers
+    of layers overlay one allocation.
     """
 
     order: str

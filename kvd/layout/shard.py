@@ -1,8 +1,9 @@
-"""Shards: which global heads and layers a rank of an engine holds.
+"""Shards: which global heads and layers a rank of an engine holds, and which tokens of a block.
 
 Ranks are numbered pipeline stage by stage, as engines do: rank = pp_rank * tp_size + tp_rank.
 """
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -11,6 +12,9 @@ import msgspec
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's place in its engine. `stages` gives the layers (first, stop) of every pipeline stage.
 
+    With context parallelism, `cp_size` neighbouring ranks that hold the same heads deal the tokens of each block out
+    among them, in runs of equal length: the first run of a block is rank 0's of them.
+
     One rank's shard determines all others, so that each side can work out who reads from whom.
     """
 
@@ -18,6 +22,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def rank(self) -> int:
@@ -38,7 +43,9 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         """The shards of all ranks of the engine, by rank."""
         for pp_rank in range(len(self.stages)):
             for tp_rank in range(self.tp_size):
-                yield Shard(stages=self.stages, tp_rank=tp_rank, tp_size=self.tp_size, pp_rank=pp_rank)
+                yield Shard(
+                    stages=self.stages, tp_rank=tp_rank, tp_size=self.tp_size, pp_rank=pp_rank, cp_size=self.cp_size
+                )
 
     def heads(self, total: int) -> range:
         """The global heads that this rank holds, of `total`.
@@ -48,7 +55,19 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         first = self.tp_rank * total // self.tp_size
         return range(first, first + max(1, total // self.tp_size))
 
+    @property
+    def cp_rank(self) -> int:
+        """Which run of a block's tokens this rank holds."""
+        return self.tp_rank % self.cp_size
+
     def replica(self, total: int) -> tuple[int, int]:
-        """Which replica of its head this rank is, and how many there are: (0, 1) unless ranks outnumber heads."""
-        replicas = max(1, self.tp_size // total)
-        return self.tp_rank % replicas, replicas
+        """Which replica of its heads and tokens this rank is, and how many there are.
+
+        (0, 1) unless ranks outnumber heads and runs.
+        """
+        holders = max(self.cp_size, self.tp_size // total)
+        return self.tp_rank % holders // self.cp_size, holders // self.cp_size
+
+    def shares_tokens(self, other: "Shard") -> bool:
+        """Whether any token is held by both, if their runs are equally long."""
+        return (self.cp_rank - other.cp_rank) % math.gcd(self.cp_size, other.cp_size) == 0

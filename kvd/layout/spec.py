@@ -12,7 +12,7 @@ import msgspec
 from kvd.errors import ErrorCode, refusal
 from kvd.layout.shard import Shard
 from kvd.layout.view import Axis, Dim, View
-from kvd.layout.window import Chunked, Sliding, State, Window
+from kvd.layout.window import Chunked, Full, Sliding, State, Window
 from kvd.limits import (
     MAX_BLOCKS,
     MAX_GROUPS,
@@ -65,6 +65,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self, tokens: int) -> range:
         """Positions that must be present once `tokens` tokens are computed (`kvd.layout.window`)."""
         return self.window.needed(tokens, self.block_tokens)
+
+    def held_tokens(self, shard: Shard) -> int:
+        """The tokens of a block that a rank holds: all of them without context parallelism."""
+        return self.block_tokens // shard.cp_size
 
     @property
     def block_bytes(self) -> int:
@@ -178,6 +182,7 @@ def _check_shard(shard: Shard) -> None:
     _bounded("shard.tp_size", shard.tp_size, 1, MAX_RANKS + 1)
     _bounded("shard.tp_rank", shard.tp_rank, 0, shard.tp_size)
     _bounded("shard.pp_rank", shard.pp_rank, 0, len(shard.stages))
+    _bounded("shard.cp_size", shard.cp_size, 1, shard.tp_size + 1)
     if shard.ranks > MAX_RANKS:
         _refuse("shard", shard.ranks, f"tp_size times stages must be at most {MAX_RANKS}")
     stop = 0
@@ -191,6 +196,8 @@ def _check_shard(shard: Shard) -> None:
 def _check_group(field: str, group: Group, spec: CacheSpec) -> None:
     _bounded(f"{field}.num_blocks", group.num_blocks, 1, _BLOCK_ID_LIMIT)
     _bounded(f"{field}.block_tokens", group.block_tokens, 1, _BLOCK_ID_LIMIT)
+    if spec.shard.cp_size > 1:
+        _check_dealt(field, group, spec.shard.cp_size)
     if isinstance(group.window, Sliding):
         _bounded(f"{field}.window.window", group.window.window, 1, _ADDRESS_LIMIT)
     if isinstance(group.window, Chunked):
@@ -201,6 +208,14 @@ def _check_group(field: str, group: Group, spec: CacheSpec) -> None:
             _refuse(f"{field}.views", component, f"layer {layer} of this component is declared {count} times")
     for index, view in enumerate(group.views):
         _check_view(f"{field}.views[{index}]", view, group, spec)
+
+
+def _check_dealt(field: str, group: Group, cp_size: int) -> None:
+    """Every rank must hold as many tokens of each block."""
+    if not isinstance(group.window, Full):
+        _refuse(f"{field}.window", group.window, f"must be full attention with shard.cp_size = {cp_size}")
+    if group.block_tokens % cp_size:
+        _refuse(f"{field}.block_tokens", group.block_tokens, f"not divided by shard.cp_size = {cp_size}")
 
 
 def _check_view(field: str, view: View, group: Group, spec: CacheSpec) -> None:
@@ -215,11 +230,14 @@ def _check_view(field: str, view: View, group: Group, spec: CacheSpec) -> None:
     tp_size = spec.shard.tp_size
     if view.heads % tp_size and tp_size % view.heads:
         _refuse(f"{field}.heads", view.heads, f"neither divides nor is divided by shard.tp_size = {tp_size}")
+    if max(1, tp_size // view.heads) % spec.shard.cp_size:
+        rule = f"tp_size = {tp_size} ranks cannot hold each of them {spec.shard.cp_size} times (shard.cp_size)"
+        _refuse(f"{field}.heads", view.heads, rule)
     sizes: dict[Dim, int] = {
         "layer": len(view.layers),
         "block": group.num_blocks,
         "head": len(spec.shard.heads(view.heads)),
-        "token": 1 if isinstance(group.window, State) else group.block_tokens,
+        "token": 1 if isinstance(group.window, State) else group.held_tokens(spec.shard),
     }
     for dim, size in sizes.items():
         if view.size(dim) != size:

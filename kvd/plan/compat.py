@@ -52,6 +52,9 @@ def _check_groups(field: str, ours: Group, theirs: Group, source: CacheSpec, des
         small, large = sorted((ours.block_tokens, theirs.block_tokens))
         if large % small:
             _refuse(f"{field}.block_tokens (one must divide the other)", ours.block_tokens, theirs.block_tokens)
+    held_there, held_here = ours.held_tokens(source.shard), theirs.held_tokens(destination.shard)
+    if source.shard.cp_size > 1 or destination.shard.cp_size > 1:
+        _same(f"{field}: tokens of a block on one rank (context parallelism)", held_there, held_here)
     common = set(source.shard.layers) & set(destination.shard.layers)
     held, wanted = _layers_by_component(ours, common), _layers_by_component(theirs, common)
     _same(f"{field}.components", sorted(held), sorted(wanted))
@@ -62,7 +65,7 @@ def _check_groups(field: str, ours: Group, theirs: Group, source: CacheSpec, des
         shared = (layer for layer in view.layers if layer in common)
         for other in {id(other): other for other in (wanted_views[view.component, layer] for layer in shared)}.values():
             _same(f"{field}.{view.component}.dtype", view.dtype or source.dtype, other.dtype or destination.dtype)
-            _check_views(f"{field}.{view.component}", view, other, min(ours.block_tokens, theirs.block_tokens))
+            _check_views(f"{field}.{view.component}", view, other, min(held_there, held_here))
 
 
 def _layers_by_component(group: Group, common: set[int]) -> dict[str, list[int]]:

@@ -29,7 +29,8 @@ class Planner:
 
     def __init__(self, source: CacheSpec, destination: CacheSpec, share: Share) -> None:
         pairs = list(zip(source.groups, destination.groups, strict=True))
-        self._pairings = [Pairing(f"groups[{index}]", *groups) for index, groups in enumerate(pairs)]
+        shards = source.shard, destination.shard
+        self._pairings = [Pairing(f"groups[{index}]", *groups, *shards) for index, groups in enumerate(pairs)]
         self._templates: list[tuple[Template, list[int]]] = []
         runs = 0
         known: dict[tuple[object, ...], list[int]] = {}

@@ -2,13 +2,17 @@
 
 A head that several producer ranks hold is read from one of them. Consumer ranks that want the same head are spread
 evenly over its replicas, which for a cache that every rank holds (MLA: one head) is the rule r * R // T of vLLM's
-in-process connector. Every rank of the consumer computes the same answer, so producers know which readers to expect.
+in-process connector. With context parallelism, ranks with the same heads and other tokens are no replicas: a rank reads
+one of those with each run of tokens of which it holds any. Every rank of the consumer computes the same answer, so
+producers know which readers to expect.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Shard
@@ -81,7 +85,7 @@ def _check_complete(shards: Sequence[Shard]) -> None:
     if len(shards) > MAX_RANKS or ranks != expected:
         raise refusal(ErrorCode.INCOMPATIBLE, f"source ranks: got {ranks}, the engine has {expected}")
     for shard in shards[1:]:
-        if (shard.tp_size, shard.stages) != (shards[0].tp_size, shards[0].stages):
+        if msgspec.structs.replace(shards[0], tp_rank=shard.tp_rank, pp_rank=shard.pp_rank) != shard:
             text = f"source ranks of one engine: {shards[0]} and {shard}"
             raise refusal(ErrorCode.INCOMPATIBLE, text)
 
@@ -108,6 +112,8 @@ def _parts(source: CacheSpec, reader: Shard) -> list[Part]:
 
 def heads_read(total: int, source: Shard, reader: Shard) -> range:
     """The global heads, of `total`, that `reader` reads from `source`: contiguous, empty if it reads none."""
+    if not source.shares_tokens(reader):
+        return range(0)
     held, wanted = source.heads(total), reader.heads(total)
     common = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
     replica, replicas = source.replica(total)
@@ -134,7 +140,7 @@ def _count_in_stage(totals: frozenset[int], source: Shard, engine: Shard) -> int
         held = source.heads(total)
         overlapping = range(held.start * engine.tp_size // total, -(-held.stop * engine.tp_size // total))
         for rank in overlapping:
-            reader = Shard(stages=engine.stages, tp_rank=rank, tp_size=engine.tp_size)
+            reader = Shard(stages=engine.stages, tp_rank=rank, tp_size=engine.tp_size, cp_size=engine.cp_size)
             if heads_read(total, source, reader):
                 ranks.add(rank)
     return len(ranks)

@@ -115,7 +115,8 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
 
     """
     ours, theirs = source.groups[group], destination.groups[group]
-    tokens = 1 if isinstance(ours.window, State) else min(ours.block_tokens, theirs.block_tokens)
+    unit = min(ours.held_tokens(source.shard), theirs.held_tokens(destination.shard))
+    tokens = 1 if isinstance(ours.window, State) else unit
     found: dict[tuple[Side, Side], list[tuple[Ints, Ints, Ints]]] = {}
     wanted = {(view.component, layer): view for view in theirs.views for layer in view.layers}
     for part in parts:
@@ -123,7 +124,7 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
             if (group, view.component, view.heads) != (part.group, part.component, part.total):
                 continue
             for other, layers in _meetings(view, wanted):
-                sides = _side(ours, theirs, view), _side(theirs, ours, other)
+                sides = _side(ours, unit, view), _side(theirs, unit, other)
                 cut = _Cut(view, source.shard.heads(view.heads), other, destination.shard.heads(other.heads))
                 found.setdefault(sides, []).append(cut.runs(layers, part.heads, tokens))
     return [_template(sides, runs) for sides, runs in found.items()]
@@ -139,10 +140,9 @@ def _meetings(view: View, wanted: dict[tuple[str, int], View]) -> list[tuple[Vie
     return list(found.values())
 
 
-def _side(group: Group, other: Group, view: View) -> Side:
+def _side(group: Group, unit: int, view: View) -> Side:
     if isinstance(group.window, State):
         return Side(view.block_stride, (0,), group.num_blocks)
-    unit = min(group.block_tokens, other.block_tokens)
     return Side(view.block_stride, tuple(_offsets(view, "token")[::unit].tolist()), group.num_blocks)
 
 

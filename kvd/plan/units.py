@@ -1,7 +1,7 @@
 """Units: which source blocks go to which destination blocks, by position in the sequence.
 
-A unit is one block of the smaller block size. Whole units move, so unfilled slots of a sequence's
-last unit move too; nobody reads them.
+A unit is one block of the smaller block size; with context parallelism, the tokens of a block that lie on one rank.
+Whole units move, so unfilled slots of a sequence's last unit move too; nobody reads them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import Full, Group, State
+from kvd.layout import Full, Group, Shard, State
 from kvd.plan.arrays import Ids, Ints
 
 
@@ -60,21 +60,24 @@ _NONE = Units(np.empty(0, np.int64), None, np.empty(0, np.int64), None)
 
 
 class Pairing:
-    """Pairs the units of one group's spans."""
+    """Pairs the units of one group's spans between two ranks, whose `shards` say which of them lie there."""
 
-    def __init__(self, name: str, source: Group, destination: Group) -> None:
+    def __init__(self, name: str, source: Group, destination: Group, *shards: Shard) -> None:
         self._name = name
         self._source, self._destination = source, destination
         self._is_state = isinstance(source.window, State)
-        self._unit = unit = min(source.block_tokens, destination.block_tokens)
+        held = [group.held_tokens(shard) for group, shard in zip((source, destination), shards, strict=True)]
+        self._unit = unit = min(held)
         """Tokens of a unit."""
+        self._dealt = [(shard.cp_size, shard.cp_rank) for shard in shards if shard.cp_size > 1]
+        """Units of which each side holds one in so many, from the one with this number on; a block is then one unit."""
         self._source_units = 1 if self._is_state else source.block_tokens // unit
         self._destination_units = 1 if self._is_state else destination.block_tokens // unit
 
     @property
     def units_per_block(self) -> int:
-        """The units of a destination block."""
-        return self._destination_units
+        """The units of a destination block that lie on this rank."""
+        return 1 if self._dealt else self._destination_units
 
     def units(self, span: Span, tokens: int | None, section: Section = WHOLE) -> Units:
         """The units of `span` in `section`, on both sides.
@@ -90,15 +93,18 @@ class Pairing:
             return _NONE
         source_units, destination_units = self._source_units, self._destination_units
         source_first, destination_first = span.source_first, span.destination_first
-        if source_units == destination_units:
+        if source_units == destination_units and not self._dealt:
             source_ids = np.asarray(span.source_ids)[low - source_first : high - source_first]
             destination_ids = np.asarray(span.destination_ids)[low - destination_first : high - destination_first]
             return Units(source_ids.astype(np.int64), None, destination_ids.astype(np.int64), None)
         positions = np.arange(low, high)
-        return Units(
-            *_unit_of_block(positions, source_units, source_first, span.source_ids),
-            *_unit_of_block(positions, destination_units, destination_first, span.destination_ids),
-        )
+        for ranks, rank in self._dealt:
+            positions = positions[positions % ranks == rank]
+        source_ids, source_phase = _unit_of_block(positions, source_units, source_first, span.source_ids)
+        ids, phase = _unit_of_block(positions, destination_units, destination_first, span.destination_ids)
+        if self._dealt:
+            source_phase = phase = None
+        return Units(source_ids, source_phase, ids, phase)
 
     def pairs(self, span: Span, tokens: int | None, section: Section = WHOLE) -> list[Pair]:
         """Like `units`, as tuples."""
@@ -111,7 +117,10 @@ class Pairing:
             destination, destination_phase = divmod(unit, self._destination_units)
             source_id = int(span.source_ids[source - span.source_first])
             destination_id = int(span.destination_ids[destination - span.destination_first])
-            found.append((source_id, source_phase, destination_id, destination_phase))
+            if not self._dealt:
+                found.append((source_id, source_phase, destination_id, destination_phase))
+            elif all(unit % ranks == rank for ranks, rank in self._dealt):
+                found.append((source_id, 0, destination_id, 0))
         return found
 
     def _section(self, span: Span, tokens: int | None, section: Section) -> tuple[Span, int, int]:

@@ -98,6 +98,15 @@ REFUSED = {
         lambda: with_view(heads=4, shard=Shard(stages=((0, 2),), tp_size=3)),
         "heads = 4",
     ),
+    "tokens dealt out to more ranks than there are": (lambda: dealt(4, tp_size=2), "shard.cp_size = 4"),
+    "tokens dealt out unevenly": (lambda: dealt(3, tp_size=6, block_tokens=8), "block_tokens = 8: not divided by"),
+    "tokens dealt out to ranks with other heads": (
+        lambda: dealt(2, tp_size=2, heads=2),
+        "tp_size = 2 ranks cannot hold each of them 2 times",
+    ),
+    "tokens dealt out where there are no heads": (lambda: dealt(2, tp_size=2, heads=0), "heads = 0"),
+    "tokens of a window dealt out": (lambda: dealt(2, tp_size=2, window=Sliding(8)), "must be full attention"),
+    "tokens dealt out of which a rank holds all": (lambda: dealt(2, tp_size=2, held=8), "token = 8"),
     "stages with a gap": (lambda: make(shard=Shard(stages=((0, 1), (2, 3)))), "stages"),
     "more ranks than are allowed": (lambda: make(shard=Shard(stages=((0, 1), (1, 2)), tp_size=1024)), "shard = 2048"),
     "arenas that overlap": (lambda: make(groups=(GROUP, replace(GROUP, arena=1))), "groups[1].arena = 1"),
@@ -116,6 +125,23 @@ REFUSED = {
 
 def without_views(blocks: int, arena: int) -> Group:
     return Group(window=Full(), block_tokens=8, num_blocks=blocks, views=(), arena=arena)
+
+
+def dealt(
+    cp_size: int, *, tp_size: int, heads: int = 1, block_tokens: int = 0, window=None, held: int = 4
+) -> CacheSpec:
+    """A latent of which each rank has `held` tokens of a block."""
+    inner = strided("block token byte", {"block": 4, "token": held, "byte": 16})
+    view = View(component="latent", offset=0, axes=inner, layers=(0,), heads=heads)
+    group = Group(window=window or Full(), block_tokens=block_tokens or cp_size * 4, num_blocks=4, views=(view,))
+    return make(groups=(group,), shard=Shard(stages=((0, 2),), tp_size=tp_size, cp_size=cp_size))
+
+
+def test_ranks_hold_equal_runs_of_the_tokens_that_are_dealt_out_to_them() -> None:
+    spec = dealt(2, tp_size=4)
+    assert spec.groups[0].block_tokens == 8
+    assert spec.groups[0].held_tokens(spec.shard) == 4
+    assert CacheSpec.decode(spec.encode()) == spec
 
 
 def shifted() -> Group:

@@ -12,9 +12,11 @@ from kvd.plan import Descriptors, Planner, Span, check_compatible, route
 ORDER = ("layer", "kv", "head", "token", "tap", "channel", "byte")
 
 
-def engine(model: Model, layout: str, *, tp: int = 1, pp: int = 1, block: int = 4, blocks: int = 64, **options):
-    """The specs of all ranks of an engine."""
-    shard = Shard(stages=even_stages(model.layers, pp), tp_size=tp)
+def engine(
+    model: Model, layout: str, *, tp: int = 1, pp: int = 1, cp: int = 1, block: int = 4, blocks: int = 64, **options
+):
+    """The specs of all ranks of an engine, with `block` tokens of a block on each."""
+    shard = Shard(stages=even_stages(model.layers, pp), tp_size=tp, cp_size=cp)
     return [
         model_spec(model, layout, rank, num_blocks=blocks, block_tokens=block, **options) for rank in shard.every_rank()
     ]
@@ -112,8 +114,9 @@ class Meaning:
                 if isinstance(group.window, State):
                     here[...] = whole
                     continue
-                start = position * group.block_tokens
-                held = range(start, start + group.block_tokens)
+                run = group.held_tokens(spec.shard)
+                start = position * group.block_tokens + spec.shard.cp_rank * run
+                held = range(start, start + run)
                 low = max(held.start, offered.start) if offered is not None else held.start
                 high = min(held.stop, offered.stop) if offered is not None else held.stop
                 here[:, :, :, low - start : high - start] = whole[:, :, :, low:high]

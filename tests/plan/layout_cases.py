@@ -36,18 +36,23 @@ SMALL = st.sampled_from([2, 1])
 
 
 @st.composite
-def model_groups(draw) -> list[ModelGroup]:
+def model_groups(draw, *, dealt: bool) -> list[ModelGroup]:
+    """With `dealt`, of latent attention alone: what ranks hold alike, so that they can deal its tokens out."""
     layers = draw(st.permutations(range(draw(st.sampled_from([3, 2, 4, 1])))))
     cuts = sorted(draw(st.lists(st.integers(1, len(layers)), max_size=2)))
     pieces = [layers[a:b] for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True) if a < b]
     groups = []
     for piece in pieces:
-        window = draw(
-            st.one_of(
-                st.just(Full()),
-                st.builds(Sliding, window=st.sampled_from([4, 9, 20, 2, 1])),
-                st.builds(Chunked, chunk=st.sampled_from([8, 5, 20, 3, 1])),
-                st.just(State()),
+        window = (
+            Full()
+            if dealt
+            else draw(
+                st.one_of(
+                    st.just(Full()),
+                    st.builds(Sliding, window=st.sampled_from([4, 9, 20, 2, 1])),
+                    st.builds(Chunked, chunk=st.sampled_from([8, 5, 20, 3, 1])),
+                    st.just(State()),
+                )
             )
         )
         if isinstance(window, State):
@@ -58,7 +63,7 @@ def model_groups(draw) -> list[ModelGroup]:
                 Component("ssm", draw(HEADS), {"byte": draw(SMALL)}),
             ]
         else:
-            components = [Component("kv", draw(HEADS), {"kv": draw(SMALL), "byte": draw(SMALL)})]
+            components = [Component("kv", 1 if dealt else draw(HEADS), {"kv": draw(SMALL), "byte": draw(SMALL)})]
             if draw(st.booleans()):
                 components.append(Component("scale", 1, {"byte": 1}))
         groups.append(ModelGroup(window, list(piece), components))
@@ -78,6 +83,7 @@ def engine_layouts(draw, groups: list[ModelGroup], unit: list[int]) -> dict:
     dims = st.permutations(["layer", "block", "kv", "head", "token", "tap", "channel"])
     return {
         "tp_size": draw(st.sampled_from([1, 2, 4, 8, 1])),
+        "cp_size": 1,
         "stages": stages,
         "blocks": blocks,
         "orders": [draw(dims) for _ in groups],
@@ -90,7 +96,8 @@ def engine_layouts(draw, groups: list[ModelGroup], unit: list[int]) -> dict:
 
 
 def build_rank(groups: list[ModelGroup], engine: dict, pp_rank: int, tp_rank: int) -> CacheSpec:
-    shard = Shard(stages=engine["stages"], tp_size=engine["tp_size"], tp_rank=tp_rank, pp_rank=pp_rank)
+    sizes = {name: engine[name] for name in ("stages", "tp_size", "cp_size")}
+    shard = Shard(**sizes, tp_rank=tp_rank, pp_rank=pp_rank)
     overlay = engine["overlay"]
     count = engine["num_blocks"] * (len(groups) if overlay else 1)
     built, offset, page = [], 0, 0
@@ -102,7 +109,7 @@ def build_rank(groups: list[ModelGroup], engine: dict, pp_rank: int, tp_rank: in
         built.append(
             Group(
                 window=group.window,
-                block_tokens=engine["blocks"][index],
+                block_tokens=engine["blocks"][index] * engine["cp_size"],
                 num_blocks=count,
                 views=tuple(views),
                 arena=0 if overlay else index,
@@ -158,11 +165,16 @@ def _token_axes(engine: dict, index: int) -> list[int]:
 
 @st.composite
 def cases(draw) -> Case:
-    groups = draw(model_groups())
+    dealt = draw(st.integers(0, 3)) == 0
+    groups = draw(model_groups(dealt=dealt))
     unit = [draw(st.integers(1, 3)) for _ in groups]
     producer, consumer = draw(engine_layouts(groups, unit)), draw(engine_layouts(groups, unit))
     if draw(st.booleans()):
         consumer = {**producer, "tp_size": consumer["tp_size"], "stages": consumer["stages"]}
+    if dealt:
+        for engine in (producer, consumer):
+            engine["cp_size"] = draw(st.sampled_from([size for size in (1, 2, 4, 8) if size <= engine["tp_size"]]))
+        consumer["blocks"] = producer["blocks"]
     for index in range(len(groups)):  # a kernel block must divide the smaller block, or be the block
         small = min(producer["blocks"][index], consumer["blocks"][index])
         if small % 2:

@@ -74,7 +74,8 @@ def contents(spec: CacheSpec, blocks: list[Blocks], tokens: int) -> dict[tuple, 
                             continue
                         token = tokens
                     else:
-                        token += position * group.block_tokens
+                        run = group.block_tokens // spec.shard.cp_size
+                        token += position * group.block_tokens + spec.shard.tp_rank % spec.shard.cp_size * run
                     found[number, view.component, layer, kv, head, token, tap, channel, byte] = address
     return found
 

@@ -62,6 +62,14 @@ def test_every_example_is_explained(name: str, capsys) -> None:
     assert len(figures["groups"]) == len(MODELS[name].kinds)
 
 
+def test_ranks_that_deal_tokens_out_are_explained(capsys) -> None:
+    sizes = ("--producer-tp", "4", "--producer-cp", "4", "--consumer-tp", "2", "--consumer-cp", "2")
+    assert kvd_plan("packed-nhd", "packed-nhd", "1024", "--model", "DeepSeek-V3", *sizes, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["sources"] == [0, 2]
+    assert figures["bytes"] == 1024 // 2 * 61 * 576 * 2
+
+
 def test_the_table_fits_a_terminal_of_80_columns(capsys) -> None:
     assert kvd_plan("flash-hnd", "cross-layer-hnd", "100000", "--model", "Llama-4-Scout") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -87,6 +95,7 @@ def test_layouts_are_read_from_files_too(tmp_path, capsys) -> None:
         (["flash-hnd", "flash-hnd", "0"], "tokens 0: must be from 1 to"),
         (["flash-hnd", "flash-hnd", "10", "--rank", "1"], "--rank 1: must be from 0 to 0"),
         (["flash-hnd", "flash-hnd", "10", "--consumer-tp", "3"], "heads = 8"),
+        (["flash-hnd", "flash-hnd", "10", "--consumer-cp", "2"], "shard.cp_size = 2: must be from 1 to 1"),
         (["flash-hnd", "flash-hnd", "10", "--consumer-pp", "99"], "--consumer-pp 99: must be from 1 to 32"),
         (["flash-hnd", "flash-hnd", "10", "--consumer-block", "24"], "source has 16, destination has 24"),
     ],

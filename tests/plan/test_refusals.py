@@ -28,8 +28,8 @@ def two_groups(first, second):
     return engine(model(*kinds), "packed-hnd", block=16)[0]
 
 
-def latent():
-    return engine(model(LayerKind(Full(), (0, 1), (Latent(16),))), "packed-hnd", block=16)[0]
+def latent(**options):
+    return engine(model(LayerKind(Full(), (0, 1), (Latent(16),))), "packed-hnd", **{"block": 16, **options})[0]
 
 
 def of(**identity):
@@ -57,6 +57,11 @@ REFUSED = {
         spec(block=16),
         spec(block=24),
         "groups[0].block_tokens (one must divide the other): source has 16, destination has 24",
+    ),
+    "tokens of a block on a rank where they are dealt out": (
+        latent(tp=2, cp=2, block=16),
+        latent(block=32),
+        "(context parallelism): source has 16, destination has 32",
     ),
     "window": (
         spec(window=Sliding(24)),

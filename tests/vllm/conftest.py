@@ -11,8 +11,8 @@ from tests.vllm.testbed.servers import SHARED_MEMORY
 
 HERE = Path(__file__).parent
 
-LAST = [HERE / "test_lifecycle.py", HERE / "test_faults.py"]
-"""They share servers, which the latter kills."""
+LAST = [HERE / "test_lifecycle.py", HERE / "test_pauses.py", HERE / "test_faults.py"]
+"""They share servers, which the last one kills."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

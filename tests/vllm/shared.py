@@ -36,7 +36,8 @@ class Mortal(KvdPair):
     def __init__(self, folder: Path, models: Path, policy: str) -> None:
         extra = {"offer_ttl": OFFER_TTL, "pull_timeout": PULL_SECONDS}
         super().__init__(folder, models, "bench", policy=policy, blocks=BLOCKS, extra=extra)
-        self.prefill.variables = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        for server in (self.prefill, self.decode):
+            server.variables = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache, /sleep and /pause
         for daemon in self.daemons.values():
             daemon.settings = LOST_SOON
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.same_tokens import assert_same
-from tests.vllm.testbed.catalog import BLOCK, make_prompt
+from tests.vllm.testbed.catalog import BLOCK, WINDOW, make_prompt
 from tests.vllm.testbed.client import complete, make_body
 from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.pair import KvdPair
@@ -27,8 +27,8 @@ LAYER_BYTES = BLOCK * 2 * 2 * 32 * 4
 
 
 @asynccontextmanager
-async def running(folder: Path, models: Path, **drafters: str) -> AsyncIterator[KvdPair]:
-    pair = KvdPair(folder, models, MODEL, drafters=drafters)
+async def running(folder: Path, models: Path, model: str = MODEL, **drafters: str) -> AsyncIterator[KvdPair]:
+    pair = KvdPair(folder, models, model, drafters=drafters)
     try:
         await start_all(pair.services)
         yield pair
@@ -48,6 +48,17 @@ async def test_a_pair_that_drafts_moves_the_drafters_layers_and_gives_the_tokens
             blocks = -(-(length - 1) // BLOCK)
             assert await _read(pair) - read == blocks * LAYERS * LAYER_BYTES
             read = await _read(pair)
+        assert (await scrape(pair.decode)).total("vllm:spec_decode_num_drafts_total") > 0
+
+
+async def test_a_hybrid_model_with_a_drafter_gives_the_tokens_of_one_server(models: Path, tmp_path: Path) -> None:
+    """Its drafter attends to all tokens, in groups beside those of sliding windows."""
+    async with running(tmp_path, models, "gemma", prefill="eagle", decode="eagle") as pair:
+        for number, length in enumerate((3, WINDOW, 4 * BLOCK, 4 * BLOCK + 5, 500)):
+            prompt, read = make_prompt(length, seed=number), await _read(pair)
+            got = await pair.complete(prompt, TOKENS, cache_salt="pair")
+            assert_same(got, await complete(pair.decode.url, make_body("gemma", prompt, TOKENS, cache_salt="alone")))
+            assert await _read(pair) > read
         assert (await scrape(pair.decode)).total("vllm:spec_decode_num_drafts_total") > 0
 
 

@@ -1,6 +1,10 @@
-"""What becomes of a prefill's blocks when its request queues, is sampled several times, is rejected or goes away."""
+"""What becomes of a prefill's blocks when its request queues, is sampled several times, is rejected or goes away.
+
+And of a request that loses its own.
+"""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.patience import PATIENCE
+from tests.vllm.held import nothing_is_held
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
@@ -25,6 +30,9 @@ SHORT, LONG = 100, 2000
 """Tokens of prompts. A cache that has one of the latter has no room for any other request (`shared.BLOCKS`)."""
 
 DECODED = 1900
+PREEMPTED = 160
+"""Tokens of an answer: with 960 before them 35 blocks, of which the cache has 65."""
+
 FILLERS = 4
 """Requests that keep the decode side busy: 40 s where the machine has nothing else to do, if they are let."""
 
@@ -149,6 +157,66 @@ async def test_a_client_that_hangs_up_while_its_request_queues_frees_its_prefill
             return await ended(pair, "read") == before + 1
 
         await until(freed)
+
+
+@pytest.mark.slow
+async def test_clients_that_hang_up_while_their_prompts_are_prefilled_leave_nothing(pair: KvdPair) -> None:
+    for number in range(8):
+        request = asyncio.create_task(offered(pair, make_prompt(LONG - number, seed=10 + number)))
+        await asyncio.wait([request], timeout=0.1 * number)
+        request.cancel()
+        await asyncio.wait([request])
+    await nothing_is_held(pair)
+
+
+@pytest.mark.slow
+async def test_a_client_that_hangs_up_while_its_blocks_are_loaded_leaves_nothing(pair: KvdPair) -> None:
+    body = make_body(MODEL, make_prompt(500, seed=20), TOKENS)
+    body |= {"kv_transfer_params": await offered(pair, make_prompt(500, seed=20))}
+    daemon = pair.daemons["decode"]
+    daemon.signal_group(signal.SIGSTOP)
+    try:
+        request = asyncio.create_task(complete(pair.decode.url, body))
+
+        async def waits() -> bool:
+            return (await scrape(pair.decode)).total("vllm:num_requests_waiting") > 0
+
+        await until(waits)
+        request.cancel()
+        await asyncio.wait([request])
+    finally:
+        daemon.signal_group(signal.SIGCONT)
+    await nothing_is_held(pair)
+
+
+@pytest.mark.slow
+async def test_a_client_that_hangs_up_while_its_tokens_are_made_leaves_nothing(pair: KvdPair) -> None:
+    body = make_body(MODEL, make_prompt(SHORT, seed=21), DECODED)
+    body |= {"kv_transfer_params": await offered(pair, make_prompt(SHORT, seed=21))}
+    made = Completion()
+    request = asyncio.create_task(complete(pair.decode.url, body, made))
+
+    async def decodes() -> bool:
+        return bool(made.tokens)
+
+    await until(decodes)
+    request.cancel()
+    await asyncio.wait([request])
+    await nothing_is_held(pair)
+
+
+@pytest.mark.slow
+async def test_requests_that_lose_their_blocks_to_others_get_the_same_tokens(pair: KvdPair) -> None:
+    """Of two that fit into the cache as they come and not as they end: vLLM preempts one, and computes it again."""
+    prompts = [make_prompt(960, seed=30 + number) for number in range(2)]
+    body = [make_body(MODEL, prompt, PREEMPTED, cache_salt="alone") for prompt in prompts]
+    expected = [await complete(pair.decode.url, one) for one in body]
+    before = (await scrape(pair.decode)).total("vllm:num_preemptions_total")
+    got = await asyncio.gather(*(pair.complete(prompt, PREEMPTED, cache_salt="pair") for prompt in prompts))
+    assert (await scrape(pair.decode)).total("vllm:num_preemptions_total") > before
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_same(ours, theirs)
+    await nothing_is_held(pair)
 
 
 async def test_a_reset_of_the_prefix_cache_leaves_a_standing_offer_alone(pair: KvdPair) -> None:

@@ -23,21 +23,15 @@ from vllm.v1.worker.utils import prepare_kernel_block_sizes
 from kvd.engines.components import KV, LATENT
 from kvd.engines.vllm.formats import format_of, order_of
 from kvd.engines.vllm.identity import identity
+from kvd.engines.vllm.parallel import FULL, check_context_parallel, rank_of, stage_ranks
 from kvd.engines.vllm.spec import CacheGroup, Pages, States, WorkerCache
 from kvd.engines.vllm.states import check_states, recurrent
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import Chunked, Full, Shard, Sliding, State, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
-_FULL = {KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION}
 _DRAFTERS = ("draft_model.", "mtp.")
 """How names of layers begin that vLLM numbers from 0 for a drafter: a model of its own, and Qwen's and others' MTP."""
-
-
-def rank_of(vllm_config: Any) -> int:
-    """The worker's rank in its engine replica, counted pipeline stage by stage."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.rank) % int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def check_supported(vllm_config: Any, cache_config: Any) -> None:
@@ -47,10 +41,7 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
         BadRequest: `BAD_SPEC`, naming what kvd does not move.
 
     """
-    parallel = vllm_config.parallel_config
-    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, field) > 1:
-            raise _refusal(f"{field} = {getattr(parallel, field)}: context parallelism splits sequences, use 1")
+    check_context_parallel(vllm_config, cache_config)
     if vllm_config.aux_output_config.enable_return_routed_experts:
         # vLLM refuses its own connectors for this, by name. From 0.33 on it loads no blocks without their experts.
         text = "--enable-return-routed-experts: which experts a prompt went to is known to the engine that computed it"
@@ -62,10 +53,12 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
         window_of(group.kv_cache_spec)
 
 
-def windows(cache_config: Any) -> tuple[tuple[Window, int], ...]:
-    """The window and the tokens per block of each group."""
+def windows(vllm_config: Any, cache_config: Any) -> tuple[tuple[Window, int], ...]:
+    """The window and the tokens per block of each group: of a block on all ranks that deal its tokens out."""
+    ranks = int(vllm_config.parallel_config.decode_context_parallel_size)
     return tuple(
-        (window_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size)) for group in cache_config.kv_cache_groups
+        (window_of(group.kv_cache_spec), int(group.kv_cache_spec.block_size) * ranks)
+        for group in cache_config.kv_cache_groups
     )
 
 
@@ -73,7 +66,7 @@ def window_of(spec: Any) -> Window:
     """Which positions of a sequence a group with this vLLM spec keeps."""
     kind = get_kv_cache_spec_kind(spec)
     first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-    if kind in _FULL:
+    if kind in FULL:
         return Full()
     if kind is KVCacheSpecKind.SLIDING_WINDOW:
         return Sliding(first.sliding_window + first.extra_retained_tokens)
@@ -111,7 +104,7 @@ def worker_cache(vllm_config: Any, cache_config: Any, model: str = "", drafter: 
         num_blocks=cache_config.num_blocks,
         groups=tuple(
             CacheGroup(window=window, block_tokens=block_tokens, pages=tuple(held))
-            for (window, block_tokens), held in zip(windows(cache_config), pages, strict=True)
+            for (window, block_tokens), held in zip(windows(vllm_config, cache_config), pages, strict=True)
         ),
         shard=_shard(vllm_config),
         identity=identity(vllm_config, *_names(vllm_config, model, drafter)),
@@ -274,13 +267,14 @@ def _shard(vllm_config: Any) -> Shard:
     parallel = vllm_config.parallel_config
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
-    pp_rank, tp_rank = divmod(rank_of(vllm_config), parallel.tensor_parallel_size)
+    pp_rank, tp_rank = divmod(rank_of(vllm_config), stage_ranks(vllm_config))
     *earlier, last = (tuple(get_pp_indices(layers, stage, stages)) for stage in range(stages))
     return Shard(
         stages=(*earlier, (last[0], last[1] + _draft_layers(vllm_config))),
         tp_rank=tp_rank,
-        tp_size=parallel.tensor_parallel_size,
+        tp_size=stage_ranks(vllm_config),
         pp_rank=pp_rank,
+        cp_size=int(parallel.decode_context_parallel_size),
     )
 
 

@@ -19,11 +19,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvd.client import Worker
 from kvd.engines.kernels import record
 from kvd.engines.pool import attach, pool_tensor
-from kvd.engines.vllm.cache_config import check_supported, rank_of, windows, worker_cache
+from kvd.engines.vllm.cache_config import check_supported, windows, worker_cache
 from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
+from kvd.engines.vllm.parallel import is_replica, rank_of, ranks_of
 from kvd.engines.vllm.plugin import register
+from kvd.engines.vllm.replica import ReplicaSide
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
 from kvd.engines.vllm.spec import cache_spec
@@ -44,21 +46,23 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        ranks = ranks_of(vllm_config)
         self._rank = rank_of(vllm_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config, ranks)
-        self._settings = settings.for_rank(self._rank, parallel.data_parallel_index)
+        self._settings = settings.for_rank(self._rank, vllm_config.parallel_config.data_parallel_index)
         self._scheduler: Any = None
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None
+        self._is_replica = is_replica(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                windows(kv_cache_config),
+                windows(vllm_config, kv_cache_config),
                 ranks,
                 vllm_config.num_prefill_lookahead_tokens,
                 adapter_paths=not settings.model,
             )
+        elif self._is_replica:
+            self._worker = ReplicaSide()
         else:
             self._attach()
 
@@ -94,7 +98,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
-        """No (vLLM asks since 0.33): a sleeping engine would empty the pool while the daemon may be reading it."""
+        """No (vLLM asks since 0.33): the pool is the daemon's, which may be reading it, and sleep would free none."""
         return False
 
     @classmethod
@@ -162,20 +166,26 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker -----------------------------------------------------------------------------------------------------
 
-    def get_mem_pool_context(self) -> AbstractContextManager[Any]:
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """The context in which vLLM allocates its KV cache: it gets the pool."""
+        if self._is_replica:
+            return None
         self._allocation = PoolAllocation(self._cache.nbytes, lambda: self._pool)
         return self._allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Checks that the KV cache lies in the pool as declared."""
+        if self._is_replica:
+            return
         if self._allocation is None or not self._allocation.answered:
             text = f"vLLM allocated no buffer of {self._cache.nbytes} bytes inside the memory context"
             raise refusal(ErrorCode.INTERNAL, text)
         check_views(self._cache, self._pool, kv_caches)
 
-    def get_handshake_metadata(self) -> KvdHandshake:
+    def get_handshake_metadata(self) -> KvdHandshake | None:
         """Where consumers find this rank."""
+        if self._is_replica:
+            return None
         return KvdHandshake(self._rank, self._worker.changed_endpoint() or self._worker.endpoint)
 
     def bind_connector_metadata(self, connector_metadata: KvdMetadata) -> None:

@@ -73,7 +73,7 @@ def check_views(cache: WorkerCache, pool: torch.Tensor, caches: Mapping[str, tor
         for pages in group.pages:
             for place, (_, name) in enumerate(zip(pages.layers, pages.names, strict=True)):
                 offset = pages.offset + place * pages.layer_stride
-                expected = _expected(pages, group.block_tokens, cache.num_blocks)
+                expected = _expected(pages, group.held_tokens(cache.shard), cache.num_blocks)
                 found = _found(caches[name], pool)
                 if found != (offset, *expected):
                     text = (

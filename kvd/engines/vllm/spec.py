@@ -80,6 +80,10 @@ class CacheGroup:
     block_tokens: int
     pages: tuple[Pages | States, ...]
 
+    def held_tokens(self, shard: Shard) -> int:
+        """The tokens of a block that a rank holds."""
+        return self.block_tokens // shard.cp_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCache:
@@ -106,7 +110,7 @@ def cache_spec(cache: WorkerCache) -> CacheSpec:
             window=group.window,
             block_tokens=group.block_tokens,
             num_blocks=cache.num_blocks,
-            views=tuple(view for pages in group.pages for view in _views(pages, group.block_tokens, cache)),
+            views=tuple(view for pages in group.pages for view in _views(pages, group.held_tokens(cache.shard), cache)),
         )
         for group in cache.groups
     )

@@ -28,7 +28,10 @@ def check_states(spec: Any) -> None:
         text = f"states of kind {kind} in {len(spec.shapes)} parts: kvd moves a convolution's inputs and a state"
         raise _refusal(f"{text}; serve without ReplaySSM and RecoverSSM")
     if spec.num_speculative_blocks:
-        text = f"{spec.num_speculative_blocks} drafted tokens a step beside recurrent states are not supported"
+        text = (
+            f"{spec.num_speculative_blocks} drafted tokens a step beside recurrent states are not supported: vLLM then"
+        )
+        text += " keeps a state for each, and which of them counts depends on how many drafts were accepted"
         raise _refusal(f"{text}; serve without speculative decoding or without kvd")
     if spec.tp_replicated:
         raise _refusal(f"states of kind {kind} of which every rank holds the whole are not supported")

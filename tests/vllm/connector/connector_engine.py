@@ -3,6 +3,7 @@
 What vLLM's scheduler and model runner would call is called here, in their order, so that a test can look at bytes.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -206,6 +207,8 @@ class Request:
 class Engine:
     """The scheduler's connector and those of its workers: `tp_size` in each of `stages` pipeline stages.
 
+    Of these, `cp_size` deal tokens out among them. There are `copies` of each stage (prefill context parallelism).
+
     `settings` is `kv_connector_extra_config`.
     """
 
@@ -217,13 +220,20 @@ class Engine:
         tp_size: int = 1,
         block_tokens: int = BLOCK_TOKENS,
         stages: int = 1,
+        cp_size: int = 1,
+        copies: int = 1,
     ) -> None:
         config = copy.deepcopy(config)
+        if copies > 1:
+            config.parallel_config.prefill_context_parallel_size = copies
+            config.kv_transfer_config.kv_role = "kv_producer"
+        config.parallel_config.decode_context_parallel_size = cp_size
+        config.parallel_config.cp_kv_cache_interleave_size = 16  # of a block, with latent attention
         config.parallel_config.tensor_parallel_size = tp_size
         config.parallel_config.pipeline_parallel_size = stages
         config.kv_transfer_config.kv_connector_extra_config = settings
         specs = layer_specs(kind, tp_size, block_tokens)
-        ranks = [_stage_of(specs, stage, stages) for stage in range(stages) for _ in range(tp_size)]
+        ranks = [_stage_of(specs, stage, stages) for stage in range(stages) for _ in range(copies * tp_size)]
         backend = CPUMLABackend if kind == "deepseek" else CPUAttentionBackend
         self._layers = {name: _layer(spec, backend) for name, spec in specs.items()}
         configs = get_kv_cache_configs(config, ranks, [1 << 30] * len(ranks))
@@ -236,7 +246,8 @@ class Engine:
         for rank, of_rank in enumerate(configs):
             self._add_worker(config, rank, ranks[rank], of_rank)
         places = {divmod(rank, tp_size): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        self.scheduler.set_xfer_handshake_metadata_pp_aware(places)
+        told = {place: handshake for place, handshake in places.items() if handshake is not None}
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
         self._aggregator = KVOutputAggregator(len(ranks))
         self.sent: set[str] = set()
         self.received: set[str] = set()
@@ -251,7 +262,7 @@ class Engine:
         worker = KvdConnector(config, KVConnectorRole.WORKER, cache_config)
         self.workers.append(worker)
         layout = KVCacheLayout[cache_config.kv_cache_layout]
-        with worker.get_mem_pool_context():
+        with worker.get_mem_pool_context() or contextlib.nullcontext():
             caches = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
         worker.register_kv_caches(caches)
         self.caches.append(caches)

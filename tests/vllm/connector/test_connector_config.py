@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvd.engines.vllm.cache_config import _component, _names, _total_heads, check_supported
 from kvd.engines.vllm.formats import format_of
 from kvd.engines.vllm.identity import identity
+from kvd.engines.vllm.parallel import is_replica, rank_of, ranks_of
 from kvd.errors import BadRequest
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -209,23 +210,71 @@ def test_long_rope_differs_by_whether_the_server_may_come_to_serve_a_long_contex
 
 
 @pytest.mark.parametrize(
+    ("tp", "pcp", "dcp", "numbers", "replicas"),
+    [
+        (2, 1, 1, [0, 1, 2, 3], [False] * 4),
+        (2, 1, 2, [0, 1, 2, 3], [False] * 4),
+        (1, 2, 2, [0, 1, 2, 3], [False] * 4),
+        (1, 2, 1, [0, 0, 1, 1], [False, True] * 2),
+        (2, 2, 1, [0, 1, 0, 1, 2, 3, 2, 3], [False, False, True, True] * 2),
+    ],
+)
+def test_workers_are_numbered_by_stage_and_copies_of_a_cache_are_told_apart(
+    tp: int, pcp: int, dcp: int, numbers: list[int], replicas: list[bool]
+) -> None:
+    """Of two pipeline stages, in the second of two replicas by data parallelism."""
+    sizes = {
+        "tensor_parallel_size": tp,
+        "prefill_context_parallel_size": pcp,
+        "decode_context_parallel_size": dcp,
+        "pipeline_parallel_size": 2,
+    }
+    first = len(numbers)
+    configs = [SimpleNamespace(parallel_config=SimpleNamespace(rank=rank, **sizes)) for rank in range(first, 2 * first)]
+    assert [rank_of(config) for config in configs] == numbers
+    assert [is_replica(config) for config in configs] == replicas
+    assert {ranks_of(config) for config in configs} == {max(numbers) + 1}
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({}, ""),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2"),
-        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4"),
+        ({"decode_context_parallel_size": 2}, ""),
+        ({"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2, "tensor_parallel_size": 1}, ""),
+        ({"decode_context_parallel_size": 2, "interleave": 1}, "give --cp-kv-cache-interleave-size 32"),
+        (
+            {"decode_context_parallel_size": 2, "sharded": False},
+            "share the tokens of 'full_attention' layers",
+        ),
+        ({"prefill_context_parallel_size": 4, "role": "kv_producer"}, ""),
+        ({"prefill_context_parallel_size": 4}, "kv_role is 'kv_both', and must be 'kv_producer'"),
+        (
+            {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2},
+            "kvd needs both alike and tensor_parallel_size = 1, which is 2",
+        ),
         ({"experts": True}, "--enable-return-routed-experts"),
         ({"groups": [0]}, "keeps groups of this cache out"),
     ],
 )
 def test_what_is_not_moved_keeps_the_engine_from_starting(change: dict[str, Any], said: str) -> None:
-    flags = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "experts": False, "groups": [0, 1]}
-    flags |= change
+    flags = {
+        "role": "kv_both",
+        "experts": False,
+        "groups": [0, 1],
+        "interleave": 32,
+        "sharded": True,
+        "tensor_parallel_size": 2,
+    } | change
+    sizes = {f"{kind}_context_parallel_size": 1 for kind in ("decode", "prefill")}
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**flags),
+        parallel_config=SimpleNamespace(**sizes | {"cp_kv_cache_interleave_size": flags["interleave"]} | flags),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=flags["experts"]),
+        kv_transfer_config=SimpleNamespace(kv_role=flags["role"]),
     )
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, dcp_sharded=flags["sharded"]
+    )
     groups = [SimpleNamespace(kv_cache_spec=spec)] * 2
     cache = SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=flags["groups"])
     if not said:

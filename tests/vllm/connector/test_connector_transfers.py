@@ -23,10 +23,12 @@ def start(daemons: Daemons, configurations: Any) -> Iterator[Callable[..., Engin
     """Starts an engine with a daemon for each rank."""
     with ExitStack() as stack:
 
-        def engine(name: str, kind: str, tp_size: int = 1, stages: int = 1, **settings: Any) -> Engine:
+        def engine(
+            name: str, kind: str, tp_size: int = 1, stages: int = 1, cp_size: int = 1, copies: int = 1, **settings: Any
+        ) -> Engine:
             daemons.start(*(f"{name}{rank}" for rank in range(tp_size * stages)))
             settings["socket"] = daemons.socket(name + "{rank}")
-            made = Engine(configurations(kind), kind, settings, tp_size, stages=stages)
+            made = Engine(configurations(kind), kind, settings, tp_size, stages=stages, cp_size=cp_size, copies=copies)
             return stack.enter_context(closing(made))
 
         yield engine
@@ -211,3 +213,62 @@ def test_latents_are_the_same_on_every_rank(start: Callable[..., Engine], produc
             for there, here in zip(source, destination, strict=True):
                 assert torch.equal(producer.caches[0][name][there], caches[name][here])
     producer.run_until(lambda: "r" in producer.sent)
+
+
+@pytest.mark.parametrize(
+    ("producers", "consumers"),
+    [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (2, 2)), ((4, 4), (2, 2)), ((2, 2), (4, 4)), ((4, 2), (2, 1))],
+)
+def test_ranks_that_deal_the_tokens_of_latents_out_get_theirs_from_those_that_have_them(
+    start: Callable[..., Engine], producers: tuple[int, int], consumers: tuple[int, int]
+) -> None:
+    """Each side as ranks, and among how many of them a block's tokens are dealt out: 16 for each in turn."""
+    sides = [start(name, "deepseek", tp, cp_size=cp) for name, (tp, cp) in (("p", producers), ("d", consumers))]
+    for seed, engine in enumerate(sides):
+        engine.fill(seed)
+    producer, consumer = sides
+    for rank in range(producers[1], producers[0]):  # replicas
+        for name, cache in producer.caches[rank].items():
+            cache.copy_(producer.caches[rank % producers[1]][name])
+    for prompt in (PROMPT, PROMPT[:10]):  # of the short one, all ranks but the first have nothing
+        runs = -(-len(prompt) // 16)
+        source = [3, 7, 1, 5, 9, 11, 13][: -(-runs // producers[1])]
+        destination = [2, 4, 6, 8, 10, 12, 14][: -(-runs // consumers[1])]
+        request = f"of {len(prompt)} tokens"
+        params = producer.prefilled(request, prompt, [source])
+        consumer.decode(request, prompt, params, [destination])
+        consumer.run_until(lambda request=request: request in consumer.received or producer.step() or False)
+        assert not consumer.failed
+        for run, rank in itertools.product(range(runs), range(consumers[0])):
+            if run % consumers[1] == rank % consumers[1]:
+                for name, cache in consumer.caches[rank].items():
+                    theirs = producer.caches[run % producers[1]][name][source[run // producers[1]]]
+                    assert torch.equal(theirs, cache[destination[run // consumers[1]]])
+        producer.run_until(lambda request=request: request in producer.sent)
+        consumer.fill(3)
+
+
+@pytest.mark.parametrize(("kind", "producers"), [("deepseek", (1, 1)), ("llama", (2, 1)), ("llama", (1, 2))])
+def test_of_copies_of_a_cache_one_is_read_and_none_is_pulled_into(
+    start: Callable[..., Engine], kind: str, producers: tuple[int, int]
+) -> None:
+    """Prefill context parallelism: ranks and stages of each copy, of which there are two."""
+    producer, consumer = start("p", kind, *producers, copies=2), start("d", kind)
+    producer.fill(1)
+    consumer.fill(2)
+    source, destination = ([3, 7, 1, 5, 9, 11, 13], [2, 4, 6, 8, 10, 12, 14])
+    blocks = 7 if kind == "deepseek" else 4
+    params = producer.prefilled("r", PROMPT, [source[:blocks]])
+    consumer.decode("r", PROMPT, params, [destination[:blocks]])
+    consumer.run_until(lambda: "r" in consumer.received or producer.step() or False)
+    assert not consumer.failed
+    tp, stages = producers
+    first = [caches for rank, caches in enumerate(producer.caches) if rank % (2 * tp) < tp]
+    assert len(first) * 2 == len(producer.caches) == 2 * tp * stages
+    for name, cache in consumer.caches[0].items():
+        for there, here in zip(source[:blocks], destination[:blocks], strict=True):
+            assert torch.equal(torch.cat([caches[name][there] for caches in first if name in caches]), cache[here])
+    producer.run_until(lambda: "r" in producer.sent)
+    producer.decode("back", PROMPT, consumer.prefilled("back", PROMPT, [source[:blocks]]), [destination[:blocks]])
+    producer.run_until(lambda: consumer.step() or "back" in producer.received)
+    assert producer.failed == {"back"}
