@@ -7,16 +7,20 @@ from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.client import Completion
 from tests.vllm.testbed.http import HttpError
-from tests.vllm.testbed.pair import Pair
+from tests.vllm.testbed.pair import KvdPair
 
 _salts = itertools.count()
 
 
-async def one(pair: Pair, prompt: list[int], expected: Completion) -> HttpError | None:
-    """The error in which a request ends; any tokens are the right ones. No cache has blocks of it: they all travel."""
+async def one(pair: KvdPair, prompt: list[int], expected: Completion, *, early: bool = False) -> HttpError | None:
+    """The error in which a request ends; any tokens are the right ones. No cache has blocks of it: they all travel.
+
+    Both servers get it at once if it is `early`.
+    """
+    ask = pair.complete_early if early else pair.complete
     try:
         async with asyncio.timeout(PATIENCE):
-            completion = await pair.complete(prompt, len(expected.tokens), cache_salt=f"salt-{next(_salts)}")
+            completion = await ask(prompt, len(expected.tokens), cache_salt=f"salt-{next(_salts)}")
     except HttpError as error:
         return error
     assert_same(completion, expected)
@@ -24,11 +28,12 @@ async def one(pair: Pair, prompt: list[int], expected: Completion) -> HttpError 
 
 
 class Load:
-    """Requests without a pause; counts how they ended."""
+    """Requests without a pause, every other one early; counts how they ended."""
 
-    def __init__(self, pair: Pair, expected: list[tuple[list[int], Completion]]) -> None:
+    def __init__(self, pair: KvdPair, expected: list[tuple[list[int], Completion]]) -> None:
         self._pair = pair
         self._expected = itertools.cycle(expected)
+        self._early = itertools.cycle((False, True))
         self._stopping = False
         self._changed = asyncio.Condition()
         self.right = 0
@@ -36,7 +41,7 @@ class Load:
 
     async def _run(self) -> None:
         while not self._stopping:
-            error = await one(self._pair, *next(self._expected))
+            error = await one(self._pair, *next(self._expected), early=next(self._early))
             if error is None:
                 self.right += 1
             else:

@@ -56,6 +56,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ranks,
                 vllm_config.num_prefill_lookahead_tokens,
                 adapter_paths=not settings.model,
+                alone=parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb,
             )
         else:
             self._attach()
@@ -130,8 +131,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """VLLM gave the request its blocks."""
         self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:
         """What the workers are to do in this step."""
+        self._scheduler.scheduled(scheduler_output)
         return KvdMetadata(self._scheduler.take_metadata())
 
     def update_connector_output(self, connector_output: Any) -> None:
