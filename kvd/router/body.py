@@ -78,9 +78,10 @@ class Body:
         """Whether the client wants each token as it comes."""
         return bytes(self.fields.get("stream", _NULL)) == b"true"
 
-    def for_prefill(self) -> bytes:
-        """The same for one token, whose KV blocks are to be offered to every completion's decode."""
+    def for_prefill(self, offer: str = "") -> bytes:
+        """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name."""
         params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
+        params |= {"kvd_offer": offer} if offer else {}
         more = {"n": _ONE} if "n" in self.fields else {}
         return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
 

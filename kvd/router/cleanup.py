@@ -35,12 +35,15 @@ class Cleanup:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def leave(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
-        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer."""
+    def leave(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None = None) -> None:
+        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer.
+
+        Through the decode server that refused the request itself only if there is no other.
+        """
         if len(self._tasks) >= limits.ROUTER_CLEANUPS:
             prefill.cancel()
             return
-        self._start(self._left(request, prefill))
+        self._start(self._left(request, prefill, refused_by))
 
     def release(
         self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
@@ -63,14 +66,14 @@ class Cleanup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _left(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
+    async def _left(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None) -> None:
         try:
             async with asyncio.timeout(limits.ROUTER_LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
         if (params := params_of(answer.body)) is not None:
-            await self._released(request, params, (), None)
+            await self._released(request, params, (), refused_by)
 
     async def _released(
         self, request: Request, params: msgspec.Raw, tried: Collection[Server], refused_by: Server | None
