@@ -425,6 +425,10 @@ One that hangs costs a request its deadline each time; one that was away is back
 ROUTER_AFFINITY_REQUESTS: Final = 4
 """How many more requests than the least busy server one that knows a prompt's beginning may have, and be chosen."""
 
+ROUTER_EARLY_REQUESTS: Final = 4
+"""Requests in flight at a prefill server up to which a decode server gets one at the same time. Beyond them it would
+keep blocks for a prefill that only queues."""
+
 ROUTER_PREFIXES: Final = 1 << 16
 """Beginnings of prompts of which the router knows who served them, the latest: about 16 MiB."""
 

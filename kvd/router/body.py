@@ -84,12 +84,13 @@ class Body:
         """Whether the client wants each token as it comes."""
         return bytes(self.fields.get("stream", _NULL)) == b"true"
 
-    def for_prefill(self, *, with_token: bool = False) -> bytes:
-        """The same for one token, whose KV blocks are to be offered to every completion's decode.
+    def for_prefill(self, offer: str = "", *, with_token: bool = False) -> bytes:
+        """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.
 
         `with_token` has the answer tell the token, and how likely it is if the client asks for that.
         """
         params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
+        params |= {"kvd_offer": offer} if offer else {}
         more = {"n": _ONE} if "n" in self.fields else {}
         more |= {"stream": _raw(False), "kv_transfer_params": _raw(params)}
         if with_token:

@@ -38,12 +38,15 @@ class Cleanup:
         self._bytes = 0
         """Of the bodies of their requests, which no client has in flight any more."""
 
-    def leave(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
-        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer."""
+    def leave(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None = None) -> None:
+        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer.
+
+        Through the decode server that refused the request itself only if there is no other.
+        """
         if not self._has_room(request):
             prefill.cancel()
             return
-        self._start(request, self._left(request, prefill))
+        self._start(request, self._left(request, prefill, refused_by))
 
     def release(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
@@ -75,14 +78,14 @@ class Cleanup:
         self._tasks.discard(task)
         self._bytes -= size
 
-    async def _left(self, request: Request, prefill: asyncio.Task[Whole]) -> None:
+    async def _left(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None) -> None:
         try:
             async with asyncio.timeout(limits.ROUTER_LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
         if (prefilled := told(answer.body, self._decode)) is not None:
-            await self._released(request, prefilled, (), None)
+            await self._released(request, prefilled, (), refused_by)
 
     async def _released(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None

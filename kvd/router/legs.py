@@ -19,7 +19,7 @@ from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
 
 def told(answer: bytes, decode: Servers) -> Prefilled | None:
     """What a prefill server's answer tells the servers `decode`; None if it does not tell what they need."""
-    return _read(answer, with_token=decode.have(Engine.SGLANG))
+    return read(answer, with_token=decode.have(Engine.SGLANG))
 
 
 class Meeting:
@@ -48,7 +48,7 @@ class Meeting:
             raise ServerFailed(
                 ErrorCode.PEER_LOST, self._server, "answered before its offer was read: does it run kvd?"
             )
-        found = _read(self._params.result(), with_token=False)
+        found = read(self._params.result(), with_token=False)
         if found is None:
             raise ServerFailed(ErrorCode.PEER_LOST, self._server, "has a bootstrap server that tells no parameters")
         return found
@@ -64,7 +64,8 @@ class Meeting:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
 
-def _read(answer: bytes, *, with_token: bool) -> Prefilled | None:
+def read(answer: bytes, *, with_token: bool) -> Prefilled | None:
+    """What a prefill server's answer tells, as `prefilled_of`; None also if it is no answer at all."""
     try:
         return prefilled_of(answer, with_token=with_token)
     except (msgspec.DecodeError, ValueError):

@@ -46,6 +46,12 @@ class Metrics:
         self.retries = Counter(
             "kvd_router_retries", "Requests tried on another server, by what failed.", ["role"], registry=registry
         )
+        self.early = Counter(
+            "kvd_router_early",
+            "Requests that both servers got at once, by outcome (done, again: one after the other in the end).",
+            ["outcome"],
+            registry=registry,
+        )
         self.failures = Counter(
             "kvd_router_server_failures", "Failures of each server.", ["role", "server"], registry=registry
         )

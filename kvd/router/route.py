@@ -1,4 +1,8 @@
-"""One request's life: prefilled on one server, decoded on another, and tried again elsewhere until its first token."""
+"""One request's life: prefilled on one server, decoded on another, and tried again elsewhere until its first token.
+
+Where the prefill server takes that, both get the request at once (`kvd.router.growing`). If that comes to nothing, the
+request goes its way one after the other: the decode server is then asked with what the prefill has answered.
+"""
 
 import asyncio
 import logging
@@ -13,6 +17,7 @@ from kvd.router.body import new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.events import Said
+from kvd.router.growing import Early, Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.request import Client, Request
@@ -39,6 +44,14 @@ class Attempts:
     """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
     refused_by: Server | None = None
     """The decode server whose refusal is the answer."""
+    early: Early | None = None
+    """The prefill that goes on."""
+    in_turn: bool = False
+    """Both servers are not asked at once any more."""
+    taken: bool = False
+    """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
+    answered: bool = False
+    """The answer to the client has begun."""
 
     def leave(self) -> None:
         """Ends the meeting, if there is one."""
@@ -56,6 +69,7 @@ class Router:
         self._upstream = upstream
         self._metrics = metrics
         self._affinity = Affinity()
+        self._producers = Producers()
         self._cleanup = Cleanup(decode, upstream, metrics)
 
     async def answer(self, request: Request, client: Client) -> None:
@@ -82,6 +96,7 @@ class Router:
                 return
         finally:
             self._release(request, attempts)
+            self._leave(request, attempts)
             attempts.leave()
 
     def _check(self, request: Request) -> None:
@@ -99,18 +114,64 @@ class Router:
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.prefilled is None and not request.body.for_one_server:
+        if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
-            if not await self._prefilled(request, client, server, attempts):
+            if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
+                attempts.early = self._producers.begin(request, server, self._prefill_answer)
+            if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
+            attempts.prefill = server
         server = self._choose(self._decode, attempts, pair.decode if pair else None)
         sent = Sent()
         try:
-            await self._decoded(request, client, server, attempts, sent)
+            if attempts.early is None:
+                await self._decoded(request, client, server, attempts, sent)
+                return
+            decoded = await self._both(request, client, server, attempts, sent)
         except ServerFailed:
             if sent.whole:  # whether the server has the offer, and lets go of it, nobody knows
                 self._release(request, attempts, server)
             raise
+        self._metrics.early.labels("done" if decoded else "again").inc()
+        if not decoded:
+            await self._in_turn(request, client, attempts)
+
+    async def _both(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> bool:
+        """Has `server` decode while the prefill goes on. False if what the prefill answers must be looked at first."""
+        early = attempts.early
+        assert early is not None  # noqa: S101  # it was begun
+        attempts.taken = False
+        decoding = asyncio.create_task(self._decoded(request, client, server, attempts, sent))
+        try:
+            if not await early.beside(decoding, lambda: attempts.answered):
+                return False
+        except ServerFailed as failure:
+            if not sent.whole:
+                raise  # another one gets the same offer
+            if early.is_as_told:
+                attempts.early, attempts.prefilled = None, None if attempts.taken else early.prefilled
+                raise
+            if failure.is_certain:
+                self._leave(request, attempts)
+                raise
+            logger.warning("%s, while its prefill goes on", failure.text)
+            return False  # the prefill may have failed, or have lost its offer
+        return True
+
+    async def _in_turn(self, request: Request, client: Client, attempts: Attempts) -> None:
+        """Waits for the prefill, and goes on with what it answers."""
+        early = attempts.early
+        assert early is not None  # noqa: S101  # it goes on
+        attempts.in_turn = True
+        await asyncio.wait((early.answer,))
+        attempts.early = None
+        if not await self._use(early.answer.result(), client, early.server, attempts):
+            return
+        if early.is_as_told:  # the decode server could not use it
+            if attempts.taken:
+                attempts.prefilled = None
+            self._release(request, attempts)
+        await self._attempt(request, client, attempts)
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
         now = time.monotonic()
@@ -124,19 +185,29 @@ class Router:
         attempts.leave()
         if server.engine is Engine.SGLANG:
             return await self._met(request, client, server, attempts)
-        asking = asyncio.create_task(self._prefill_answer(request, server))
+        asking = asyncio.create_task(self._prefill_answer(request, server, ""))
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
             self._cleanup.leave(request, asking)
             raise
+        return await self._use(answer, client, server, attempts)
+
+    async def _use(self, answer: Whole, client: Client, server: Server, attempts: Attempts) -> bool:
+        """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows.
+
+        Raises:
+            ServerFailed: It has none.
+
+        """
         if answer.status != HTTPStatus.OK:
             await _pass_on(answer, client)
             return False
-        attempts.prefilled, attempts.prefill = told(answer.body, self._decode), server
+        attempts.prefilled = told(answer.body, self._decode)
         if attempts.prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)
+        self._producers.learn(server, attempts.prefilled.params)
         self._served(server, attempts)
         return True
 
@@ -147,28 +218,32 @@ class Router:
         if isinstance(found, Whole):
             await _pass_on(found, client)
             return False
-        attempts.prefilled, attempts.prefill = found, server
+        attempts.prefilled = found
         self._served(server, attempts)
         return True
 
-    async def _prefill_answer(self, request: Request, server: Server) -> Whole:
-        body = request.body.for_prefill(with_token=self._decode.have(Engine.SGLANG))
+    async def _prefill_answer(self, request: Request, server: Server, offer: str) -> Whole:
+        body = request.body.for_prefill(offer, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
-        body = request.body.for_decode(attempts.prefilled, server.engine, new_room())
-        streamed = request.body.streamed
-        async with self._upstream.post(server, request.path, body, request.headers, sent, streamed=streamed) as answer:
+        early, streamed = attempts.early, request.body.streamed
+        prefilled = attempts.prefilled if early is None else early.prefilled
+        body = request.body.for_decode(prefilled, server.engine, new_room())
+        async with self._upstream.post(
+            server, request.path, body, request.headers, sent, streamed=streamed, early=early is not None
+        ) as answer:
             if answer.status != HTTPStatus.OK:
-                attempts.refused_by = server
+                attempts.refused_by, attempts.answered = server, True
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
-            attempts.prefilled = None  # the engine has the offer: if it aborts the request, it releases that too
+            attempts.prefilled, attempts.taken = None, True
             if said is Said.ERROR:
                 text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
+            attempts.answered = True
             self._served(server, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
             if attempts.prefill is not None:
@@ -184,6 +259,20 @@ class Router:
                 avoided = attempts.tried if failed is None else {*attempts.tried, failed}
                 self._cleanup.release(request, attempts.prefilled, avoided, attempts.refused_by)
             attempts.prefilled = None
+
+    def _leave(self, request: Request, attempts: Attempts) -> None:
+        """Ends the prefill that goes on, if one does, and has its offer released unless a decode server does that."""
+        early, attempts.early = attempts.early, None
+        if early is None:
+            return
+        if early.is_as_told:
+            self._served(early.server, attempts)
+        elif isinstance(early.failure, ServerFailed):
+            self._note(early.failure, attempts)
+        if attempts.taken and (early.is_as_told or not early.answer.done()):
+            early.answer.cancel()
+        else:
+            self._cleanup.leave(request, early.answer, attempts.refused_by)
 
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""

@@ -71,6 +71,11 @@ class ServerFailed(Unavailable):
         self.answer = answer
         self.lost = lost
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether it would not serve the request in another way either: it is lost, late, or has enough to do."""
+        return self.lost or self.answer is not None or self.code is ErrorCode.DEADLINE
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -170,7 +175,7 @@ class Upstream:
         self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
         self._whole = aiohttp.ClientTimeout(sock_connect=limits.ROUTER_CONNECT_SECONDS)
-        self._first = timeouts.decode
+        self._timeouts = timeouts
         self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
@@ -199,10 +204,12 @@ class Upstream:
         sent: Sent,
         *,
         streamed: bool = True,
+        early: bool = False,
     ) -> AsyncIterator[Answer]:
         """The server's answer, once its head is there. Leaving early closes the connection, so that it aborts.
 
         A decode server's answer that is not `streamed` has no deadline here: nothing of it comes before the last token.
+        One that gets the request `early` has the time of the prefill, too.
 
         `sent` tells, also if this fails, whether the server may have got the request.
 
@@ -213,12 +220,15 @@ class Upstream:
         begun = asyncio.get_running_loop().time()
         with server.busy():
             timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
+            first = self._timeouts.decode + self._timeouts.prefill * early
+            if early and streamed:
+                timing = aiohttp.ClientTimeout(sock_read=first, sock_connect=limits.ROUTER_CONNECT_SECONDS)
             try:
                 response = await self._posted(server.url + path, body, headers, sent, timing)
             except _FAILURES as error:
                 raise _failure(server, error) from error
             try:
-                answer = Answer(server, response, begun, self._first)
+                answer = Answer(server, response, begun, first)
                 if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
                     raise _refusal(server, answer, await answer.read(limits.MIB))
                 yield answer
@@ -263,7 +273,9 @@ class Upstream:
         begun = asyncio.get_running_loop().time()
         try:
             async with self._session.post(url, timeout=self._prefill, allow_redirects=False) as response:
-                body = await Answer(server, response, begun, self._first).read(limits.ROUTER_PREFILL_ANSWER_BYTES)
+                body = await Answer(server, response, begun, self._timeouts.prefill).read(
+                    limits.ROUTER_PREFILL_ANSWER_BYTES
+                )
         except _FAILURES as error:
             raise _failure(server, error) from error
         if response.status != HTTPStatus.OK:

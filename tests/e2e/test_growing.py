@@ -1,12 +1,13 @@
 """Offers that grow, over real daemons: read while they are prefilled, held to the reference byte by byte."""
 
+import contextlib
 import secrets
 
 import numpy as np
 import pytest
 
-from kvd.client import Blocks, Done, Failed, Released
-from kvd.errors import ErrorCode
+from kvd.client import Blocks, Done, Failed, Freed, Released
+from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Full
 from kvd.limits import SECRET_BYTES
 from kvd.protocol import ticket
@@ -134,6 +135,47 @@ def ended(worker, name):
         if any(isinstance(event, Released) for event in events):
             return events
     raise AssertionError("unreachable")
+
+
+OVERWRITTEN = 40
+"""Offers whose blocks are overwritten at a time that is drawn, from before the first read to after the last."""
+
+
+def test_a_producer_that_overwrites_any_block_at_any_time_is_never_read_to_the_end(daemons):
+    """An offer that is open need only be withdrawn at that moment, one that is closed has to be released before."""
+    random, cache = seeded("overwriting"), specs(ATTENTION, "flash-nhd")
+    done = 0
+    with engines(daemons[0], cache, daemons[1], cache) as (p, d):
+        offered, wanted = p.tables(TOKENS, random), d.tables(TOKENS, random)
+        before = [memory.copy() for memory in d.memory]
+        filled = {key for spec in p.specs for key in contents(spec, offered, TOKENS)}
+        right = expected_after(d, wanted, before, filled)
+        for number in range(OVERWRITTEN):
+            name, key, named = f"over-{number}", secrets.token_bytes(SECRET_BYTES), [0]
+            p.workers[0].open_offer_nowait(name, ttl=60, secret=key)
+            d.pull(name, early_ticket(p, name, [key]), wanted)
+            last, heard = random.choice([*CHUNKS, TOKENS]), []
+            for tokens in [*(tokens for tokens in CHUNKS if tokens <= last), *[TOKENS] * (last == TOKENS)]:
+                compute(p, offered, tokens, closes=tokens == TOKENS)
+                extend(p, name, offered, named, tokens, closes=tokens == TOKENS)
+                heard += d.workers[0].wait(random.choice([0.0, 0.0, 0.001, 0.01]))
+            if last == TOKENS:
+                with contextlib.suppress(BadRequest):  # it has been read
+                    p.workers[0].cancel(name)
+                ended(p.workers[0], name)
+            else:
+                p.workers[0].cancel(name)
+            address = random.sample(range(len(p.memory[0])), len(p.memory[0]) // 2)
+            p.memory[0][address] = JUNK
+            for _ in until("nothing writes for the pull any more"):
+                heard += d.workers[0].wait(PATIENCE if not heard else 0.01)
+                if isinstance(heard[0], Done) or not heard[0].quarantined or isinstance(heard[-1], Freed):
+                    break
+            if isinstance(heard[0], Done):
+                assert last == TOKENS
+                assert np.array_equal(d.memory[0], right[0])
+                done += 1
+    assert 0 < done < OVERWRITTEN
 
 
 def test_a_producer_that_goes_in_the_middle_of_a_prefill_fails_the_pull_at_once_and_the_blocks_are_free(daemons):

@@ -16,12 +16,16 @@ BLOCKS = 66
 PULL_SECONDS = 600.0
 """Longer than any test waits: a request whose blocks do not come ends for what has happened to them."""
 
+CHUNKS = ("--max-num-batched-tokens", "512")
+"""Prefills are computed in chunks of so many tokens."""
+
 
 class Compared:
     """A model on a pair, with a router before it, and on a server of its own."""
 
     def __init__(self, folder: Path, models: Path, model: str) -> None:
         self.pair = KvdPair(folder, models, model, extra={"offer_ttl": PULL_SECONDS, "pull_timeout": PULL_SECONDS})
+        self.pair.prefill.flags = CHUNKS
         self.single = Server("single", folder, Engine(models, model))
         self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
 
@@ -36,6 +40,7 @@ class Mortal(KvdPair):
     def __init__(self, folder: Path, models: Path, policy: str) -> None:
         extra = {"offer_ttl": OFFER_TTL, "pull_timeout": PULL_SECONDS}
         super().__init__(folder, models, "bench", policy=policy, blocks=BLOCKS, extra=extra)
+        self.prefill.flags = CHUNKS
         for server in (self.prefill, self.decode):
             server.variables = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache, /sleep and /pause
         for daemon in self.daemons.values():

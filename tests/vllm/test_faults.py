@@ -101,8 +101,8 @@ class Faulty:
     async def works(self) -> None:
         """New requests get the right tokens: after the time that it takes to find a new daemon, every one."""
         await self.recovers()
-        for prompt, expected in self.expected:
-            assert await one(self.pair, prompt, expected) is None
+        for (prompt, expected), early in itertools.product(self.expected, (False, True)):
+            assert await one(self.pair, prompt, expected, early=early) is None
 
     async def recovers(self) -> None:
         """Returns when a request got the right tokens."""
@@ -180,6 +180,26 @@ async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its
     faulty.pair.prefill.kill()
     assert_same(await complete(faulty.pair.decode.url, body), expected)
     assert await _done(faulty) == done + 1
+    await start_all([faulty.pair.prefill])
+    await faulty.works()
+
+
+async def test_a_prefill_server_that_dies_in_the_middle_of_a_prefill_ends_the_request_by_the_policy(
+    faulty: Faulty,
+) -> None:
+    await faulty.works()
+    prompt = make_prompt(OVERWRITTEN, seed=next(_numbers))
+    expected, read = await faulty.alone(prompt), await _read(faulty)
+    asking = asyncio.create_task(one(faulty.pair, prompt, expected, early=True))
+
+    async def reads() -> bool:
+        return await _read(faulty) > read
+
+    await until(reads, every=0.01)
+    faulty.pair.prefill.kill()
+    ended = await asking
+    if faulty.policy == "fail":
+        assert ended is not None
     await start_all([faulty.pair.prefill])
     await faulty.works()
 
@@ -265,3 +285,8 @@ def _status(daemon: Daemon) -> str:
 
 async def _done(faulty: Faulty) -> float:
     return (await scrape(faulty.pair.daemons["decode"])).total("kvd_pulls_total", outcome="done")
+
+
+async def _read(faulty: Faulty) -> float:
+    """Bytes that the decode side has read."""
+    return (await scrape(faulty.pair.daemons["decode"])).total("kvd_read_bytes_total")

@@ -80,6 +80,18 @@ async def test_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
     await routed.nothing_is_held()
 
 
+async def test_both_servers_get_a_request_at_once_and_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
+    async def early() -> float:
+        return (await scrape(routed.router)).total("kvd_router_early_total", outcome="done")
+
+    await complete(routed.router.url, make_body(MODEL, make_prompt(40, seed=5), TOKENS))  # after which it knows how
+    for length in (30, 700, 1500):
+        body, before = make_body(MODEL, make_prompt(length, seed=length), TOKENS, cache_salt="early"), await early()
+        assert_same(await complete(routed.router.url, body), await complete(routed.pair.decode.url, body))
+        assert await early() == before + 1
+    await routed.nothing_is_held()
+
+
 async def test_several_completions_of_one_prompt_share_its_prefill(routed: Routed) -> None:
     body = make_body(MODEL, make_prompt(500, seed=2), TOKENS, n=3) | {"temperature": 1.0, "seed": 1}
     async with asyncio.timeout(PATIENCE):

@@ -46,10 +46,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        ranks = ranks_of(vllm_config)
+        ranks, parallel = ranks_of(vllm_config), vllm_config.parallel_config
         self._rank = rank_of(vllm_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config, ranks)
-        self._settings = settings.for_rank(self._rank, vllm_config.parallel_config.data_parallel_index)
+        self._settings = settings.for_rank(self._rank, parallel.data_parallel_index)
         self._scheduler: Any = None
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None
@@ -60,6 +60,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ranks,
                 vllm_config.num_prefill_lookahead_tokens,
                 adapter_paths=not settings.model,
+                alone=parallel.prefill_context_parallel_size == 1
+                and (parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb),
             )
         elif self._is_replica:
             self._worker = ReplicaSide()
@@ -136,8 +138,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """VLLM gave the request its blocks."""
         self._scheduler.allocated(request, blocks.blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:
         """What the workers are to do in this step."""
+        self._scheduler.scheduled(scheduler_output)
         return KvdMetadata(self._scheduler.take_metadata())
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -1,6 +1,7 @@
 """What the scheduler's half tells the workers to do, and what it knows of them. Plain data."""
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvd.client import Blocks
 
@@ -46,6 +47,8 @@ class PullOrder:
     refused: str = ""
     consumer: str = ""
     """The request's hold, if there was one: the producer takes both for one consumer."""
+    grows: bool = False
+    """The prefill goes on meanwhile, for however long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,46 @@ class HoldOrder:
     ticket: str = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenOrder:
+    """Open an offer that grows, for a request that is to be prefilled."""
+
+    request: str
+    offer: str
+    secret: bytes = field(repr=False)
+    consumers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendOrder:
+    """When the step's kernels have ended, the first `tokens` tokens are complete in all blocks that the offer has."""
+
+    offer: str
+    tokens: int
+    blocks: tuple[Blocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseOrder:
+    """The prefill has ended: these are the last blocks. VLLM keeps all until the request is reported as sent."""
+
+    request: str
+    offer: str
+    tokens: int
+    blocks: tuple[Blocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawOrder:
+    """End an offer that grows: its blocks are not the request's any more."""
+
+    request: str
+    offer: str
+
+
+GrowingOrder: TypeAlias = OpenOrder | ExtendOrder | CloseOrder | WithdrawOrder
+
+
 @dataclass(slots=True)
 class StepMetadata:
     """All orders of one step."""
@@ -67,3 +110,5 @@ class StepMetadata:
     offers: list[OfferOrder] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Pulls of aborted requests; vLLM keeps their blocks until the request is reported as received."""
+    growing: list[GrowingOrder] = field(default_factory=list)
+    """Of offers that grow, in their order."""

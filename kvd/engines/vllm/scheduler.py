@@ -4,13 +4,9 @@ On the decode side, `arrived` reads a request's transfer parameters and `externa
 request that is not scheduled at once has its offer held, by every rank's daemon (`take_metadata`). Once vLLM has given
 the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. Of
 several requests with one ticket (samples of one prompt) one pulls, and the others find its blocks in the prefix cache.
-On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon.
-
-The decode engine computes the last token of the prompt itself, to sample from it, so it needs what attention to that
-token needs. With sliding or chunked windows that can be a block more than a prefill of the whole prompt keeps. The
-prefill engine then leaves the last token out (`arrived`); with recurrent states always, as they cannot be cut back by a
-token. With several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of
-drafts.
+On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon. If the
+router has sent a request to both sides at once, its offer grows from `arrived` on (`kvd.engines.vllm.growing`). How
+many tokens move is told in `kvd.engines.vllm.prompts`.
 """
 
 import logging
@@ -22,7 +18,10 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
+from kvd.engines.vllm.growing import params as growing_params
+from kvd.engines.vllm.growing.scheduler import GrowingOffers
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
+from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import State, Window
@@ -41,16 +40,25 @@ class SchedulerSide:
     """`groups` are the window and tokens per block of each KV cache group, `ranks` the number of workers.
 
     `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed. `adapter_paths` says
-    whether LoRA adapters have the same paths on both sides.
+    whether LoRA adapters have the same paths on both sides, `alone` whether requests to this engine's address all come
+    to this one, and all its workers have daemons: routers are told of them then.
     """
 
     def __init__(
-        self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0, *, adapter_paths: bool = True
+        self,
+        groups: Sequence[tuple[Window, int]],
+        ranks: int,
+        lookahead: int = 0,
+        *,
+        adapter_paths: bool = True,
+        alone: bool = True,
     ) -> None:
         self._groups = tuple(groups)
+        self._growing = GrowingOffers(self._groups)
+        self._alone = alone
         self._has_states = any(isinstance(window, State) for window, _ in self._groups)
         self._ranks = ranks
-        self._lookahead = lookahead
+        self._prompts = Prompts(self._groups, lookahead)
         self._adapter_paths = adapter_paths
         self._endpoints: dict[int, RankEndpoint] = {}
         self._unsent: dict[int, bool] = {}
@@ -68,8 +76,8 @@ class SchedulerSide:
         self._pulled: dict[int, None] = {}
         """Hashes of tickets that were pulled, the latest last: others with the same find what is still in the cache."""
         self._metadata = StepMetadata()
-        self._fresh: list[tuple[dict[str, Any], OfferOrder]] = []
-        """This step's tickets, which vLLM has not sent yet."""
+        self._fresh: list[tuple[dict[str, Any], OfferOrder | None]] = []
+        """This step's answers, which vLLM has not sent yet, and the offers that their tickets are for."""
         self._nonce = os.urandom(4).hex()
         self._names = 0
 
@@ -79,14 +87,34 @@ class SchedulerSide:
         """A new request."""
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
-            offered = transfer_params.read(params, self._prompt(request))
+            offered = self._read(params, request)
             self._params[request.request_id] = offered
             if offered.ticket and not offered.refused:
                 self._queued[request.request_id] = offered.ticket
         elif transfer_params.is_producer(params):
-            left_out = max(int(self._keeps_too_little(request)), self._lookahead - 1)
-            if 0 < left_out < request.num_prompt_tokens and not request.get_skip_reading_prefix_cache():
-                _leave_out_last_tokens(request, left_out)
+            self._to_prefill(request)
+
+    def _to_prefill(self, request: Any) -> None:
+        tokens, params = request.num_prompt_tokens, request.kv_transfer_params
+        left_out = self._prompts.left_out(tokens)
+        chosen = None
+        try:
+            if growing_params.is_growing(params):
+                consumers = transfer_params.consumers(params)
+                chosen = growing_params.chosen(params, self._prompt(request), self._prompts.taken(tokens))
+        except BadRequest as error:
+            logger.warning("request %s is offered only when it has ended: %s", request.request_id, error.text)
+        if 0 < left_out < tokens and not request.get_skip_reading_prefix_cache():
+            leave_out(request, left_out)
+        # If it does not end where the decode engine expects it, a ticket says where.
+        if chosen is not None and request.num_prompt_tokens == tokens - left_out:
+            self._growing.open(request, chosen, consumers)
+
+    def _read(self, params: dict[str, Any], request: Any) -> TransferParams:
+        prompt = self._prompt(request)
+        if growing_params.is_growing(params):
+            return growing_params.read(params, prompt, self._prompts.taken(prompt.length))
+        return transfer_params.read(params, prompt)
 
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
@@ -130,6 +158,7 @@ class SchedulerSide:
                 waits=True,
                 refused=refused,
                 consumer=self._holds.pop(request.request_id, ""),
+                grows=offered.grows,
             )
         )
 
@@ -145,6 +174,22 @@ class SchedulerSide:
             self._metadata.cancels.append(pull)
             self._not_pulled([request.request_id])
             return None
+        order = self._order(request, block_ids)
+        chosen = self._growing.close(request, order)
+        if order is None:
+            return None
+        if chosen is not None:
+            params, ticketed = growing_params.write(chosen, order.consumers), None
+        else:
+            self._metadata.offers.append(order)
+            params = transfer_params.write(self._ticket(order), order.tokens, self._prompt(request), order.consumers)
+            ticketed = order
+        self._fresh.append((params, ticketed))
+        self._name_producer(params)
+        return params
+
+    def _order(self, request: Any, block_ids: Sequence[Sequence[int]]) -> OfferOrder | None:
+        """How the blocks of a request that has ended are offered; None if they are not."""
         if not transfer_params.is_producer(request.kv_transfer_params) or request.status.name not in _COMPLETE:
             return None
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
@@ -158,11 +203,11 @@ class SchedulerSide:
             logger.warning("the KV blocks of request %s are not offered: %s", request.request_id, error.text)
             return None
         name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
-        order = OfferOrder(request.request_id, name, tokens, held, secret, consumers)
-        self._metadata.offers.append(order)
-        params = transfer_params.write(self._ticket(order), tokens, self._prompt(request), consumers)
-        self._fresh.append((params, order))
-        return params
+        return OfferOrder(request.request_id, name, tokens, held, secret, consumers)
+
+    def scheduled(self, output: Any) -> None:
+        """VLLM has scheduled a step, whose metadata is taken next."""
+        self._growing.scheduled(output)
 
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
@@ -174,6 +219,7 @@ class SchedulerSide:
                     self._metadata.holds.append(HoldOrder(request, hold, ticket))
                 del self._queued[request]
         metadata, self._metadata = self._metadata, StepMetadata()
+        metadata.growing = self._growing.take_orders()
         return metadata
 
     # --- from the workers -------------------------------------------------------------------------------------------
@@ -196,7 +242,9 @@ class SchedulerSide:
         """
         self._endpoints.update(endpoints)
         for params, order in self._fresh:
-            params["kvd_ticket"] = self._ticket(order)
+            if order is not None:
+                params["kvd_ticket"] = self._ticket(order)
+            self._name_producer(params)
 
     def set_unsent(self, unsent: dict[int, bool]) -> None:
         """Whether the workers of these ranks have orders that they could not send yet."""
@@ -218,17 +266,13 @@ class SchedulerSide:
         gone = set(requests)
         self._pulling = {ticket: request for ticket, request in self._pulling.items() if request not in gone}
 
+    def _name_producer(self, params: dict[str, Any]) -> None:
+        """Says in an answer where this engine's daemons are."""
+        if self._alone or growing_params.is_growing(params):
+            params["kvd_producer"] = growing_params.producer(self._ranks_endpoints())
+
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
-
-    def _keeps_too_little(self, request: Any) -> bool:
-        """Whether a prefill of the whole prompt drops blocks that its last token, computed again, needs."""
-        tokens = request.num_prompt_tokens
-        return tokens > 1 and any(
-            isinstance(window, State)
-            or not set(window.needed(tokens - 1, block_tokens)) <= set(window.needed(tokens, block_tokens))
-            for window, block_tokens in self._groups
-        )
 
     def _check_state(self, tokens: int, computed: int) -> None:
         """Refuses to offer `tokens` tokens if the recurrent state has taken in more."""
@@ -272,16 +316,19 @@ class SchedulerSide:
         return tuple(held)
 
     def _ticket(self, order: OfferOrder) -> str:
-        if len(self._endpoints) != self._ranks:
-            text = f"only ranks {sorted(self._endpoints)} of {self._ranks} said where their daemon is"
-            raise refusal(ErrorCode.INTERNAL, text)
         ranks = tuple(
             TicketRank(
                 endpoint.daemon, endpoint.address, endpoint.incarnation, endpoint.pool, order.offer, 0, order.secret
             )
-            for _, endpoint in sorted(self._endpoints.items())
+            for endpoint in self._ranks_endpoints()
         )
         return Ticket(order.tokens, ranks, (spans(order.blocks),)).encode()
+
+    def _ranks_endpoints(self) -> list[RankEndpoint]:
+        if len(self._endpoints) != self._ranks:
+            text = f"only ranks {sorted(self._endpoints)} of {self._ranks} said where their daemon is"
+            raise refusal(ErrorCode.INTERNAL, text)
+        return [endpoint for _, endpoint in sorted(self._endpoints.items())]
 
     def _name(self, request: str) -> str:
         """A name for an offer or pull, unique over runs of the engine."""
@@ -297,15 +344,3 @@ def _runs(group: int, positions: Sequence[int], ids: Sequence[int]) -> Iterable[
         if end == len(positions) or positions[end] != positions[end - 1] + 1:
             yield Blocks(group, positions[start], ids[start:end])
             start = end
-
-
-def _leave_out_last_tokens(request: Any, tokens: int) -> None:
-    """Makes the prefill end early. It samples a wrong token, which nobody reads, only to end."""
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-tokens]
-    for of_tokens in (request.prompt_token_ids, request.prompt_is_token_ids):
-        if of_tokens is not None:
-            del of_tokens[-tokens:]
-    del request._all_token_ids[-tokens:]
-    request.num_prompt_tokens -= tokens
-    request.max_tokens = 1

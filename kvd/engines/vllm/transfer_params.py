@@ -30,6 +30,8 @@ class TransferParams:
     refused: str = ""
     once: bool = False
     """Whether the offer ends when it has been pulled once."""
+    grows: bool = False
+    """Whether the prefill may still go on, or have to begin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ no steps for requests that it has ended, unless it is told that something is `un
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from kvd.client import (
@@ -24,14 +24,17 @@ from kvd.client import (
     Done,
     Failed,
     Freed,
+    NotExtended,
     Offered,
     OfferRefused,
     Reattached,
     Released,
 )
 from kvd.engines.kernels import Event
+from kvd.engines.vllm.growing.worker import GrowingOffers
 from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
+from kvd.engines.vllm.results import Results, TransferCounts
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_PULL_TIMEOUT
@@ -68,30 +71,6 @@ class _Waiting:
     after: Event | None = None
 
 
-@dataclass(slots=True)
-class TransferCounts:
-    """What a worker counted since its last report; the lists have an entry for each pull that brought blocks."""
-
-    pull_seconds: list[float] = field(default_factory=list)
-    """From the scheduler's request to the step that sees the end."""
-    pull_blocks: list[int] = field(default_factory=list)
-    pull_bytes: list[int] = field(default_factory=list)
-    failed_pulls: int = 0
-    refused_offers: int = 0
-    """Offers that the daemon refused; their requests fail on the decode side."""
-    expired_offers: int = 0
-    """Offers that nobody claimed in time."""
-
-
-@dataclass(slots=True)
-class Results:
-    """What ended since the last step, as vLLM's request ids."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-
-
 class WorkerSide:
     """The worker's half over `client`, an attached `kvd.client.Worker` of the pool `name`, whose layout is `spec`."""
 
@@ -110,6 +89,7 @@ class WorkerSide:
         self._holds: dict[str, HoldOrder] = {}
         """Holds that are sent; their pulls name them."""
         self._offers: dict[str, str] = {}
+        self._growing = GrowingOffers(client, offer_ttl, self._growing_ended)
         self._results = Results()
         self._told: RankEndpoint | None = None
         self._told_unsent = False
@@ -125,18 +105,20 @@ class WorkerSide:
                 self._wait_to_send(order)
         for pull in metadata.cancels:
             self._cancel(pull)
-        if self._queue:
+        self._growing.begin(metadata.growing, self._kernels.last, time.monotonic() + PATIENCE_SECONDS)
+        if self._has_orders:
             self._take_in()  # the daemon may have gone while the engine idled; what is sent to it then is lost
             self._send()
 
     def launched(self) -> None:
         """The step's kernels have been given to the GPU."""
         self._kernels.launched()
+        self._growing.launched(self._kernels.last, time.monotonic() + PATIENCE_SECONDS)
 
     def end(self) -> Results:
         """A step ends: returns what happened meanwhile."""
         self._take_in()
-        if self._queue:
+        if self._has_orders:
             self._send()
         results, self._results = self._results, Results()
         return results
@@ -161,7 +143,7 @@ class WorkerSide:
     def changed_unsent(self) -> bool | None:
         """Whether orders wait to be sent, for which vLLM is to make steps; None if that is as at the last call."""
         now = time.monotonic()
-        unsent = any(now < waiting.until for waiting in self._queue)
+        unsent = any(now < waiting.until for waiting in self._queue) or self._growing.is_unsent(now)
         if unsent == self._told_unsent:
             return None
         self._told_unsent = unsent
@@ -178,6 +160,10 @@ class WorkerSide:
 
     # --- orders out --------------------------------------------------------------------------------------------------
 
+    @property
+    def _has_orders(self) -> bool:
+        return bool(self._queue) or self._growing.is_due
+
     def _wait_to_send(self, order: Order) -> None:
         uses_blocks = isinstance(order, OfferOrder | PullOrder) and bool(order.blocks)
         after = self._kernels.last if uses_blocks else None
@@ -185,6 +171,7 @@ class WorkerSide:
 
     def _send(self) -> None:
         """Sends what may leave, in order, up to the first that the daemon cannot take now."""
+        self._growing.send(time.monotonic())
         trouble: Unavailable | None = None
         for waiting in tuple(self._queue):
             order = waiting.order
@@ -221,9 +208,9 @@ class WorkerSide:
             )
             self._offers[order.offer] = order.request
         else:
-            self._client.pull(
-                order.pull, order.ticket, blocks=order.blocks, timeout=self._pull_timeout, consumer=order.consumer
-            )
+            # A prefill that goes on ends such a pull, and the router knows how long it may take.
+            timeout = MAX_PULL_TIMEOUT if order.grows else self._pull_timeout
+            self._client.pull(order.pull, order.ticket, blocks=order.blocks, timeout=timeout, consumer=order.consumer)
             self._pulls[order.pull] = order, time.monotonic()
 
     def _give_up(self, order: Order, error: KvdError) -> None:
@@ -272,6 +259,8 @@ class WorkerSide:
                     self._pull_ended(event)
                 case Failed(hold, code, text):
                     self._hold_ended(hold, code, text)
+                case Offered() | OfferRefused() | NotExtended() | Released() if event.offer in self._growing:
+                    self._growing.took(event, time.monotonic() + PATIENCE_SECONDS)
                 case Released(offer, reason):
                     self._counts.expired_offers += reason == "expired"
                     self._results.sent.add(self._offers.pop(offer))
@@ -340,6 +329,11 @@ class WorkerSide:
             logger.error("the KV blocks of request %s were not loaded: %s: %s", order.request, code, text)
             self._counts.failed_pulls += 1
             self._results.failed.add(order.request)
+
+    def _growing_ended(self, request: str, reason: str) -> None:
+        self._counts.expired_offers += reason == "expired"
+        self._counts.refused_offers += reason == "refused"
+        self._results.sent.add(request)
 
     def _offer_refused(self, request: str, code: str, text: str) -> None:
         logger.error("the KV blocks of request %s are not offered: %s: %s", request, code, text)

@@ -106,6 +106,7 @@ def test_another_dynamo_is_left_alone_with_a_warning(
 
 
 TICKET = "kvd1.k5Sq-_8A"
+OFFER = "kvdo1.b7TzXw-_"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ TICKET = "kvd1.k5Sq-_8A"
         ("params: %s", ({"kvd_ticket": TICKET, "x": 1},), "params: {'kvd_ticket': 'kvd1.(not shown)', 'x': 1}"),
         (f"cut short: {TICKET[:7]}", (), "cut short: kvd1.(not shown)"),
         (f"two: {TICKET}, {TICKET}", (), "two: kvd1.(not shown), kvd1.(not shown)"),
+        ("params: %s", ({"kvd_offer": OFFER},), "params: {'kvd_offer': 'kvd1.(not shown)'}"),
         ("%d", ("no number",), None),
         ("100 %% of %s", ("nothing",), "100 % of nothing"),
     ],

@@ -9,7 +9,8 @@ from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, Off
 from kvd.engines.vllm import worker as worker_module
 from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, StepMetadata
-from kvd.engines.vllm.worker import Results, WorkerSide
+from kvd.engines.vllm.results import Results
+from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 
@@ -62,14 +63,17 @@ def client() -> Client:
     return Client()
 
 
-@pytest.fixture
-def side(client: Client) -> WorkerSide:
+def spec() -> CacheSpec:
     view = View(
         component="kv", offset=0, axes=(Axis("block", 4, 64), Axis("token", 4, 16), Axis("byte", 16, 1)), layers=(0,)
     )
     group = Group(window=Full(), block_tokens=4, num_blocks=4, views=(view,))
-    spec = CacheSpec(dtype="int8", pool_bytes=256, groups=(group,), shard=Shard(stages=((0, 1),)))
-    return WorkerSide(client, "vllm-0", spec, offer_ttl=9.0, pull_timeout=8.0, kernels=Kernels(GPU.record))
+    return CacheSpec(dtype="int8", pool_bytes=256, groups=(group,), shard=Shard(stages=((0, 1),)))
+
+
+@pytest.fixture
+def side(client: Client) -> WorkerSide:
+    return WorkerSide(client, "vllm-0", spec(), offer_ttl=9.0, pull_timeout=8.0, kernels=Kernels(GPU.record))
 
 
 class Gpu:

@@ -189,6 +189,8 @@ class Request:
     prompt_is_token_ids: list[bool] | None = None
     mm_features: tuple[Any, ...] = ()
     lora_request: Any = None
+    computed: int | None = None
+    """How many tokens of a prefill in chunks are; None: all."""
     num_prompt_tokens: int = field(init=False)
     _all_token_ids: list[int] = field(init=False)
 
@@ -198,10 +200,19 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> int:
-        return self.num_prompt_tokens
+        return self.num_prompt_tokens if self.computed is None else self.computed
 
     def get_skip_reading_prefix_cache(self) -> bool:
         return False
+
+
+@dataclass
+class Chunk:
+    """Tokens of a prefill that a step computes, and the request's blocks [group][position] then."""
+
+    request: Request
+    tokens: int
+    tables: Sequence[list[int]]
 
 
 class Engine:
@@ -271,9 +282,23 @@ class Engine:
     def groups(self) -> int:
         return len(self.cache_config.kv_cache_groups)
 
-    def step(self) -> None:
-        """One step of the engine without a forward pass; its outcome is joined over the ranks by vLLM itself."""
-        metadata = self.scheduler.build_connector_meta(None)
+    def step(self, chunk: Chunk | None = None, preempted: str = "") -> None:
+        """One step of the engine without a forward pass; its outcome is joined over the ranks by vLLM itself.
+
+        It computes a chunk, or preempts a request.
+        """
+        tokens = {chunk.request.request_id: chunk.tokens} if chunk else {}
+        tables = {chunk.request.request_id: tuple(chunk.tables)} if chunk else {}
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            preempted_req_ids={preempted} - {""},
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+        metadata = self.scheduler.build_connector_meta(scheduled)
+        if chunk:
+            assert chunk.request.computed is not None
+            chunk.request.computed += chunk.tokens
         outputs = [SimpleNamespace(kv_connector_output=_step(worker, metadata)) for worker in self.workers]
         joined = self._aggregator.aggregate(outputs).kv_connector_output
         self.scheduler.update_connector_output(joined)

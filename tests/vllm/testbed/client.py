@@ -43,8 +43,8 @@ def make_body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[s
     }
 
 
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """What a router sends to the prefill side first: the same request for one token, its KV to be kept for others."""
+def prefill_body(body: dict[str, Any], **more: object) -> dict[str, Any]:
+    """What a router sends to the prefill side: the same request for one token, its KV to be kept for others."""
     asked = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -52,18 +52,19 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
+        **more,
     }
     return body | {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
 
 
-async def prefill(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Prefills at `url` and returns the kv_transfer_params of the answer, to be passed on unchanged.
+async def prefill(url: str, body: dict[str, Any], **more: object) -> dict[str, Any]:
+    """Prefills at `url`, asked with `more` parameters, and returns those of the answer, to be passed on unchanged.
 
     Raises:
         HttpError: There was no good answer, or it has no such parameters.
 
     """
-    answer = await post(url, PATH, prefill_body(body))
+    answer = await post(url, PATH, prefill_body(body, **more))
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise HttpError(200, f"{url}: the answer of the prefill side has no kv_transfer_params")

@@ -1,5 +1,7 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
+import asyncio
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.servers import BLOCKS, Daemon, Engine, Server
 from tests.vllm.testbed.service import Service
 
@@ -92,7 +95,41 @@ class KvdPair(Pair):
         self.others = [
             Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
         ]
+        self._producer: object = None
+        """Where the daemons of the prefill side are, once it has said so."""
         super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks, drafters=drafters)
+
+    async def begin_early(self, body: dict[str, Any]) -> "tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]":
+        """Begins a prefill whose blocks can be read meanwhile, and returns the body for the decode side."""
+        if self._producer is None:
+            first = make_body(body["model"], body["prompt"][:2], 1)
+            params = await prefill(self.prefill.url, first)
+            self._producer = params["kvd_producer"]
+            await complete(self.decode.url, first | {"kv_transfer_params": params})
+        offer = "kvdo1." + secrets.token_urlsafe(24)
+        told = {"do_remote_prefill": True, "kvd_offer": offer, "kvd_producer": self._producer}
+        prefilling = asyncio.create_task(prefill(self.prefill.url, body, kvd_offer=offer))
+        return prefilling, body | {"kv_transfer_params": told}
+
+    async def complete_early(self, prompt: list[int], tokens: int, **more: Any) -> Completion:
+        """The completion of a prompt of which both servers get the request at once.
+
+        Raises:
+            HttpError: The decode side gave no good answer, and the prefill side none that could be used instead.
+
+        """
+        body = make_body(self.prefill.engine.model, prompt, tokens, **more)
+        prefilling, decoding = await self.begin_early(body)
+        try:
+            return await complete(self.decode.url, decoding)
+        except HttpError:
+            params = await prefilling
+            if "kvd_ticket" not in params:
+                raise
+            return await complete(self.decode.url, body | {"kv_transfer_params": params})
+        finally:
+            prefilling.cancel()
+            await asyncio.wait((prefilling,))
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the sockets of the daemons of that side."""

@@ -194,6 +194,6 @@ class Metrics:
         )
 
 
-async def scrape(service: "Server | Daemon") -> Metrics:
-    """The metrics of a server or a daemon now."""
+async def scrape(service: "Server | Daemon | RouterProcess") -> Metrics:
+    """The metrics of a server, a daemon or a router now."""
     return Metrics((await get(service.url, "/metrics")).decode())

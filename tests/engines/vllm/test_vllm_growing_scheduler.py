@@ -1,0 +1,236 @@
+"""The scheduler's half of offers that grow: what is opened, extended and closed, and what becomes of it otherwise."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.client import Blocks
+from kvd.engines.vllm.growing.params import is_growing
+from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, RankEndpoint, StepMetadata, WithdrawOrder
+from kvd.engines.vllm.scheduler import SchedulerSide
+from kvd.layout import Full, Sliding, State
+from kvd.protocol.ticket import decode
+from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, side, table
+
+OFFER = "kvdo1." + 32 * "x"
+ASKED = PREFILL | {"kvd_offer": OFFER}
+DECODE = {
+    "do_remote_prefill": True,
+    "kvd_offer": OFFER,
+    "kvd_producer": [{"daemon": "d", "address": "tcp://h:0", "pool": "p"}],
+}
+
+
+def step(producer: SchedulerSide, request: Any, more: int, *blocks: list[int], **output: Any) -> StepMetadata:
+    """One step of vLLM's scheduler, in which `more` tokens of the request are computed into these blocks."""
+    tables = {request.request_id: tuple(blocks)}
+    made = {
+        "num_scheduled_tokens": {request.request_id: more} if more else {},
+        "preempted_req_ids": set(),
+        "scheduled_cached_reqs": SimpleNamespace(resumed_req_ids=set()),
+        "kv_connector_block_state": SimpleNamespace(get_block_ids=tables.get),
+    }
+    producer.scheduled(SimpleNamespace(**made | output))
+    request.num_computed_tokens += more
+    return producer.take_metadata()
+
+
+def arrived(producer: SchedulerSide, tokens: int, params: dict[str, Any] = ASKED, name: str = "r") -> Request:
+    request = Request(list(range(tokens)), dict(params), name)
+    producer.arrived(request)
+    request.num_computed_tokens = 0
+    return request
+
+
+def consumer_of(params: dict[str, Any], tokens: int, *groups: Any) -> tuple[SchedulerSide, Request, int]:
+    consumer = side(*groups)
+    request = Request(list(range(tokens)), params)
+    consumer.arrived(request)
+    return consumer, request, consumer.external(request, 0) or 0
+
+
+def test_an_offer_is_opened_at_once_extended_after_each_step_and_closed_in_the_end() -> None:
+    producer = side()
+    request = arrived(producer, 10)
+    opened, extended = step(producer, request, 6, [3, 4]).growing
+    assert isinstance(opened, OpenOrder)
+    assert (opened.request, opened.consumers) == ("r", 1)
+    assert extended == ExtendOrder(opened.offer, 6, (Blocks(0, 0, [3, 4]),))
+    assert step(producer, request, 1, [3, 4]).growing == [ExtendOrder(opened.offer, 7, ())]
+    assert step(producer, request, 3, [3, 4, 9]).growing == [ExtendOrder(opened.offer, 10, (Blocks(0, 2, [9]),))]
+    params = producer.finished(request, ([3, 4, 9],))
+    metadata = producer.take_metadata()
+    assert metadata.growing == [CloseOrder("r", opened.offer, 10, ())]
+    assert metadata.offers == []
+    assert params is not None
+    assert "kvd_ticket" not in params
+    assert params["kvd_offer"] == OFFER
+
+
+def test_both_engines_make_the_same_offer_of_what_the_router_chose() -> None:
+    producer = side(ranks=2)
+    request = arrived(producer, 10, ASKED | {"kvd_consumers": 2})
+    (opened, _) = step(producer, request, 10, [3, 4, 9]).growing
+    params = producer.finished(request, ([3, 4, 9],))
+    assert params is not None
+    assert params["kvd_consumers"] == 2
+    consumer, asked, external = consumer_of(params, 10)
+    assert external == 9
+    consumer.allocated(asked, [table(5, 6, 7)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert pull.grows
+    ticket = decode(pull.ticket)
+    assert ticket.grows
+    assert [(rank.daemon, rank.address, rank.pool, rank.incarnation) for rank in ticket.ranks] == [
+        ("d0", "tcp://h:0", "vllm-0", 0),
+        ("d1", "tcp://h:1", "vllm-1", 0),
+    ]
+    assert {(rank.offer, rank.secret) for rank in ticket.ranks} == {(opened.offer, opened.secret)}
+
+
+def test_the_answer_of_a_prefill_that_was_not_asked_so_names_the_daemons_for_the_next_request() -> None:
+    for alone in (True, False):
+        producer = SchedulerSide(((Full(), 4),), 1, alone=alone)
+        producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:0", 7, "vllm-0")})
+        request = arrived(producer, 8, PREFILL)
+        assert step(producer, request, 8, [1, 2]).growing == []
+        params = producer.finished(request, ([1, 2],))
+        assert params is not None
+        assert "kvd_ticket" in params
+        assert params.get("kvd_producer") == (
+            [{"daemon": "d0", "address": "tcp://h:0", "pool": "vllm-0"}] * alone or None
+        )
+        assert not is_growing(params)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9, 10, 11, 12])
+@pytest.mark.parametrize("groups", [((Full(), 4),), ((Full(), 4), (Sliding(4), 4)), ((State(), 4), (Full(), 4))])
+def test_the_decode_engine_expects_what_the_prefill_engine_closes_with(tokens: int, groups: Any) -> None:
+    producer = side(*groups)
+    request = arrived(producer, tokens)
+    blocks = [list(range(1, 9)) for _ in groups]
+    orders = step(producer, request, request.num_prompt_tokens, *blocks).growing
+    producer.finished(request, blocks)
+    orders += producer.take_metadata().growing
+    consumer, _, external = consumer_of(DECODE, tokens, *groups)
+    if not orders:  # it cannot leave out the only token
+        assert external == 0
+        return
+    assert isinstance(orders[-1], CloseOrder)
+    assert external == min(orders[-1].tokens, tokens - 1)
+    (rank,) = decode(consumer._params["r"].ticket).ranks
+    assert isinstance(orders[0], OpenOrder)
+    assert (rank.offer, rank.secret) == (orders[0].offer, orders[0].secret)
+
+
+def test_windows_and_states_come_with_the_close() -> None:
+    producer = side((Full(), 4), (Sliding(5), 4))
+    request = arrived(producer, 12)
+    _, extended = step(producer, request, 11, [1, 2, 3], [0, 5, 6]).growing
+    assert isinstance(extended, ExtendOrder)
+    assert [part.group for part in extended.blocks] == [0]
+    producer.finished(request, ([1, 2, 3], [0, 5, 6]))
+    (closed,) = producer.take_metadata().growing
+    assert isinstance(closed, CloseOrder)
+    assert closed.blocks == (Blocks(1, 1, [5, 6]),)
+
+
+def test_what_attends_to_no_token_for_good_is_told_in_the_end_alone() -> None:
+    producer = side((Sliding(5), 4))
+    request = arrived(producer, 12)
+    (opened,) = step(producer, request, 12, [1, 2, 3]).growing
+    assert isinstance(opened, OpenOrder)
+
+
+@pytest.mark.parametrize("output", [{"preempted_req_ids": {"r"}}, {"resumed": {"r"}}])
+def test_a_prefill_whose_blocks_are_taken_ends_its_offer_and_is_offered_with_a_ticket_in_the_end(output: Any) -> None:
+    producer = side()
+    request = arrived(producer, 8)
+    opened, _ = step(producer, request, 4, [1]).growing
+    if "resumed" in output:
+        output = {"scheduled_cached_reqs": SimpleNamespace(resumed_req_ids=output["resumed"])}
+    assert step(producer, request, 4, [1, 2], **output).growing == [WithdrawOrder("r", opened.offer)]
+    params = producer.finished(request, ([1, 2],))
+    metadata = producer.take_metadata()
+    assert metadata.growing == []
+    assert len(metadata.offers) == 1
+    assert params is not None
+    assert "kvd_ticket" in params
+    assert "kvd_offer" not in params
+
+
+def test_a_prefill_that_computes_again_what_it_said_was_complete_ends_its_offer() -> None:
+    producer = side()
+    request = arrived(producer, 8)
+    opened, _ = step(producer, request, 6, [1, 2]).growing
+    request.num_computed_tokens = 4
+    assert step(producer, request, 2, [1, 2]).growing == [WithdrawOrder("r", opened.offer)]
+
+
+def test_an_aborted_prefill_ends_its_offer() -> None:
+    producer = side()
+    request = arrived(producer, 8)
+    opened, _ = step(producer, request, 4, [1]).growing
+    request.status = Status.FINISHED_ABORTED
+    assert producer.finished(request, ([1],)) is None
+    assert producer.take_metadata().growing == [WithdrawOrder("r", opened.offer)]
+
+
+def test_two_requests_do_not_share_an_offer() -> None:
+    producer = side()
+    first, second = arrived(producer, 8), arrived(producer, 8, name="s")
+    (opened, _) = step(producer, first, 4, [1]).growing
+    assert opened.request == "r"
+    second.num_computed_tokens = 8
+    params = producer.finished(second, ([5, 6],))
+    assert params is not None
+    assert "kvd_ticket" in params
+
+
+@pytest.mark.parametrize("offer", ["", "x" * 32, "kvdo1.short", "kvdo1." + "x" * 59, 7, None])
+def test_what_a_router_should_not_draw_is_not_opened_and_not_pulled(offer: Any) -> None:
+    producer = side()
+    request = arrived(producer, 8, PREFILL | {"kvd_offer": offer})
+    assert step(producer, request, 8, [1, 2]).growing == []
+    asked = {
+        "do_remote_prefill": True,
+        "kvd_offer": offer,
+        "kvd_producer": [{"daemon": "d", "address": "a", "pool": "p"}],
+    }
+    consumer, decoding, external = consumer_of(asked, 8)
+    consumer.allocated(decoding, [table(5, 6)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert "kvd_offer must be" in pull.refused
+
+
+@pytest.mark.parametrize("producer", [None, [], {}, [{"daemon": "d"}], [{"daemon": "d", "address": "a", "pool": 7}]])
+def test_a_request_without_the_daemons_of_its_prefill_fails_by_name(producer: Any) -> None:
+    consumer, decoding, external = consumer_of(DECODE | {"kvd_producer": producer}, 8)
+    consumer.allocated(decoding, [table(5, 6)], external)
+    (pull,) = consumer.take_metadata().pulls
+    assert pull.refused
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=5), min_size=2, max_size=2, unique_by=tuple))
+def test_another_prompt_has_another_secret_under_the_same_name(prompts: list[list[int]]) -> None:
+    made = []
+    for prompt in prompts:
+        producer = side()
+        request = Request(list(prompt), dict(ASKED))
+        producer.arrived(request)
+        made += producer.take_metadata().growing
+    assert isinstance(made[0], OpenOrder)
+    assert isinstance(made[1], OpenOrder)
+    assert made[0].offer == made[1].offer
+    assert made[0].secret != made[1].secret
+
+
+def test_secrets_show_in_no_representation() -> None:
+    producer = side()
+    (opened,) = step(producer, arrived(producer, 8), 0).growing
+    assert isinstance(opened, OpenOrder)
+    assert repr(opened.secret) not in repr(opened)
+    assert OFFER not in repr(producer._growing._growing["r"].chosen)

@@ -1,0 +1,130 @@
+"""Both servers get a request at once: the tokens are those of a single one, and blocks move during the prefill."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+
+from tests.support.patience import PATIENCE
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import Shared
+from tests.vllm.testbed.catalog import BLOCK, LATENT, UNCACHED, WINDOW, make_prompt
+from tests.vllm.testbed.client import Completion, complete, make_body
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import Server, scrape
+from tests.vllm.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 12
+CHUNK = 512
+"""Tokens of a prompt that the prefill side computes in a step (`shared.CHUNKS`)."""
+
+_seeds = itertools.count(9000)
+
+
+@dataclass
+class Served:
+    """One model on a pair, and on a server of its own."""
+
+    pair: KvdPair
+    single: Server
+
+    @property
+    def model(self) -> str:
+        return self.single.engine.model
+
+    async def case(self, prompt: list[int]) -> tuple[list[int], Completion]:
+        """A prompt, and what the single server makes of it.
+
+        Of models whose kernels for decode and for prefill disagree, it is one token longer: that is computed with
+        the kernels for decode on both.
+        """
+        if self.model not in LATENT:
+            return prompt, await complete(self.single.url, make_body(self.model, prompt, TOKENS))
+        whole = await complete(self.single.url, make_body(self.model, prompt, 1 + TOKENS))
+        return prompt + whole.tokens[:1], Completion(whole.tokens[1:], whole.logprobs[1:], whole.margins[1:])
+
+    async def metric(self, side: str, name: str) -> float:
+        return (await scrape(self.pair.daemons[side])).total(name)
+
+    async def nothing_is_held(self) -> None:
+        """Returns when no daemon has an offer or a pull."""
+
+        async def frees() -> bool:
+            held = await self.metric("prefill", "kvd_leases_active") + await self.metric("decode", "kvd_pulls_active")
+            return held == 0
+
+        await until(frees)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek", "granite"))],
+)
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(model: str, shared: Shared) -> Served:
+    compared = await shared.compared(model)
+    return Served(compared.pair, compared.single)
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, WINDOW + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7, 3 * CHUNK])
+async def test_a_prompt_of_any_length_gives_the_tokens_of_a_single_server(served: Served, length: int) -> None:
+    prompt, expected = await served.case(make_prompt(length, seed=8000 + length))
+    assert_same(await served.pair.complete_early(prompt, TOKENS), expected)
+    await served.nothing_is_held()
+
+
+async def test_blocks_are_read_before_the_prefill_has_ended(served: Served) -> None:
+    """A decode side that got no processor meanwhile reads all of them in the end: then another prompt shows it."""
+
+    async def shows() -> bool:
+        prompt, expected = await served.case(make_prompt(3 * CHUNK, seed=next(_seeds)))
+        before = await served.metric("decode", "kvd_read_duration_seconds_count")
+        assert_same(await served.pair.complete_early(prompt, TOKENS), expected)
+        return await served.metric("decode", "kvd_read_duration_seconds_count") > before + 1
+
+    await until(shows)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("tokens", [BLOCK, CHUNK + 3 * BLOCK])
+async def test_a_prompt_that_begins_like_one_in_a_prefix_cache_gives_the_same_tokens(
+    served: Served, where: str, tokens: int
+) -> None:
+    if served.model in UNCACHED:
+        pytest.skip("vLLM keeps no prefix cache of this model on a CPU")
+    prompt, expected = await served.case(make_prompt(2 * CHUNK + 5, seed=7000 + tokens + len(where)))
+    for server in (served.pair.prefill, served.pair.decode):
+        if where in {"both", "prefill" if server is served.pair.prefill else "decode"}:
+            await complete(server.url, make_body(served.model, prompt[:tokens], TOKENS))
+    assert_same(await served.pair.complete_early(prompt, TOKENS), expected)
+    assert_same(await served.pair.complete_early(prompt, TOKENS), expected)  # of which both caches have all
+    await served.nothing_is_held()
+
+
+async def test_many_requests_at_once_give_the_tokens_of_a_single_server(served: Served) -> None:
+    cases = [await served.case(make_prompt(40 + 90 * number, seed=6000 + number)) for number in range(10)]
+    ask = (served.pair.complete_early, served.pair.complete)
+    completions = await asyncio.gather(*(ask[n % 2](prompt, TOKENS) for n, (prompt, _) in enumerate(cases)))
+    for completion, (_, expected) in zip(completions, cases, strict=True):
+        assert_same(completion, expected)
+    await served.nothing_is_held()
+
+
+async def test_clients_that_hang_up_at_any_time_leave_nothing(served: Served) -> None:
+    for number in range(10):
+        prompt = make_prompt(3 * CHUNK, seed=5000 + number)
+        asking = asyncio.create_task(served.pair.complete_early(prompt, 100))
+        await asyncio.wait([asking], timeout=0.03 * number)
+        asking.cancel()
+        await asyncio.wait([asking])
+        async with asyncio.timeout(PATIENCE):
+            await served.nothing_is_held()
