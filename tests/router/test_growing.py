@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from kvd import limits
+from kvd.router.engines import place
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -337,7 +338,7 @@ async def test_a_decode_server_that_never_got_the_request_leaves_the_prefill_to_
         await known(stage, prefilling)
         for one in stage.server._decodes.all:
             if not one.turn:
-                one.url = "http://127.0.0.1:1"
+                one.place = place("http://127.0.0.1:1")
         assert await stage.ask(prompt="other") == (200, whole())
         assert [len(server.bodies) for server in stage.prefill] == [1]
         (body,) = [body for server in stage.decode for body in server.bodies]

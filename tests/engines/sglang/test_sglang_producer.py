@@ -250,7 +250,7 @@ def test_any_number_of_requests_that_wait_for_a_record_may_be_abandoned_together
     for number in range(4096):
         side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
         side.producer.expect(number)
-        side.producer.send(number, [1], tokens=1, first=0, aux_index=number)
+        side.producer.send(number, [1], tokens=1, first=0, aux_index=number, prompt=PROMPT)
     waiting = list(range(len(side.client.offers), 4096))
     for number in waiting:
         side.producer.abandon(number, "aborted")
