@@ -57,7 +57,8 @@ async def _compare(pair: Compared, console: Console) -> bool:
 
 async def _demo(prefill: str, folder: Path, console: Console) -> bool:
     write_models(folder, MODEL, interpreter=str(INTERPRETERS["vllm"]))
-    pair = Compared(folder / "servers", folder, MODEL, prefill)
+    decode = "sglang" if prefill == "vllm" else "vllm"
+    pair = Compared(folder / "servers", folder, MODEL, (prefill, decode))
     console.print("starting two daemons, four servers and a router: two minutes or three")
     try:
         await start_all(pair.services)
