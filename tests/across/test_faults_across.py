@@ -8,12 +8,11 @@ import pytest_asyncio
 
 from tests.across.pairs import SIDES, Mortal, Shared, Sides
 from tests.serving.faults import random_faults, seed
-from tests.serving.load import Load, one
+from tests.serving.load import Load, recovers
 from tests.sglang.testbed.servers import CHUNK
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete
 from tests.vllm.testbed.service import start_all
-from tests.vllm.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -35,17 +34,6 @@ async def mortal(sides: Sides, shared: Shared) -> Mortal:
 async def expected(mortal: Mortal) -> list[tuple[list[int], Completion]]:
     prompts = [make_prompt(CHUNK + 31 * number, seed=500 + number) for number in range(4)]
     return [(prompt, await complete(mortal.alone.url, mortal.body(prompt, TOKENS))) for prompt in prompts]
-
-
-async def recovers(mortal: Mortal, wanted: list[tuple[list[int], Completion]]) -> None:
-    """Returns when a request got the right tokens; then all do."""
-
-    async def succeeds() -> bool:
-        return await one(mortal, *wanted[0]) is None
-
-    await until(succeeds)
-    for prompt, want in wanted:
-        assert await one(mortal, prompt, want) is None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
