@@ -15,7 +15,7 @@ VLLM_BIN  := $(VLLM_VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
-.PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang quick quick-plans quick-actors test \
+.PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
   test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
   test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
@@ -68,6 +68,9 @@ demo-vllm: setup-vllm
 
 demo-sglang: setup-sglang
 	$(SGLANG_BIN)/python -m tests.sglang.testbed.demo
+
+demo-across: setup-vllm setup-sglang
+	$(VLLM_BIN)/python -m tests.across.demo
 
 # The rules: layouts, plans, tables, messages, actors, the client. 20 seconds on two cores, for while you write.
 quick: setup

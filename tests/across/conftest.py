@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.across.pairs import INTERPRETERS, Shared
-from tests.serving.shared import TEST_SECONDS, report_and_replace
+from tests.serving.shared import TEST_SECONDS, report_and_replace, stopped_in_the_end
 from tests.vllm.testbed.catalog import write_models
 
 HERE = Path(__file__).parent
@@ -36,8 +36,5 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def shared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """The servers that tests share."""
-    started = Shared(models, tmp_path_factory)
-    try:
+    with stopped_in_the_end(Shared(models, tmp_path_factory)) as started:
         yield started
-    finally:
-        started.stop()

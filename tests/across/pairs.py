@@ -1,4 +1,4 @@
-"""A pair of two engines, with a router before it: prefill in vLLM and decode in SGLang, or the other way.
+"""A pair of two engines, with a router before it: prefill in vLLM and decode in SGLang, the other way, or two SGLangs.
 
 Each engine has an environment of its own, so a server runs with the interpreter of its engine's.
 """
@@ -24,6 +24,12 @@ INTERPRETERS = {
 }
 """By engine; `make setup-vllm` and `make setup-sglang` make their environments."""
 
+Sides = tuple[str, str]
+"""The engines that prefill and decode."""
+
+SIDES: tuple[Sides, ...] = (("vllm", "sglang"), ("sglang", "vllm"))
+"""Those that cross; two SGLangs meet behind the router, too."""
+
 NAME = "ours"
 """The model as both engines tell peers of it."""
 
@@ -43,9 +49,9 @@ def vllm(name: str, folder: Path, models: Path, model: str, transfer: dict[str, 
 
 
 class AcrossPair:
-    """A prefill server of one engine and a decode server of the other, each with a daemon, and a router."""
+    """A prefill and a decode server, each with a daemon, and a router."""
 
-    def __init__(self, folder: Path, models: Path, model: str, prefill: str) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, sides: Sides) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = model
         self.daemons = {side: Daemon(f"kvd-{side}-daemon", folder) for side in ("prefill", "decode")}
@@ -53,7 +59,7 @@ class AcrossPair:
             "vllm": vllm("single-vllm", folder, models, model),
             "sglang": sglang("single-sglang", folder, models, model),
         }
-        engines = {"prefill": prefill, "decode": "sglang" if prefill == "vllm" else "vllm"}
+        engines = dict(zip(("prefill", "decode"), sides, strict=True))
         self.bootstrap_port = free_port()
         self.servers = {side: self._server(side, engine, folder, models) for side, engine in engines.items()}
         self.engines = engines
@@ -114,8 +120,8 @@ class Compared(AcrossPair):
 class Mortal(AcrossPair):
     """A pair whose processes may be killed, beside a single server of the engine that decodes."""
 
-    def __init__(self, folder: Path, models: Path, model: str, prefill: str) -> None:
-        super().__init__(folder, models, model, prefill)
+    def __init__(self, folder: Path, models: Path, model: str, sides: Sides) -> None:
+        super().__init__(folder, models, model, sides)
         self.alone = self.single[self.engines["decode"]]
         for daemon in self.daemons.values():
             daemon.settings = LOST_SOON
@@ -134,8 +140,10 @@ class Mortal(AcrossPair):
 class Shared(SharedSets):
     """One pair at a time."""
 
-    async def mortal(self, model: str, prefill: str) -> Mortal:
-        return await self.running(f"mortal-{prefill}", lambda folder: Mortal(folder, self.models, model, prefill))
+    async def mortal(self, model: str, sides: Sides) -> Mortal:
+        name = f"mortal-{'-'.join(sides)}"
+        return await self.running(name, lambda folder: Mortal(folder, self.models, model, sides))
 
-    async def compared(self, model: str, prefill: str) -> Compared:
-        return await self.running(f"{model}-{prefill}", lambda folder: Compared(folder, self.models, model, prefill))
+    async def compared(self, model: str, sides: Sides) -> Compared:
+        name = f"{model}-{'-'.join(sides)}"
+        return await self.running(name, lambda folder: Compared(folder, self.models, model, sides))

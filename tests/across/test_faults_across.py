@@ -6,31 +6,29 @@ import signal
 import pytest
 import pytest_asyncio
 
-from tests.across.pairs import Mortal, Shared
+from tests.across.pairs import SIDES, Mortal, Shared, Sides
 from tests.serving.faults import random_faults, seed
-from tests.serving.load import Load, one
+from tests.serving.load import Load, recovers
 from tests.sglang.testbed.servers import CHUNK
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete
 from tests.vllm.testbed.service import start_all
-from tests.vllm.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 TOKENS = 8
-SIDES = ("prefill", "decode")
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"], ids=lambda engine: f"prefill in {engine}")
-def prefill(request: pytest.FixtureRequest) -> str:
-    """The engine that prefills; tests of one follow each other."""
-    engine: str = request.param
-    return engine
+@pytest.fixture(scope="module", params=[*SIDES], ids=" to ".join)
+def sides(request: pytest.FixtureRequest) -> Sides:
+    """The engines; tests of one pair follow each other."""
+    chosen: Sides = request.param
+    return chosen
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def mortal(prefill: str, shared: Shared) -> Mortal:
-    return await shared.mortal("llama", prefill)
+async def mortal(sides: Sides, shared: Shared) -> Mortal:
+    return await shared.mortal("llama", sides)
 
 
 async def expected(mortal: Mortal) -> list[tuple[list[int], Completion]]:
@@ -38,18 +36,7 @@ async def expected(mortal: Mortal) -> list[tuple[list[int], Completion]]:
     return [(prompt, await complete(mortal.alone.url, mortal.body(prompt, TOKENS))) for prompt in prompts]
 
 
-async def recovers(mortal: Mortal, wanted: list[tuple[list[int], Completion]]) -> None:
-    """Returns when a request got the right tokens; then all do."""
-
-    async def succeeds() -> bool:
-        return await one(mortal, *wanted[0]) is None
-
-    await until(succeeds)
-    for prompt, want in wanted:
-        assert await one(mortal, prompt, want) is None
-
-
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_daemon_that_dies_gives_no_wrong_token(mortal: Mortal, side: str) -> None:
     daemon, wanted = mortal.daemons[side], await expected(mortal)
     async with Load(mortal, wanted).running(width=3) as load:
@@ -59,7 +46,7 @@ async def test_a_daemon_that_dies_gives_no_wrong_token(mortal: Mortal, side: str
     await recovers(mortal, wanted)
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_daemon_that_stands_still_gives_no_wrong_token(mortal: Mortal, side: str) -> None:
     daemon, wanted = mortal.daemons[side], await expected(mortal)
     async with Load(mortal, wanted).running(width=3) as load:

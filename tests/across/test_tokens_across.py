@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from tests.across.pairs import Compared, Shared
+from tests.across.pairs import SIDES, Compared, Shared, Sides
 from tests.sglang.testbed.servers import CHUNK, PAGE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import BLOCK, make_prompt
@@ -19,16 +19,16 @@ NEW = 8
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK, 333)
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"], ids=lambda engine: f"prefill in {engine}")
-def prefill(request: pytest.FixtureRequest) -> str:
-    """The engine that prefills; tests of one follow each other."""
-    engine: str = request.param
-    return engine
+@pytest.fixture(scope="module", params=[*SIDES, ("sglang", "sglang")], ids=" to ".join)
+def sides(request: pytest.FixtureRequest) -> Sides:
+    """The engines; tests of one pair follow each other."""
+    chosen: Sides = request.param
+    return chosen
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def across(prefill: str, shared: Shared) -> Compared:
-    return await shared.compared("llama", prefill)
+async def across(sides: Sides, shared: Shared) -> Compared:
+    return await shared.compared("llama", sides)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

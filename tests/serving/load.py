@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.client import Completion
 from tests.vllm.testbed.http import HttpError
+from tests.vllm.waiting import until
 
 
 class Pair(Protocol):
@@ -34,6 +35,17 @@ async def one(
         return error
     assert_same(completion, expected)
     return None
+
+
+async def recovers(pair: Pair, wanted: Sequence[tuple[list[int], Completion]]) -> None:
+    """Returns when a request got the right tokens; then all do."""
+
+    async def succeeds() -> bool:
+        return await one(pair, *wanted[0]) is None
+
+    await until(succeeds)
+    for prompt, want in wanted:
+        assert await one(pair, prompt, want) is None
 
 
 class Load:

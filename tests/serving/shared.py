@@ -1,8 +1,9 @@
 """Servers that tests share: started when a test asks for them, stopped when one asks for others or has failed."""
 
+import contextlib
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,6 +30,7 @@ class ServerSet(Protocol):
 
 
 _Set = TypeVar("_Set", bound=ServerSet)
+_Shared = TypeVar("_Shared", bound="SharedSets")
 
 
 class SharedSets:
@@ -63,6 +65,15 @@ class SharedSets:
         """Ends what runs."""
         while self._sets:
             stop_all(self._sets.popitem()[1].services)
+
+
+@contextlib.contextmanager
+def stopped_in_the_end(shared: _Shared) -> Iterator[_Shared]:
+    """The servers, all of which have ended when the context is left."""
+    try:
+        yield shared
+    finally:
+        shared.stop()
 
 
 def mark_real(item: pytest.Item, package: str, setup: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from tests.serving.faults import random_faults, seed
-from tests.serving.load import Load, one
+from tests.serving.load import Load, one, recovers
 from tests.sglang.shared import Mortal, Shared
 from tests.sglang.testbed.client import complete, make_body
 from tests.sglang.testbed.pair import KvdPair
@@ -58,17 +58,6 @@ async def reached(pair: KvdPair, phase: str, pulls: float) -> None:
         await until(holds)
 
 
-async def recovers(mortal: Mortal, wanted: list[tuple[list[int], Completion]]) -> None:
-    """Returns when a request got the right tokens; then all do."""
-
-    async def succeeds() -> bool:
-        return await one(mortal.pair, *wanted[0]) is None
-
-    await until(succeeds)
-    for prompt, want in wanted:
-        assert await one(mortal.pair, prompt, want) is None
-
-
 @pytest.mark.parametrize("side", SIDES)
 async def test_a_daemon_that_dies_under_load_gives_no_wrong_token_and_its_restart_makes_all_work_again(
     mortal: Mortal, side: str
@@ -78,7 +67,7 @@ async def test_a_daemon_that_dies_under_load_gives_no_wrong_token_and_its_restar
         await load.answered(4)
         daemon.kill()
     await start_all([daemon])
-    await recovers(mortal, wanted)
+    await recovers(mortal.pair, wanted)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -90,7 +79,7 @@ async def test_a_daemon_that_stands_still_under_load_gives_no_wrong_token(mortal
         await asyncio.sleep(3)  # the fault itself: longer than requests and claims of a quiet machine take
         daemon.signal(signal.SIGCONT)
         await load.answered(4)
-    await recovers(mortal, wanted)
+    await recovers(mortal.pair, wanted)
 
 
 @pytest.mark.slow
@@ -110,7 +99,7 @@ async def test_whatever_dies_while_a_request(mortal: Mortal, phase: str, victim:
         found[still].signal_group(signal.SIGCONT)
     await asked
     await start_all([found[victim]])
-    await recovers(mortal, await expected(mortal))
+    await recovers(mortal.pair, await expected(mortal))
 
 
 @pytest.mark.slow
@@ -123,7 +112,7 @@ async def test_a_server_that_stands_still_under_load_gives_no_wrong_token(mortal
         await asyncio.sleep(3)  # the fault itself
         server.signal_group(signal.SIGCONT)
         await load.answered(4)
-    await recovers(mortal, wanted)
+    await recovers(mortal.pair, wanted)
 
 
 @pytest.mark.slow
@@ -133,6 +122,6 @@ async def test_a_hundred_seconds_of_faults_under_load_give_no_wrong_token_and_no
     print(f"KVD_TEST_SEED={chosen}")
     async with Load(mortal.pair, wanted).running(width=3) as load:
         faults = await random_faults(processes(mortal.pair), chosen)
-    await recovers(mortal, wanted)
+    await recovers(mortal.pair, wanted)
     print(f"{faults}; {load.right} requests right, {len(load.errors)} failed, 0 wrong, 0 hung")
     assert load.right

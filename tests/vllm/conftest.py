@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.shared import mark_real, report_and_replace
+from tests.serving.shared import mark_real, report_and_replace, stopped_in_the_end
 from tests.support.fleet import until
 from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import MODELS, write_models
@@ -33,11 +33,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def shared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """The servers that tests share."""
-    started = Shared(models, tmp_path_factory)
-    try:
+    with stopped_in_the_end(Shared(models, tmp_path_factory)) as started:
         yield started
-    finally:
-        started.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,12 +74,12 @@ def read(host: str) -> Handoff:
     text = host.removeprefix(PREFIX)
     try:
         return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=Handoff)
-    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+    except (binascii.Error, ValueError, RecursionError, msgspec.DecodeError) as error:
         raise refusal(ErrorCode.BAD_TICKET, f"the handoff cannot be read: {error}") from error
 
 
-def check(handoff: Handoff, prompt: Sequence[int]) -> None:
-    """Checks that it is of this prompt, all of it.
+def check(handoff: Handoff, prompt: Sequence[int], vocabulary: int) -> None:
+    """Checks that it is of this prompt, all of it, and that its tokens are of this vocabulary.
 
     Raises:
         BadRequest: `BAD_TICKET`, it is not.
@@ -91,6 +91,10 @@ def check(handoff: Handoff, prompt: Sequence[int]) -> None:
         text = "the ticket is for {} tokens with checksum {}, this prompt has ".format(*theirs)
         text += f"{len(prompt)} and {checksum(prompt)}: does the router mix up requests, or the chat template differ?"
         raise refusal(ErrorCode.BAD_TICKET, text)
+    first = handoff.first
+    for token in () if first is None else (first.token, *(token for token, _ in first.top)):
+        if token >= vocabulary:
+            raise refusal(ErrorCode.BAD_TICKET, f"token {token} is not one of the {vocabulary} of this model")
 
 
 def write(ticket: str, prompt: int) -> dict[str, Any]:

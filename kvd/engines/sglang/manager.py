@@ -230,13 +230,13 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     _prompt = 0
     _handoff: Handoff | None = None
 
-    def expect(self, prompt: list[int], host: str | None) -> None:
+    def expect(self, prompt: list[int], host: str | None, vocabulary: int) -> None:
         """The tokens of the request, and where it is to be found: `kvd.engines.sglang.plugin` calls this first."""
         self._prompt = checksum(prompt)
         if self.bootstrap_addr.startswith(HANDED):
             try:
                 self._handoff = read(host or "")
-                check(self._handoff, prompt)
+                check(self._handoff, prompt, vocabulary)
             except BadRequest as error:
                 self._refuse(error.text)
 

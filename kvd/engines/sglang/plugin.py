@@ -73,7 +73,7 @@ def _handed_over(original: Callable[..., Any], queue: Any, req: Any, *args: Any,
     enqueued = original(queue, req, *args, **kwargs)
     if hasattr(enqueued.kv_receiver, "expect"):  # it is ours
         queue.kv_manager.forward_stream = getattr(queue.scheduler, "forward_stream", None)
-        enqueued.kv_receiver.expect(req.origin_input_ids, host)
+        enqueued.kv_receiver.expect(req.origin_input_ids, host, queue.scheduler.model_config.vocab_size)
     return enqueued
 
 

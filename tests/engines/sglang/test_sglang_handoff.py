@@ -20,6 +20,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.protocol.ticket import Ticket, TicketRank
 
 PROMPT = [5, 6, 7, 8]
+VOCABULARY = 10
 RANK = TicketRank("prefill", "local:/run/kvd.peers", 1, "vllm-0-0", "offer", 0, b"s" * 16)
 
 
@@ -41,23 +42,38 @@ def test_what_a_vllm_has_prefilled_is_read_and_fits_its_prompt_alone() -> None:
     assert is_handoff(host)
     found = read(host)
     assert (found.first.token, found.first.top[1]) == (9, (3, -1.5))
-    check(found, PROMPT)
+    check(found, PROMPT, VOCABULARY)
     for other in ([5, 6, 7], [5, 6, 7, 9], [*PROMPT, 1]):
         with pytest.raises(BadRequest, match="checksum") as caught:
-            check(found, other)
+            check(found, other, VOCABULARY)
         assert caught.value.code == ErrorCode.BAD_TICKET
 
 
 def test_a_prefill_that_left_the_last_token_out_does_not_do() -> None:
     with pytest.raises(BadRequest, match="ticket is for 3 tokens"):
-        check(read(handed(PROMPT, tokens=3)), PROMPT)
+        check(read(handed(PROMPT, tokens=3)), PROMPT, VOCABULARY)
 
 
-@pytest.mark.parametrize("host", [PREFIX, PREFIX + "e30", handed(PROMPT)[:-8], PREFIX + "\u00e4", "127.0.0.1"])
+def deep() -> str:
+    """A handoff with a field that is nested more deeply than a process can follow."""
+    raw = b'{"params": {"kvd_ticket": "a", "kvd_prompt": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    return PREFIX + base64.urlsafe_b64encode(raw).decode()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [PREFIX, PREFIX + "e30", handed(PROMPT)[:-8], PREFIX + "\u00e4", "127.0.0.1", deep()],
+    ids=["nothing", "without fields", "cut short", "no base64", "a host", "deep"],
+)
 def test_a_handoff_that_cannot_be_read_is_refused(host: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        check(read(host), PROMPT)
+        check(read(host), PROMPT, VOCABULARY)
     assert caught.value.code == ErrorCode.BAD_TICKET
+
+
+def test_a_first_token_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(BadRequest, match="token 9 is not one of the 9"):
+        check(read(handed(PROMPT)), PROMPT, 9)
 
 
 def test_no_part_of_a_handoff_reaches_the_log() -> None:
