@@ -327,6 +327,18 @@ def test_an_import_without_a_descriptor_left_fails_with_that_name_and_at_once(tm
             import_pools(address, map_host_pool)
 
 
+def test_pools_of_peers_leave_the_last_descriptors_to_others(tmp_path: Path) -> None:
+    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
+    before = mapped("memfd:pool")
+    with (
+        exporter_that_sends(tmp_path / "x", [pool]) as address,
+        descriptors_taken(below=222, limit=256),
+        pytest.raises(Unavailable, match="Too many open files"),
+    ):
+        import_pools(address, map_host_pool)
+    assert mapped("memfd:pool") == before
+
+
 @pytest.mark.parametrize(
     ("late", "reason"),
     [

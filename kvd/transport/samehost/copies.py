@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from kvd.errors import DeviceError, KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
-from kvd.transport.slices import U64, Chunk, Slice, SliceQueue, cut
+from kvd.transport.samehost.process_memory import copy_few
+from kvd.transport.slices import U64, Chunk, Slice, SliceQueue
 
 if TYPE_CHECKING:
     from kvd.transport.interface import ReadRequest
@@ -32,11 +33,15 @@ class Copy(Protocol):
 
 
 class Memory(Struct, frozen=True, gc=False):
-    """`size` bytes at `address` of this process; `device` is the GPU that has them, empty for host memory."""
+    """`size` bytes at `address` of this process; `device` is the GPU that has them, empty for host memory.
+
+    `file` is a descriptor of the file that is mapped there, if a peer lends it; else -1.
+    """
 
     address: int
     size: int
     device: str = ""
+    file: int = -1
 
     def addresses(self, offset: U64, length: U64) -> U64:
         """Where `length[i]` bytes at `offset[i]` begin; no length is above `limits.SLICE_BYTES`.
@@ -48,8 +53,22 @@ class Memory(Struct, frozen=True, gc=False):
         end = np.minimum(offset, np.uint64(self.size)) + length
         if int(end.max()) > self.size:
             first = int(end.argmax())
-            raise OSError(f"{length[first]} bytes at {offset[first]} are outside of {self.size} registered bytes")
+            raise self._outside(offset[first], length[first])
         return offset + np.uint64(self.address)
+
+    def at(self, offset: int, length: int) -> int:
+        """Where `length` bytes at `offset` begin.
+
+        Raises:
+            OSError: some lie outside.
+
+        """
+        if offset + length > self.size:
+            raise self._outside(offset, length)
+        return self.address + offset
+
+    def _outside(self, offset: int, length: int) -> OSError:
+        return OSError(f"{length} bytes at {offset} are outside of {self.size} registered bytes")
 
 
 class Read(Struct, eq=False):
@@ -78,8 +97,20 @@ class Read(Struct, eq=False):
             target, source = self._place(piece.chunk)
             self.copy(target[part], source[part], piece.chunk.length[part])
         except (OSError, KvdError) as error:
-            self.failure = self.failure or f"copy from {self.request.agent!r}: {error}"
-            self.device_lost |= isinstance(error, DeviceError) and error.lost
+            self._fail(error)
+
+    def run_few(self) -> None:
+        """Copies all of a small read between host memory, without arrays, which take longer than the copy."""
+        self.started = time.perf_counter()
+        try:
+            copies = self.request.descriptors.copies
+            copy_few([(self.target.at(dst, size), self.source.at(src, size), size) for src, dst, size in copies])
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or f"copy from {self.request.agent!r}: {error}"
+        self.device_lost |= isinstance(error, DeviceError) and error.lost
 
     def _place(self, chunk: Chunk) -> tuple[U64, U64]:
         """The addresses of a chunk, on both sides, worked out once for all its slices."""
@@ -96,13 +127,6 @@ class Read(Struct, eq=False):
             return ReadFailed(number, self.failure, self.aborted)
         seconds = time.perf_counter() - self.started if self.started else 0.0
         return Landed(number, seconds, self.stamp(self.request.stamp) if self.request.stamp else 0)
-
-
-def copy_now(read: Read) -> Landed | ReadFailed:
-    """Copies a whole read on the caller's thread."""
-    for piece in cut(read.request):
-        read.run(piece)
-    return read.end()
 
 
 class CopyThreads:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from kvd.errors import Unavailable
 from kvd.transport.samehost.copies import Copy, Memory
+from kvd.transport.samehost.lent import copy_lent
 from kvd.transport.samehost.mapped import map_host_pool
-from kvd.transport.samehost.process_memory import copy
 
 if TYPE_CHECKING:
     from kvd.protocol.export import ExportedPool
@@ -46,7 +47,7 @@ class Devices:
     def copy_between(self, source: Memory, target: Memory) -> Copy:
         """What copies from a mapped pool to one of ours."""
         gpu = self._gpu(target.device or source.device)
-        return gpu.copy if gpu else copy
+        return gpu.copy if gpu else partial(copy_lent, source)
 
     def pin(self, identity: str, address: int, length: int) -> None:
         """Lets GPUs copy to a host pool of ours by themselves, if the driver lets us; otherwise it copies twice."""

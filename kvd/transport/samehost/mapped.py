@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from kvd.errors import ErrorCode, refusal
 from kvd.memory.mapping import Mapping
 from kvd.memory.memfd import SEALS
+from kvd.net.local.listener import is_scarce
+from kvd.net.stream import no_descriptor
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
 
@@ -24,11 +27,12 @@ class MappedPool:
 
 
 def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:
-    """Maps a pool in host memory; the descriptor stays the caller's.
+    """Maps a pool in host memory, and keeps a descriptor of it; `descriptor` stays the caller's.
 
     Raises:
         BadRequest: `BAD_POOL`, it is no sealed memfd of that size, so that somebody could take pages off its end; or it
             has holes: files without memory cost their maker nothing, and could take all of our address space.
+        Unavailable: `OVERLOADED`, no descriptor is left for it.
 
     """
     try:
@@ -42,4 +46,22 @@ def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:
         mapping = Mapping(descriptor, pool.length, writable=False)
     except OSError as error:
         raise refusal(ErrorCode.BAD_POOL, f"a pool of {pool.size} bytes cannot be mapped: {error}") from error
-    return MappedPool(Memory(mapping.base, pool.size), mapping.close)
+    try:
+        file = _duplicate(descriptor)
+    except OSError as error:
+        mapping.close()
+        raise no_descriptor(error) from error
+
+    def close() -> None:
+        mapping.close()
+        os.close(file)
+
+    return MappedPool(Memory(mapping.base, pool.size, file=file), close)
+
+
+def _duplicate(descriptor: int) -> int:
+    file = os.dup(descriptor)
+    if is_scarce(file):
+        os.close(file)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return file

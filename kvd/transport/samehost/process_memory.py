@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 import socket
+from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,6 +39,19 @@ def copy(target: U64, source: U64, length: U64) -> None:
     """
     local, remote = _vector(target, length), _vector(source, length)
     _read(os.getpid(), local.ctypes.data, remote.ctypes.data, len(length), int(length.sum()))
+
+
+def copy_few(pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Like `copy`, of a few pieces: to which address, from which, and how many bytes.
+
+    Raises:
+        OSError: not all of it could be read, or written.
+
+    """
+    local = array("Q", [number for target, _, length in pieces for number in (target, length)])
+    remote = array("Q", [number for _, source, length in pieces for number in (source, length)])
+    size = sum([length for _, _, length in pieces])
+    _read(os.getpid(), local.buffer_info()[0], remote.buffer_info()[0], len(pieces), size)
 
 
 class _Piece(ctypes.Structure):
