@@ -203,12 +203,14 @@ def test_no_two_requests_nor_states_have_one_tag():
 class Played:
     """Reads from a peer's pool on a GPU into host memory.
 
-    `network` has what the network was asked to read, `asked` what the peer was asked for, as lines that it is there.
+    `network` has what the network was asked to read, `asked` what the peer was asked for, and `finished` what it was
+    told to be done with: both as the lines that say it is there.
     """
 
     def __init__(self):
         memory = np.zeros(arena_bytes(0), np.uint8)
-        self.loop, self.network, self.asked, self.events = VirtualLoop(), [], [], []
+        self.loop, self.network, self.events = VirtualLoop(), [], []
+        self.asked, self.finished = [], []
         self.arena = Arena(Region(1 << 20, len(memory), length=len(memory)), memory, 0)
         self.peer = StagedPeer("p", Staging(1 << 30, 2, {1 << 40: StagedPool(b"t" * 16, limits.MIB)}))
         self.reads = StagedReads(self, self.arena, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
@@ -218,8 +220,8 @@ class Played:
 
     def notify(self, _agent, content):
         said = messages.message(content)
-        if isinstance(said, Wanted):
-            self.asked.append(tag(said.secret, said.number, State.READY))
+        kept = self.asked if isinstance(said, Wanted) else self.finished
+        kept.append(tag(said.secret, said.number, State.READY))
 
     def begin(self, number):
         self.reads.begin(ReadRequest(number, "p", 0, 1 << 40, table([(0, 0, 8)])), self.peer, into_gpu=False)
@@ -254,6 +256,35 @@ def test_a_look_at_the_board_that_began_before_the_last_byte_proves_nothing():
     [again] = played.network
     played.end(again, played.asked[2])
     assert [asked.remote_base for asked in played.network] == [1 << 30]  # it reads the window once more
+
+
+@pytest.mark.parametrize("step", ["asked", "read", "checked"])
+@pytest.mark.parametrize("end", ["aborted", "failed"])
+def test_the_window_of_a_slice_that_comes_to_nothing_is_given_back_once_nothing_is_read_from_it(step, end):
+    played = Played()
+    played.begin(1)
+    [asked] = played.network
+    if step != "asked":
+        played.end(asked, played.asked[0])
+        [asked] = played.network
+    if step == "checked":
+        played.end(asked)
+        [asked] = played.network
+    if end == "aborted":
+        played.reads.abort(1)
+        assert played.finished == ([] if step == "read" else played.asked)
+        played.end(asked)
+        played.loop.run_until(1.0)
+    else:
+        played.network.remove(asked)
+        assert played.reads.ended(ReadFailed(asked.read, "broken"))
+    if (step, end) == ("read", "aborted"):  # it was on its way, and goes on
+        assert played.events == []
+        played.end(*played.network, played.asked[0])
+        assert isinstance(played.events[0], Landed)
+    else:
+        assert isinstance(played.events[0], ReadFailed)
+    assert played.finished == played.asked
 
 
 # --- over the fake fabric -------------------------------------------------------------------------------------------
