@@ -65,8 +65,7 @@ class Offers:
         """Offers that stand, by the id of their pool."""
         self._parts: Counter[int] = Counter()
         """The spans of their parts, with those that are empty."""
-        self.consumers = Consumers()
-        self._returns = Returns(actor, self._returned)
+        self.consumers, self._returns = Consumers(), Returns(actor, self._returned)
         expiring = Batch(actor, self._expired, lambda key: self._leases[key].size.blocks if key in self._leases else 0)
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, expiring.put, for_others=True)
         self._revoking: Batch[tuple[Lease, str, bool]] = Batch(actor, self._revoke, lambda each: each[0].size.blocks)

@@ -14,12 +14,12 @@ class Returns:
 
     def __init__(self, actor: Actor, returned: Callable[[Lease], None]) -> None:
         self._returned = returned
-        self._parts: Batch[tuple[Lease, Part | None]] = Batch(actor, self._give_back, _blocks_of)
+        self._parts: Batch[tuple[Lease, Part | None]] = Batch(actor, self._give_back, _weight)
 
     def put(self, lease: Lease) -> None:
         """Gives the blocks of a lease back, which has ended."""
         parts = [*((lease, part) for part in lease.content.parts), (lease, None)]
-        if lease.size.blocks <= limits.BATCH_BLOCKS:
+        if lease.size.blocks + lease.content.spans <= limits.BATCH_BLOCKS:
             self._give_back(parts)
             return
         for each in parts:
@@ -33,6 +33,7 @@ class Returns:
                 lease.pool.blocks.release(part.spans)
 
 
-def _blocks_of(item: tuple[Lease, Part | None]) -> int:
+def _weight(item: tuple[Lease, Part | None]) -> int:
+    """Blocks and spans: an offer may have very many parts with few blocks, or none."""
     lease, part = item
-    return 0 if part is None else lease.pool.blocks.size_of(part.spans).blocks
+    return 0 if part is None else lease.pool.blocks.size_of(part.spans).blocks + max(1, len(part.spans))

@@ -723,7 +723,7 @@ def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(h
 
 
 def test_one_offer_of_very_many_blocks_ends_at_once_and_is_given_back_in_parts(monkeypatch):
-    monkeypatch.setattr(limits, "BATCH_BLOCKS", 4)
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 6)
     monkeypatch.setattr(limits, "MAX_PART_BLOCKS", 2)
     stage = Stage()
     stage.attach()
