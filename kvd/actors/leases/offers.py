@@ -12,6 +12,7 @@ from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.consumers import Consumers
 from kvd.actors.leases.lease import Effect, Event, Lease, State
+from kvd.actors.leases.returns import Returns
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
@@ -63,7 +64,7 @@ class Offers:
         self._parts: Counter[int] = Counter()
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
-        self.consumers = Consumers()
+        self.consumers, self._returns = Consumers(), Returns(actor, self._returned)
         expiring = Batch(actor, self._expired, lambda key: self._leases[key].size.blocks if key in self._leases else 0)
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, expiring.put, for_others=True)
         self._revoking: Batch[tuple[Lease, str, bool]] = Batch(actor, self._revoke, lambda each: each[0].size.blocks)
@@ -270,21 +271,19 @@ class Offers:
         if Effect.RELEASE in step.effects:
             lease.reason = reason
             self._grows_no_more(lease)
-            self._give_back(lease)
-            self._count_standing(lease.pool.id, -1)
             self._due.unset(lease.key)
             self._remember(lease.key, f"worker {lease.key[0]}")
             self._context.metrics.offers.labels(reason).inc()
-            self._completion.notify(lease.key[0], Released(lease.key[1], reason))
-            self._check_quiet(lease.pool)
+            self._returns.put(lease)
 
-    def _give_back(self, lease: Lease) -> None:
-        content = lease.content
-        self._parts -= Counter({lease.pool.id: content.spans})
-        for part in content.parts:
-            lease.pool.blocks.release(part.spans)
-        content.forget()
+    def _returned(self, lease: Lease) -> None:
+        """The blocks of an offer that has ended are its worker's again."""
+        self._parts -= Counter({lease.pool.id: lease.content.spans})
+        lease.content.forget()
         self.consumers.forget(lease)
+        self._count_standing(lease.pool.id, -1)
+        self._completion.notify(lease.key[0], Released(lease.key[1], lease.reason))
+        self._check_quiet(lease.pool)
 
     def end_all(self, reason: str, *, claimed: bool) -> None:
         """Ends the leases that stand: all of them, or those that nobody has claimed."""

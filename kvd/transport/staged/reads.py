@@ -124,10 +124,8 @@ class StagedReads:
         self._arena = arena
         self._copy = copy
         self._loop = loop
-        self._emit = emit
-        self._idle = idle
-        self._secret = os.urandom(16)
-        self._numbers = itertools.count(1)
+        self._emit, self._idle = emit, idle
+        self._secret, self._numbers = os.urandom(16), itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
         self._reads: dict[int, _Read] = {}
         self._slotless: dict[_Part, None] = {}

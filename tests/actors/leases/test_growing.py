@@ -268,6 +268,21 @@ def test_each_span_that_is_named_counts_until_its_offer_has_ended(monkeypatch):
     assert isinstance(stage.offer("other", (5,))[0], Offered)
 
 
+def test_an_offer_of_very_many_parts_is_given_back_some_at_a_time_even_if_they_are_empty(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 3)
+    opened(stage)
+    for _ in range(9):
+        extend(stage, 0, ())
+    calls = []
+    give_back = stage.actors.leases._offers._returns._give_back
+    monkeypatch.setattr(
+        stage.actors.leases._offers._returns._parts, "_handle", lambda some: calls.append(len(some)) or give_back(some)
+    )
+    stage.request(Cancel(3, "o"))
+    assert calls == [3, 3, 4]
+    assert released(stage) == [("o", "withdrawn")]
+
+
 def test_the_time_of_an_offer_begins_anew_with_each_extension(stage):
     opened(stage, ttl=1.0)
     stage.run(0.9)

@@ -723,6 +723,20 @@ def test_consumers_of_all_offers_of_a_worker_leave_no_more_behind_than_their_bou
     assert isinstance(stage.asked_by_peer(claim(7, consumer="c7"))[0], Grant)
 
 
+def turns_of(stage, monkeypatch):
+    """When blocks are given back, and when others that came meanwhile get their turn."""
+    turns, pool = [], next(iter(stage.actors.leases._offers._pools.values()))
+    release = pool.blocks.release
+
+    def gives_back(spans):
+        turns.append(len(spans[0].ids) // 4)
+        call(stage.actors.leases.probe, lambda _name: turns.append("other"))
+        release(spans)
+
+    monkeypatch.setattr(type(pool.blocks), "release", lambda _self, spans: gives_back(spans))
+    return turns
+
+
 @pytest.mark.parametrize("how", ["expire", "detach"])
 def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(how, monkeypatch):
     """Each block that is given back takes the loop some 0.3 us: sixteen offers of a million took it for seconds."""
@@ -731,19 +745,30 @@ def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(h
     stage.attach()
     for number in range(6):
         stage.offer(f"o{number}", (0, 1), ttl=1.0)
-    leases, turns = stage.actors.leases._offers, []
-    give_back = leases._give_back
-
-    def gives_back(lease):
-        turns.append(lease.key[1])
-        call(stage.actors.leases.probe, lambda _name: turns.append("other"))
-        give_back(lease)
-
-    monkeypatch.setattr(leases, "_give_back", gives_back)
+    turns = turns_of(stage, monkeypatch)
     stage.run(1.1) if how == "expire" else stage.session(Detach())
-    assert turns == ["o0", "o1", "other", "other", "o2", "o3", "other", "other", "o4", "o5", "other", "other"]
+    assert turns == [2, 2, "other", "other"] * 3
     assert sorted(released(stage)) == [(f"o{n}", "expired") for n in range(6)] or how == "detach"
-    assert not leases._standing
+    assert not stage.actors.leases._offers._standing
+
+
+def test_one_offer_of_very_many_blocks_ends_at_once_and_is_given_back_in_parts(monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 6)
+    monkeypatch.setattr(limits, "MAX_PART_BLOCKS", 2)
+    stage = Stage()
+    stage.attach()
+    stage.offer(blocks=range(7))
+    [grant] = stage.asked_by_peer(claim(blocks=range(7)))
+    turns, told = turns_of(stage, monkeypatch), []
+    notify = stage.dependencies.worker_port.send
+    stage.dependencies.worker_port.send = lambda *what: told.append(list(turns)) or notify(*what)
+    stage.request(Cancel(9, "o"))
+    assert stage.answers[-1][1].code == ErrorCode.LEASE_BROKEN
+    assert isinstance(stage.asked_by_peer(Fence(1, grant.generation))[0], Broken)
+    assert turns == [2, 2, "other", "other", 2, 1, "other", "other"]
+    assert told[-1].count(1) == 1, "its worker hears of it when all are its own"
+    assert released(stage) == [("o", "withdrawn")]
+    assert stage.pull(blocks=range(7)) == []
 
 
 # --- one peer cannot have it all

@@ -11,6 +11,7 @@ from kvd import limits
 from kvd.actors.build import Actors
 
 SMALL: Final = {
+    "BATCH_BLOCKS": 1,
     "MAX_CLAIMS_PER_OFFER": 3,
     "MAX_CLAIMS_WAITING": 2,
     "MAX_HANDSHAKES": 1,
