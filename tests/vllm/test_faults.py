@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -169,6 +170,21 @@ async def test_a_prefill_daemon_that_dies_with_an_offer_ends_the_request_by_the_
     await faulty.ends_by_policy(body, expected)
     await start_all([daemon])
     await faulty.works()
+
+
+@pytest.mark.slow
+async def test_a_mixed_up_answer_ends_its_request_alone_also_while_the_decode_daemon_is_away(faulty: Faulty) -> None:
+    prompt, expected = faulty.expected[2]
+    body = await faulty.offered(prompt)
+    params: Any = body["kv_transfer_params"]
+    daemon = faulty.pair.daemons["decode"]
+    daemon.kill()
+    await faulty.ends_by_policy(
+        body | {"kv_transfer_params": params | {"kvd_prompt": params["kvd_prompt"] ^ 1}}, expected
+    )
+    await start_all([daemon])
+    await faulty.works()
+    assert faulty.pair.decode.running
 
 
 @pytest.mark.slow

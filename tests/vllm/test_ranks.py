@@ -1,5 +1,6 @@
-"""Whole servers of different TP sizes, with a daemon for each rank, give the tokens of a single one."""
+"""Whole servers of several workers, with a daemon for each, give the tokens of one that computes everything."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,23 +21,31 @@ CORES = 4
 MODEL = "llama"
 TOKENS = 8
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < CORES, reason=f"a whole vLLM with TP 2 needs {CORES} cores"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+several_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < CORES, reason=f"a whole vLLM of workers that wait for each other needs {CORES} cores"
+)
+
+TP, PP, DP = "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"
 
 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[pytest.param((1, 2), id="TP 1 to TP 2"), pytest.param((2, 1), id="TP 2 to TP 1")],
+    params=[
+        pytest.param(("decode", TP), id="TP 1 to TP 2", marks=several_cores),
+        pytest.param(("prefill", TP), id="TP 2 to TP 1", marks=several_cores),
+        pytest.param(("decode", PP), id="PP 1 to PP 2", marks=several_cores),
+        pytest.param(("prefill", PP), id="PP 2 to PP 1", marks=several_cores),
+        pytest.param(("decode", DP), id="DP 1 to DP 2"),
+        pytest.param(("prefill", DP), id="DP 2 to DP 1"),
+    ],
 )
 async def pair(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[KvdPair]:
-    ranks = dict(zip(("prefill", "decode"), request.param, strict=True))
-    pair = KvdPair(tmp_path_factory.mktemp("ranks"), models, MODEL, ranks=ranks)
+    side, flag = request.param
+    pair = KvdPair(tmp_path_factory.mktemp("ranks"), models, MODEL, spread={side: flag})
     try:
         await start_all(pair.services)
         yield pair
@@ -44,14 +53,15 @@ async def pair(
         stop_all(pair.services)
 
 
-@pytest.mark.parametrize("length", [3, 4 * BLOCK, 500])
-async def test_sides_of_different_tp_sizes_give_the_tokens_of_one_that_computes_everything(
-    pair: KvdPair, length: int
-) -> None:
-    prompt = make_prompt(length, seed=length)
-    expected = await complete(pair.decode.url, make_body(MODEL, prompt, TOKENS, cache_salt="alone"))
-    readers = [pair.daemons["decode"], *(daemon for daemon in pair.others if "decode" in daemon.name)]
-    before = [(await scrape(daemon)).total("kvd_read_bytes_total") for daemon in readers]
-    assert_same(await pair.complete(prompt, TOKENS), expected)
-    for daemon, read in zip(readers, before, strict=True):
-        assert (await scrape(daemon)).total("kvd_read_bytes_total") > read, f"{daemon.name} has read nothing"
+async def test_sides_of_several_workers_give_the_tokens_of_one_that_computes_everything(pair: KvdPair) -> None:
+    """Every daemon has moved something in the end: of ranks for each request, of replicas for some of those at once."""
+    prompts = [make_prompt(length, seed=length) for length in (3, 4 * BLOCK, 500, 40, 41, 42)]
+    bodies = [make_body(MODEL, prompt, TOKENS, cache_salt="alone") for prompt in prompts]
+    expected = [await complete(pair.decode.url, body) for body in bodies]
+    got = await asyncio.gather(*(pair.complete(prompt, TOKENS, cache_salt="pair") for prompt in prompts))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_same(ours, theirs)
+    for daemon in (*pair.daemons.values(), *pair.others):
+        metrics = await scrape(daemon)
+        moved = metrics.total("kvd_offers_total") if "prefill" in daemon.name else metrics.total("kvd_read_bytes_total")
+        assert moved > 0, f"{daemon.name} has moved nothing"

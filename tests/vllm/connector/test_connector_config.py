@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvd.engines.vllm.cache_config import _component, _names, _total_heads, check_supported
+from kvd.engines.vllm.cache_config import _component, _names, _state_format, _total_heads, check_supported
 from kvd.engines.vllm.formats import format_of
 from kvd.engines.vllm.identity import identity
 from kvd.engines.vllm.parallel import is_replica, rank_of, ranks_of
@@ -153,6 +153,19 @@ def test_a_quantized_cache_is_packed_by_the_kernels_that_the_models_dtype_has(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     assert described(torch.uint8, "CPU_ATTN", 32, "fp8") == f"uint8/fp8_e4m3/CPU_ATTN/{kernels}/packed by 32 tokens"
+
+
+@pytest.mark.parametrize(
+    ("amx", "bf16", "kernels"),
+    [(True, True, "cpu/amx/avx512_bf16"), (False, True, "cpu/avx512_bf16"), (False, False, "cpu")],
+)
+def test_a_recurrent_state_is_told_with_the_processors_kernels_that_write_it(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, bf16: bool, kernels: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    spec = SimpleNamespace(dtypes=(torch.bfloat16, torch.float32))
+    assert _state_format(spec, "GDN_ATTN") == f"bfloat16+float32/GDN_ATTN/{kernels}"
 
 
 def test_the_two_names_of_one_format_are_the_same() -> None:

@@ -18,7 +18,8 @@ class Pair(ABC):
     """A prefill server and a decode server.
 
     `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache; `ranks` the TP size of a side where it is not 1, `drafters` the drafter of a side that has one.
+    of either KV cache; `spread` the flag by which a side has two workers; `drafters` the drafter of a side that has
+    one.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Pair(ABC):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
-        ranks: Mapping[str, int] = MappingProxyType({}),
+        spread: Mapping[str, str] = MappingProxyType({}),
         drafters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.policy = policy
@@ -42,7 +43,7 @@ class Pair(ABC):
         folder.mkdir(parents=True, exist_ok=True)
 
         def server(side: str) -> Server:
-            engine = Engine(models, model, blocks, ranks.get(side, 1), drafters.get(side, ""))
+            engine = Engine(models, model, blocks, spread.get(side, ""), drafters.get(side, ""))
             return Server(f"{self.name}-{side}", folder, engine, self._config(side))
 
         self.prefill, self.decode = server("prefill"), server("decode")
@@ -72,7 +73,7 @@ class Pair(ABC):
 
 
 class KvdPair(Pair):
-    """With a daemon for each rank; `extra` are further settings of the connector."""
+    """With a daemon for each worker; `extra` are further settings of the connector."""
 
     name = "kvd"
     title = "kvd"
@@ -85,19 +86,18 @@ class KvdPair(Pair):
         *,
         policy: str = "fail",
         blocks: int = BLOCKS,
-        ranks: Mapping[str, int] = MappingProxyType({}),
+        spread: Mapping[str, str] = MappingProxyType({}),
         drafters: Mapping[str, str] = MappingProxyType({}),
         extra: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._extra = extra
         self.daemons = {side: Daemon(f"kvd-{side}-daemon-0", folder) for side in ("prefill", "decode")}
         """Of rank 0, by side."""
-        self.others = [
-            Daemon(f"kvd-{side}-daemon-{rank}", folder) for side, count in ranks.items() for rank in range(1, count)
-        ]
+        self.others = [Daemon(f"kvd-{side}-daemon-1", folder) for side in spread]
+        self._spread = spread
         self._producer: object = None
         """Where the daemons of the prefill side are, once it has said so."""
-        super().__init__(folder, models, model, policy=policy, blocks=blocks, ranks=ranks, drafters=drafters)
+        super().__init__(folder, models, model, policy=policy, blocks=blocks, spread=spread, drafters=drafters)
 
     async def begin_early(self, body: dict[str, Any]) -> "tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]":
         """Begins a prefill whose blocks can be read meanwhile, and returns the body for the decode side."""
@@ -133,10 +133,11 @@ class KvdPair(Pair):
 
     def connector(self, side: str) -> dict[str, Any]:
         """Names the sockets of the daemons of that side."""
+        number = "{dp_rank}" if "data" in self._spread.get(side, "") else "{rank}"
         return {
             "kv_connector": "KvdConnector",
             "kv_connector_extra_config": {
-                "socket": str(self.folder / f"kvd-{side}-daemon-{{rank}}.sock"),
+                "socket": str(self.folder / f"kvd-{side}-daemon-{number}.sock"),
                 **self._extra,
             },
         }

@@ -37,8 +37,8 @@ class Engine:
     model: str
     blocks: int = BLOCKS
     """Of the KV cache, a group."""
-    ranks: int = 1
-    """Its TP size."""
+    spread: str = ""
+    """A flag of vLLM that sets a number of workers: there are two then."""
     drafter: str = ""
     """Of the catalog, too: the EAGLE model that drafts two tokens a step."""
 
@@ -90,8 +90,8 @@ class Server(Service):
         blocks = engine.blocks * GROUPS.get(engine.model, 1)
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += FLAGS.get(engine.model, ())
-        if engine.ranks > 1:
-            command += ["--tensor-parallel-size", str(engine.ranks)]
+        if engine.spread:
+            command += [engine.spread, "2"]
         if engine.drafter:
             drafts = {"method": "eagle", "model": str(engine.models / engine.drafter), "num_speculative_tokens": 2}
             command += ["--speculative-config", json.dumps(drafts)]
