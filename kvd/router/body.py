@@ -78,15 +78,33 @@ class Body:
         """Whether the client wants each token as it comes."""
         return bytes(self.fields.get("stream", _NULL)) == b"true"
 
-    def for_prefill(self) -> bytes:
-        """The same for one token, whose KV blocks are to be offered to every completion's decode."""
-        params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
+    def for_prefill(self, turn: msgspec.Raw | None = None) -> bytes:
+        """The same for one token, whose KV blocks are to be offered to every completion's decode.
+
+        `turn`: the parameters that the conversation's last turn left, a JSON object.
+        """
+        left: dict[str, Any] = {} if turn is None else decode(turn, Fields)
+        params = _PREFILL | left | {name: _PREFILL[name] for name in ("do_remote_decode", "do_remote_prefill")}
+        params |= {"kvd_consumers": self.choices} if self.choices > 1 else {}
         more = {"n": _ONE} if "n" in self.fields else {}
         return self._for_one_token(more | {"stream": _raw(False), "kv_transfer_params": _raw(params)})
 
-    def for_decode(self, params: msgspec.Raw | None) -> bytes:
-        """The same with the `params` of the prefill server's answer, unchanged, if it was prefilled."""
-        return msgspec.json.encode(self.fields if params is None else self.fields | {"kv_transfer_params": params})
+    def for_decode(self, params: msgspec.Raw | None, turn: str = "") -> bytes:
+        """The same with the `params` of the prefill server's answer, unchanged, if it was prefilled.
+
+        `turn` names what the decode server is to keep for the conversation's next turn.
+        """
+        if params is None:
+            return msgspec.json.encode(self.fields)
+        if turn:
+            params = _raw(decode(params, Fields) | {"kvd_turn": turn})
+        return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
+
+    def for_turn(self, turn: str) -> bytes:
+        """A request for a completion of one token, whose answer has the parameters of what is kept of `turn`."""
+        fields: Fields = {"model": self.fields["model"]} if "model" in self.fields else {}
+        asked = {"prompt": _raw([0]), "max_tokens": _ONE, "kv_transfer_params": _raw({"kvd_turn": turn})}
+        return msgspec.json.encode(fields | asked)
 
     def for_release(self, params: msgspec.Raw) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
@@ -171,6 +189,28 @@ def params_of(answer: bytes) -> msgspec.Raw | None:
     except msgspec.DecodeError:
         return None
     return params.copy() if bytes(params).startswith(b"{") else None
+
+
+class _Turn(msgspec.Struct):
+    kvd_ticket: msgspec.Raw = _NOTHING
+    kvd_ttl: float = limits.ROUTER_TURN_SECONDS
+
+
+def knows_turns(params: msgspec.Raw) -> bool:
+    """Whether the servers whose parameters these are may keep turns: whether they run kvd."""
+    try:
+        return bool(bytes(decode(params, _Turn).kvd_ticket))
+    except msgspec.DecodeError:
+        return False
+
+
+def seconds_of(params: msgspec.Raw) -> float:
+    """How long a decode server keeps the turn with these parameters, as far as they say."""
+    try:
+        kept: float = decode(params, _Turn).kvd_ttl
+    except msgspec.DecodeError:
+        return 0.0
+    return kept
 
 
 def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:

@@ -13,6 +13,7 @@ from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import params_of
 from kvd.router.cleanup import Cleanup
+from kvd.router.conversations import Conversations
 from kvd.router.events import Said
 from kvd.router.metrics import Metrics
 from kvd.router.request import Client, Request
@@ -37,18 +38,21 @@ class Attempts:
     prefill: Server | None = None
     refused_by: Server | None = None
     """The decode server whose refusal is the answer."""
+    turn: msgspec.Raw | None = None
+    """What the conversation's last turn left."""
 
 
 class Router:
-    """Between the servers `prefill` and `decode`."""
+    """Between the servers `prefill` and `decode`. `turns`: what is decoded is kept for the next turn's prefill."""
 
-    def __init__(self, prefill: Servers, decode: Servers, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, prefill: Servers, decode: Servers, upstream: Upstream, metrics: Metrics, *, turns: bool) -> None:
         self._prefill = prefill
         self._decode = decode
         self._upstream = upstream
         self._metrics = metrics
         self._affinity = Affinity()
         self._cleanup = Cleanup(decode, upstream, metrics)
+        self._conversations = Conversations(upstream, metrics, keeps=turns)
 
     async def answer(self, request: Request, client: Client) -> None:
         """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
@@ -58,7 +62,7 @@ class Router:
             BrokenOff: One failed afterwards.
 
         """
-        attempts = Attempts()
+        attempts = Attempts(turn=await self._conversations.take(request))
         try:
             while True:
                 try:
@@ -76,6 +80,7 @@ class Router:
 
     async def close(self) -> None:
         """Waits until what clients that are gone have left is ended."""
+        await self._conversations.close()
         await self._cleanup.close()
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
@@ -102,7 +107,7 @@ class Router:
 
     async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.params` from `server`. False if it refused the request, which the client then knows."""
-        asking = asyncio.create_task(self._prefill_answer(request, server))
+        asking = asyncio.create_task(self._prefill_answer(request, server, attempts.turn))
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -118,13 +123,14 @@ class Router:
         self._served(server, attempts)
         return True
 
-    async def _prefill_answer(self, request: Request, server: Server) -> Whole:
-        body = request.body.for_prefill()
+    async def _prefill_answer(self, request: Request, server: Server, turn: msgspec.Raw | None) -> Whole:
+        body = request.body.for_prefill(turn)
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
-        body, streamed = request.body.for_decode(attempts.params), request.body.streamed
+        turn = self._conversations.name(request, attempts.params)
+        body, streamed = request.body.for_decode(attempts.params, turn), request.body.streamed
         async with self._upstream.post(server, request.path, body, request.headers, sent, streamed=streamed) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by = server
@@ -140,6 +146,8 @@ class Router:
             if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
             await _relay(answer, first, client)
+            if turn:
+                self._conversations.keep(request, server, turn)
 
     def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
         """Has the offer released that is left, if one is, by another server than those that failed."""

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.testbed.conversation import Talking
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Engine, RouterProcess, Server
 from tests.vllm.testbed.service import Service, start_all, stop_all
 
 OFFER_TTL = 12.0
 """Long enough for a busy machine, short enough to be waited for."""
+
+TURN_TTL = 60.0
+"""Of conversations: longer than a turn takes on a busy machine, short enough to be waited for."""
 
 BLOCKS = 66
 """Of 32 tokens: room for one request of 2,000 tokens, and beside the shortest one for none as long."""
@@ -67,6 +71,16 @@ class Shared:
     async def mortal(self, policy: str) -> Mortal:
         made: Mortal = await self._running(policy, lambda folder: Mortal(folder, self._models, policy))
         return made
+
+    async def talking(self, model: str) -> Talking:
+        def make(folder: Path) -> Talking:
+            made = Talking(folder, self._models, model, turn_ttl=TURN_TTL)
+            for daemon in made.pair.daemons.values():
+                daemon.settings = LOST_SOON
+            return made
+
+        talking: Talking = await self._running(f"talking-{model}", make)
+        return talking
 
     async def _running(self, name: str, make: Callable[[Path], Any]) -> Any:
         wanted = self._sets.get(name)

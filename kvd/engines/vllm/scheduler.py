@@ -11,6 +11,9 @@ token needs. With sliding or chunked windows that can be a block more than a pre
 prefill engine then leaves the last token out (`arrived`); with recurrent states always, as they cannot be cut back by a
 token. With several MTP modules it leaves out as many as they look ahead: their caches would hold what they made of
 drafts.
+
+In a conversation blocks also go back: `answered` has the decode engine keep what it decoded, and the next turn's
+request names that to its prefill engine, which pulls as a decode engine does, and then offers (`turns`).
 """
 
 import logging
@@ -24,15 +27,14 @@ from kvd.client.blocks import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
+from kvd.engines.vllm.turns import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal
-from kvd.layout import State, Window
+from kvd.layout import Full, State, Window
 from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
 _NULL_BLOCK = 0
 """vLLM's block id at positions without a block."""
-
-_COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,13 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, groups: Sequence[tuple[Window, int]], ranks: int, lookahead: int = 0, *, adapter_paths: bool = True
+        self,
+        groups: Sequence[tuple[Window, int]],
+        ranks: int,
+        lookahead: int = 0,
+        *,
+        adapter_paths: bool = True,
+        turns: TurnPolicy | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._has_states = any(isinstance(window, State) for window, _ in self._groups)
@@ -70,6 +78,8 @@ class SchedulerSide:
         self._metadata = StepMetadata()
         self._fresh: list[tuple[dict[str, Any], OfferOrder]] = []
         """This step's tickets, which vLLM has not sent yet."""
+        whole = not all(isinstance(window, Full) for window, _ in self._groups)
+        self.turns = Turns(turns or TurnPolicy(), ranks, whole=whole)
         self._nonce = os.urandom(4).hex()
         self._names = 0
 
@@ -77,16 +87,16 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request."""
+        self.turns.kept.arrived(request)
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
-            offered = transfer_params.read(params, self._prompt(request))
-            self._params[request.request_id] = offered
-            if offered.ticket and not offered.refused:
-                self._queued[request.request_id] = offered.ticket
+            self._offered(request, transfer_params.read(params, self._prompt(request)))
         elif transfer_params.is_producer(params):
             left_out = max(int(self._keeps_too_little(request)), self._lookahead - 1)
             if 0 < left_out < request.num_prompt_tokens and not request.get_skip_reading_prefix_cache():
                 _leave_out_last_tokens(request, left_out)
+            if (offered := self.turns.offered(request, self._prompt(request))) is not None:
+                self._offered(request, offered)
 
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
@@ -101,15 +111,19 @@ class SchedulerSide:
             logger.warning(text, request.request_id, offered.tokens, wanted)
             return 0
         self._computed[request.request_id] = computed
-        return max(0, min(offered.tokens, wanted) - computed)
+        tokens = max(0, min(offered.tokens, wanted) - computed)
+        return self.turns.worth(tokens) if offered.turn else tokens
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], external: int) -> None:
         """VLLM gave the request `blocks` [group][position], with room for `external` tokens to come."""
+        self.turns.kept.admitted(request.request_id)
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
         self._queued.pop(request.request_id, None)
         tokens = self._computed.pop(request.request_id, 0) + external
+        if offered.turn:
+            self.turns.allocated(request.request_id, offered, external)
         if external == 0:
             self._let_go(request, offered)
             return
@@ -135,6 +149,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns the router's parameters if its blocks are offered: vLLM then keeps them."""
+        self.turns.ended(request.request_id)
         self._computed.pop(request.request_id, None)
         self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
@@ -145,7 +160,7 @@ class SchedulerSide:
             self._metadata.cancels.append(pull)
             self._not_pulled([request.request_id])
             return None
-        if not transfer_params.is_producer(request.kv_transfer_params) or request.status.name not in _COMPLETE:
+        if not transfer_params.is_producer(request.kv_transfer_params) or not is_complete(request):
             return None
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
         held = self._held(block_ids, tokens)
@@ -157,16 +172,35 @@ class SchedulerSide:
         except BadRequest as error:
             logger.warning("the KV blocks of request %s are not offered: %s", request.request_id, error.text)
             return None
-        name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
-        order = OfferOrder(request.request_id, name, tokens, held, secret, consumers)
-        self._metadata.offers.append(order)
+        order = self._order(request, tokens, held, consumers)
         params = transfer_params.write(self._ticket(order), tokens, self._prompt(request), consumers)
         self._fresh.append((params, order))
         return params
 
+    def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.
+
+        Returns the parameters of its turn, if its answer is to have them, or of the turn that it asks for.
+        """
+        if not self.turns.keeps(request):
+            return self.turns.take(request)
+        tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request._all_token_ids))
+        held = self._held(block_ids, tokens)
+        if not held or (self._has_states and tokens != request.num_computed_tokens):  # a step has taken the state on
+            return None
+        blocks = self.turns.kept.room(request, [block for part in held for block in part.ids])
+        if blocks is None:
+            return None
+        order = self._order(request, tokens, held, turn_ttl=self.turns.ttl)
+        params, in_answer = self.turns.keep(request, order, self._ticket(order), self._prompt(request), blocks)
+        self._fresh.append((params, order))
+        return params if in_answer else None
+
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
+        self.turns.kept.relieve([block_tokens for _, block_tokens in self._groups])
+        self._metadata.withdrawals = self.turns.kept.take_withdrawals()
         for request, ticket in list(self._queued.items()):
             if ticket not in self._pulling:
                 if not self._is_here(self._params[request]):
@@ -180,9 +214,11 @@ class SchedulerSide:
 
     def received(self, requests: Iterable[str], failed: Iterable[str] = ()) -> None:
         """The blocks of these requests are no longer written to; loads of others, or of the same, have `failed`."""
-        self._not_pulled(failed)
+        gone = set(failed)
+        self._not_pulled(gone)
         for request in requests:
             self._loading.pop(request, None)
+            self.turns.received(request, failed=request in gone)
         for ticket in [ticket for ticket, request in self._pulling.items() if request not in self._loading]:
             del self._pulling[ticket]
             self._pulled[hash(ticket)] = None
@@ -204,8 +240,8 @@ class SchedulerSide:
 
     @property
     def unsent(self) -> bool:
-        """Whether a worker has such orders."""
-        return any(self._unsent.values())
+        """Whether a worker has such orders, or blocks are given up that it has not let go of."""
+        return any(self._unsent.values()) or self.turns.kept.freeing
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +253,11 @@ class SchedulerSide:
         """These requests bring nothing: one of those that wait for their tickets may pull."""
         gone = set(requests)
         self._pulling = {ticket: request for ticket, request in self._pulling.items() if request not in gone}
+
+    def _offered(self, request: Any, offered: TransferParams) -> None:
+        self._params[request.request_id] = offered
+        if offered.ticket and not offered.refused:
+            self._queued[request.request_id] = offered.ticket
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
@@ -270,6 +311,14 @@ class SchedulerSide:
             positions = [position for position in range(first, len(table)) if table[position] != _NULL_BLOCK]
             held += list(_runs(group, positions, [table[position] for position in positions]))[-1:]
         return tuple(held)
+
+    def _order(
+        self, request: Any, tokens: int, held: tuple[Blocks, ...], consumers: int = 1, turn_ttl: float = 0.0
+    ) -> OfferOrder:
+        name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
+        order = OfferOrder(request.request_id, name, tokens, held, secret, consumers, turn_ttl)
+        self._metadata.offers.append(order)
+        return order
 
     def _ticket(self, order: OfferOrder) -> str:
         if len(self._endpoints) != self._ranks:

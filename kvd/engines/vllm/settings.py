@@ -12,6 +12,7 @@ from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
 from kvd.protocol.address import DEFAULT_SOCKET
 
 _Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
+_Share = Annotated[float, Meta(ge=0, lt=1)]
 _Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
 
 
@@ -32,6 +33,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     part of the model."""
     offer_ttl: _Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
+    turn_ttl: _Ttl = 300.0
+    """How long a decode engine keeps an answer for the next turn of its conversation, whose prefill engine pulls it."""
+    turn_share: _Share = 0.25
+    """The most of its KV cache that it keeps so. It gives up the oldest ones when it is short of blocks itself."""
+    every_turn: bool = False
+    """Whether it keeps every answer and says so in it, for routers that do not ask for that (`kvd_turn`)."""
     pull_timeout: _Timeout = 60.0
     """How long a pull may take once the decode engine has blocks for it."""
     attach_timeout: _Timeout = 60.0

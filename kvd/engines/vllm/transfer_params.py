@@ -27,6 +27,8 @@ class TransferParams:
     refused: str = ""
     once: bool = False
     """Whether the offer ends when it has been pulled once."""
+    turn: bool = False
+    """Whether it is what an earlier turn of the conversation left (`turn_params`), which may as well be computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd.engines.vllm import KvdConnector
 from kvd.processes import Child, Processes
+from tests.engines.vllm.blocks import Manager
 from tests.support.patience import NEVER_LOST, PATIENCE
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
@@ -203,10 +204,18 @@ class Request:
         return False
 
 
+class Answered(Request):
+    """One that has decoded."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return len(self._all_token_ids) - 1
+
+
 class Engine:
     """The scheduler's connector and those of its workers: `tp_size` in each of `stages` pipeline stages.
 
-    `settings` is `kv_connector_extra_config`.
+    `settings` is `kv_connector_extra_config`, `policy` what becomes of failed loads.
     """
 
     def __init__(
@@ -217,8 +226,10 @@ class Engine:
         tp_size: int = 1,
         block_tokens: int = BLOCK_TOKENS,
         stages: int = 1,
+        policy: str = "fail",
     ) -> None:
         config = copy.deepcopy(config)
+        config.kv_transfer_config.kv_load_failure_policy = policy
         config.parallel_config.tensor_parallel_size = tp_size
         config.parallel_config.pipeline_parallel_size = stages
         config.kv_transfer_config.kv_connector_extra_config = settings
@@ -289,6 +300,20 @@ class Engine:
         keep, params = self.scheduler.request_finished_all_groups(request, tuple(tables))
         assert keep
         assert params is not None
+        return params
+
+    def answered(self, name: str, sequence: Sequence[int], asked: int, manager: Manager) -> dict[str, Any]:
+        """A turn that has ended: of `sequence` the first `asked` tokens were its prompt, the last one was not computed.
+
+        Its blocks are those that it has of `manager`. Returns what the next turn's prefill gets.
+        """
+        request = Answered(name, list(sequence[:asked]), {"do_remote_prefill": True, "kvd_turn": True})
+        request._all_token_ids = list(sequence)
+        tables = tuple([block.block_id for block in group] for group in manager.tables[name])
+        keep, params = self.scheduler.request_finished_all_groups(request, tables)
+        assert not keep
+        assert params is not None
+        manager.end(name)
         return params
 
     def decode(
