@@ -220,6 +220,9 @@ MAX_CONSUMERS: Final = 1024
 MAX_PULLED_TICKETS: Final = 1024
 """Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
 
+MAX_TURN_PREFIXES: Final = 32
+"""Beginnings of a turn that are told apart, 40 bytes each: the next prompt may leave it at any of them."""
+
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
 This bounds the work of answering: nobody guesses 128 bits."""
@@ -455,6 +458,23 @@ ROUTER_RELEASE_SECONDS: Final = 10.0
 ROUTER_TAKEN_SECONDS: Final = 5.0
 """After the head of its answer: vLLM gives its engine the request milliseconds later, on cores that others keep busy
 seconds later, and drops it if its client leaves before that. For so long it may go on to load the blocks."""
+
+ROUTER_TURNS: Final = 2048
+ROUTER_TURN_BYTES: Final = 64 * KIB
+"""Conversations whose next turn may be prefilled with blocks of the last one, and the parameters of each: 128 MiB at
+most. A ticket for 100,000 tokens has a few KiB, unless their blocks are scattered."""
+
+ROUTER_TURN_SECONDS: Final = 3600.0
+"""How long a turn is remembered at most: decode servers say for how long they keep it."""
+
+ROUTER_TURNS_ASKED: Final = 64
+"""Decode servers that are asked at a time for what they kept; of other turns nothing is kept."""
+
+ROUTER_TURN_ASK_SECONDS: Final = 10.0
+"""For a decode server to answer that, behind what it has in its queue."""
+
+ROUTER_TURN_WAIT_SECONDS: Final = 0.2
+"""How long a turn that comes at once waits for that answer: no longer than it takes to compute some hundred tokens."""
 
 ROUTER_PROBE_SECONDS: Final = 2.0
 """For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""

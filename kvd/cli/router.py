@@ -43,6 +43,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         help="until the first token of a decode server, and between any two, if it streams (default: 120)",
     )
+    parser.add_argument(
+        "--single-turn",
+        action="store_true",
+        help="decode servers keep nothing for the next turn of a conversation: its prefill computes the last answer",
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for url in (*prefill, *decode):
         place(url)
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
-    server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts)
+    server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts, turns=not args.single_turn)
     raise_open_files(limits.ROUTER_OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, Ports.of(args.listen), len(prefill), len(decode)))

@@ -84,12 +84,15 @@ class Body:
         """Whether the client wants each token as it comes."""
         return bytes(self.fields.get("stream", _NULL)) == b"true"
 
-    def for_prefill(self, offer: str = "", *, with_token: bool = False) -> bytes:
+    def for_prefill(self, offer: str = "", turn: msgspec.Raw | None = None, *, with_token: bool = False) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.
 
-        `with_token` has the answer tell the token, and how likely it is if the client asks for that.
+        `turn`: the parameters that the conversation's last turn left, a JSON object. `with_token` has the answer tell
+        the token, and how likely it is if the client asks for that.
         """
-        params: dict[str, Any] = _PREFILL | ({"kvd_consumers": self.choices} if self.choices > 1 else {})
+        left: dict[str, Any] = {} if turn is None else decode(turn, Fields)
+        params = _PREFILL | left | {name: _PREFILL[name] for name in ("do_remote_decode", "do_remote_prefill")}
+        params |= {"kvd_consumers": self.choices} if self.choices > 1 else {}
         params |= {"kvd_offer": offer} if offer else {}
         more = {"n": _ONE} if "n" in self.fields else {}
         more |= {"stream": _raw(False), "kv_transfer_params": _raw(params)}
@@ -103,8 +106,21 @@ class Body:
         more = {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
         return self._for_one_token(more | {"stream": _raw(False)} | _raws(room_fields(server, room)))
 
-    def for_decode(self, prefilled: Prefilled | None, engine: Engine = Engine.VLLM, room: int = 1) -> bytes:
-        """The same with what the prefill server told, unchanged, if it was prefilled."""
+    def for_turn(self, turn: str) -> bytes:
+        """A request for a completion of one token, whose answer has the parameters of what is kept of `turn`."""
+        fields: Fields = {"model": self.fields["model"]} if "model" in self.fields else {}
+        asked = {"prompt": _raw([0]), "max_tokens": _ONE, "kv_transfer_params": _raw({"kvd_turn": turn})}
+        return msgspec.json.encode(fields | asked)
+
+    def for_decode(
+        self, prefilled: Prefilled | None, engine: Engine = Engine.VLLM, room: int = 1, turn: str = ""
+    ) -> bytes:
+        """The same with what the prefill server told, unchanged, if it was prefilled.
+
+        `turn` names what a vLLM is to keep for the conversation's next turn.
+        """
+        if turn and prefilled is not None:
+            prefilled = Prefilled(_raw(decode(prefilled.params, Fields) | {"kvd_turn": turn}), prefilled.first)
         return msgspec.json.encode(self.fields | _handed(prefilled, engine, room))
 
     def for_release(self, prefilled: Prefilled, engine: Engine = Engine.VLLM, room: int = 1) -> bytes:
@@ -186,6 +202,30 @@ def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
     if engine is Engine.VLLM:
         return {"kv_transfer_params": prefilled.params}
     return _raws(handed_fields(prefilled, room))
+
+
+class _Turn(msgspec.Struct):
+    kvd_ticket: msgspec.Raw = _NOTHING
+    kvd_offer: msgspec.Raw = _NOTHING
+    kvd_ttl: float = limits.ROUTER_TURN_SECONDS
+
+
+def knows_turns(params: msgspec.Raw) -> bool:
+    """Whether the servers whose parameters these are may keep turns: whether they run kvd."""
+    try:
+        said: _Turn = decode(params, _Turn)
+    except msgspec.DecodeError:
+        return False
+    return bool(bytes(said.kvd_ticket) or bytes(said.kvd_offer))
+
+
+def seconds_of(params: msgspec.Raw) -> float:
+    """How long a decode server keeps the turn with these parameters, as far as they say."""
+    try:
+        kept: float = decode(params, _Turn).kvd_ttl
+    except msgspec.DecodeError:
+        return 0.0
+    return kept
 
 
 def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:

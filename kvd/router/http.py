@@ -26,13 +26,22 @@ _PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, 
 class HttpServer:
     """Routes between the servers at the URLs `prefill` and `decode`. Use as an async context manager."""
 
-    def __init__(self, host: str, port: int, prefill: Sequence[str], decode: Sequence[str], timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        timeouts: Timeouts,
+        *,
+        turns: bool = True,
+    ) -> None:
         self._place = host, port
         prefills, self._decodes = Servers("prefill", prefill), Servers("decode", decode)
         self._upstream = Upstream(timeouts)
         self._metrics = Metrics((*prefills.all, *self._decodes.all))
         self._exposition = Exposition(self._metrics.registry)
-        self._router = Router(prefills, self._decodes, self._upstream, self._metrics)
+        self._router = Router(prefills, self._decodes, self._upstream, self._metrics, turns=turns)
         self._health = Health((prefills, self._decodes), self._upstream)
         self._intake = Intake()
         self._connections = Connections()

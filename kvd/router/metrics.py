@@ -26,6 +26,20 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
 
 
+class Turn(StrEnum):
+    """What became of a conversation's turn."""
+
+    KEPT = "kept"
+    """A decode server keeps it, and gave its parameters."""
+    NOT_KEPT = "not_kept"
+    FOUND = "found"
+    """The next turn's prefill got the parameters."""
+    MISSED = "missed"
+    """It had none: they did not come in time."""
+    EXPIRED = "expired"
+    """It came too late."""
+
+
 class Metrics:
     """The metrics of one router between `servers`, in a registry of their own."""
 
@@ -61,6 +75,13 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        self.turns = Counter(
+            "kvd_router_turns",
+            f"Turns of conversations that decode servers keep, and that were asked for ({', '.join(Turn)}).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.kept_turns = Gauge("kvd_router_kept_turns", "Turns whose next one may still come.", registry=registry)
         self.malformed = Counter(
             "kvd_router_malformed",
             "Requests that are no HTTP, or have a header that says nothing; answered with status 400.",
@@ -72,4 +93,6 @@ class Metrics:
             self.failures.labels(server.role, server.url)
         for outcome in Outcome:
             self.requests.labels(outcome)
+        for turn in Turn:
+            self.turns.labels(turn)
         Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})

@@ -10,11 +10,14 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+import msgspec
+
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import new_room
 from kvd.router.cleanup import Cleanup
+from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.events import Said
 from kvd.router.growing import Early, Producers
@@ -44,6 +47,8 @@ class Attempts:
     """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
     refused_by: Server | None = None
     """The decode server whose refusal is the answer."""
+    turn: msgspec.Raw | None = None
+    """What the conversation's last turn left."""
     early: Early | None = None
     """The prefill that goes on."""
     in_turn: bool = False
@@ -61,9 +66,9 @@ class Attempts:
 
 
 class Router:
-    """Between the servers `prefill` and `decode`."""
+    """Between the servers `prefill` and `decode`. `turns`: what is decoded is kept for the next turn's prefill."""
 
-    def __init__(self, prefill: Servers, decode: Servers, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, prefill: Servers, decode: Servers, upstream: Upstream, metrics: Metrics, *, turns: bool) -> None:
         self._prefill = prefill
         self._decode = decode
         self._upstream = upstream
@@ -71,6 +76,7 @@ class Router:
         self._affinity = Affinity()
         self._producers = Producers()
         self._cleanup = Cleanup(decode, upstream, metrics)
+        self._conversations = Conversations(upstream, metrics, keeps=turns)
 
     async def answer(self, request: Request, client: Client) -> None:
         """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
@@ -81,7 +87,7 @@ class Router:
 
         """
         self._check(request)
-        attempts = Attempts()
+        attempts = Attempts(turn=await self._conversations.take(request))
         try:
             while True:
                 try:
@@ -110,13 +116,14 @@ class Router:
 
     async def close(self) -> None:
         """Waits until what clients that are gone have left is ended."""
+        await self._conversations.close()
         await self._cleanup.close()
 
     async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
         if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
-            if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
+            if not (attempts.in_turn or attempts.tried or attempts.turn or self._decode.have(Engine.SGLANG)):
                 attempts.early = self._producers.begin(request, server, self._prefill_answer)
             if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
@@ -185,7 +192,7 @@ class Router:
         attempts.leave()
         if server.engine is Engine.SGLANG:
             return await self._met(request, client, server, attempts)
-        asking = asyncio.create_task(self._prefill_answer(request, server, ""))
+        asking = asyncio.create_task(self._prefill_answer(request, server, "", attempts.turn))
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -222,15 +229,18 @@ class Router:
         self._served(server, attempts)
         return True
 
-    async def _prefill_answer(self, request: Request, server: Server, offer: str) -> Whole:
-        body = request.body.for_prefill(offer, with_token=self._decode.have(Engine.SGLANG))
+    async def _prefill_answer(
+        self, request: Request, server: Server, offer: str, turn: msgspec.Raw | None = None
+    ) -> Whole:
+        body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed
         prefilled = attempts.prefilled if early is None else early.prefilled
-        body = request.body.for_decode(prefilled, server.engine, new_room())
+        turn = self._conversations.name(request, server, prefilled)
+        body = request.body.for_decode(prefilled, server.engine, new_room(), turn)
         async with self._upstream.post(
             server, request.path, body, request.headers, sent, streamed=streamed, early=early is not None
         ) as answer:
@@ -249,6 +259,8 @@ class Router:
             if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
             await _relay(answer, first, client)
+            if turn:
+                self._conversations.keep(request, server, turn)
 
     def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
         """Has the offer released that is left, if one is, by another server than those that failed."""

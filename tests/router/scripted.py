@@ -186,9 +186,9 @@ class Stage:
         self.decode = decode
         self.session = aiohttp.ClientSession()
 
-    async def ask(self, path: str = PATH, **more: Any) -> tuple[int, bytes]:
+    async def ask(self, path: str = PATH, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, bytes]:
         data = io.BytesIO(json.dumps(BODY | more).encode())  # aiohttp wants large ones so
-        async with self.session.post(self.url + path, data=data) as response:
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return response.status, await response.read()
 
     async def error(self, **more: Any) -> tuple[int, dict[str, Any]]:
@@ -229,12 +229,13 @@ async def routed(
     *,
     seconds: tuple[float, float] = (MOMENT, MOMENT),
     host: str = "127.0.0.1",
+    turns: bool = True,
 ) -> AsyncIterator[Stage]:
     async with contextlib.AsyncExitStack() as stack:
         ps = [await stack.enter_async_context(scripted(answering, host)) for answering in prefill]
         ds = [await stack.enter_async_context(scripted(answering, host)) for answering in decode]
         urls = [server.url for server in ps], [server.url for server in ds]
-        server = await stack.enter_async_context(HttpServer(host, 0, *urls, Timeouts(*seconds)))
+        server = await stack.enter_async_context(HttpServer(host, 0, *urls, Timeouts(*seconds), turns=turns))
         stage = Stage(server, ps, ds)
         await stack.enter_async_context(stage.session)
         yield stage

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 from tests.serving.shared import LOST_SOON, SharedSets
+from tests.vllm.testbed.conversation import Talking
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Engine, RouterProcess, Server
 from tests.vllm.testbed.service import Service
 
 OFFER_TTL = 12.0
 """Long enough for a busy machine, short enough to be waited for."""
+
+TURN_TTL = 60.0
+"""Of conversations: longer than a turn takes on a busy machine, short enough to be waited for."""
 
 BLOCKS = 66
 """Of 32 tokens: room for one request of 2,000 tokens, and beside the shortest one for none as long."""
@@ -55,3 +59,12 @@ class Shared(SharedSets):
 
     async def mortal(self, policy: str) -> Mortal:
         return await self.running(policy, lambda folder: Mortal(folder, self.models, policy))
+
+    async def talking(self, model: str) -> Talking:
+        def make(folder: Path) -> Talking:
+            made = Talking(folder, self.models, model, turn_ttl=TURN_TTL)
+            for daemon in made.pair.daemons.values():
+                daemon.settings = LOST_SOON
+            return made
+
+        return await self.running(f"talking-{model}", make)

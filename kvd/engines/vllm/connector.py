@@ -30,6 +30,7 @@ from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
 from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
+from kvd.engines.vllm.turns import TurnPolicy
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import ErrorCode, refusal
 
@@ -62,6 +63,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 adapter_paths=not settings.model,
                 alone=parallel.prefill_context_parallel_size == 1
                 and (parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb),
+                turns=TurnPolicy(
+                    ttl=settings.turn_ttl,
+                    share=settings.turn_share,
+                    every=settings.every_turn,
+                    recompute=self._kv_transfer_config.kv_load_failure_policy == "recompute",
+                ),
             )
         elif self._is_replica:
             self._worker = ReplicaSide()
@@ -125,6 +132,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The endpoints of all ranks, once at the start."""
         self._scheduler.set_endpoints({handshake.rank: handshake.endpoint for handshake in metadata.values()})
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """VLLM's blocks, of which the connector keeps some for the next turns of conversations."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.turns.kept.bind(kv_cache_manager)
+
     def on_new_request(self, request: Any) -> None:
         """VLLM added a request."""
         self._scheduler.arrived(request)
@@ -150,6 +162,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if meta is not None:
             self._scheduler.set_endpoints(meta.endpoints)
             self._scheduler.set_unsent(meta.unsent)
+            self._scheduler.turns.kept.ended(meta.turn_ends)
+
+    def has_pending_block_frees(self) -> bool:
+        """A running request lacks a block: whether waiting helps, before vLLM preempts one."""
+        frees: bool = self._scheduler.turns.kept.frees()
+        return frees
+
+    def reset_cache(self) -> None:
+        """Gives up what is kept for next turns; its blocks are free some steps later."""
+        self._scheduler.turns.kept.clear()
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to make steps though it has no requests: a worker could not send all orders yet."""
@@ -165,7 +187,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks, and what it returns to the router."""
         params = self._scheduler.finished(request, block_ids)
-        return params is not None, params
+        if params is not None:
+            return True, params
+        return False, self._scheduler.answered(request, block_ids)
 
     # --- worker -----------------------------------------------------------------------------------------------------
 
@@ -217,19 +241,18 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def build_connector_worker_meta(self) -> KvdWorkerMeta | None:
-        """Where consumers find this rank and whether orders wait to be sent, if that changed."""
+        """Where consumers find this rank and whether orders wait to be sent, if that changed; turns that ended."""
         endpoint, unsent = self._worker.changed_endpoint(), self._worker.changed_unsent()
-        if endpoint is None and unsent is None:
+        turn_ends = self._worker.take_turn_ends()
+        if endpoint is None and unsent is None and not turn_ends:
             return None
-        return KvdWorkerMeta(
-            {} if endpoint is None else {self._rank: endpoint}, {} if unsent is None else {self._rank: unsent}
-        )
+        endpoints = {} if endpoint is None else {self._rank: endpoint}
+        return KvdWorkerMeta(endpoints, {} if unsent is None else {self._rank: unsent}, turn_ends)
 
     def get_kv_connector_stats(self) -> KvdStats | None:
-        """What the worker counted since the last call."""
-        if self._worker is None:
-            return None
-        stats = KvdStats(asdict(self._worker.take_counts()))
+        """What this half counted since the last call."""
+        half = self._worker or self._scheduler.turns
+        stats = KvdStats(asdict(half.take_counts()))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

@@ -29,12 +29,18 @@ class KvdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KvdWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler, by rank, after steps in which one of these changed."""
+    """Workers to the scheduler, by rank, after steps in which one of these changed, or a turn's offer ended."""
 
     endpoints: dict[int, RankEndpoint] = field(default_factory=dict)
     unsent: dict[int, bool] = field(default_factory=dict)
     """Whether orders wait to be sent."""
+    turn_ends: list[tuple[str, str]] = field(default_factory=list)
+    """Offers of turns that have ended on a rank, and why: an entry for each rank."""
 
     def aggregate(self, other: Any) -> "KvdWorkerMeta":
         """What both workers say."""
-        return KvdWorkerMeta({**self.endpoints, **other.endpoints}, {**self.unsent, **other.unsent})
+        return KvdWorkerMeta(
+            {**self.endpoints, **other.endpoints},
+            {**self.unsent, **other.unsent},
+            self.turn_ends + other.turn_ends,
+        )

@@ -18,7 +18,7 @@ class RankEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class OfferOrder:
-    """Offer these blocks of a finished prefill; vLLM keeps them until the request is reported as sent."""
+    """Offer these blocks of a request that has ended; vLLM keeps a prefill's until the request is reported as sent."""
 
     request: str
     offer: str
@@ -28,6 +28,8 @@ class OfferOrder:
     """The ticket's secret, drawn here because the ticket is made before the daemons know of the offer."""
     consumers: int = 1
     """How many consumers will pull it; 0 for any number."""
+    turn_ttl: float = 0.0
+    """Seconds for which a conversation's next turn may pull it; 0 if it is a prefill's, whose blocks vLLM keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +114,5 @@ class StepMetadata:
     """Pulls of aborted requests; vLLM keeps their blocks until the request is reported as received."""
     growing: list[GrowingOrder] = field(default_factory=list)
     """Of offers that grow, in their order."""
+    withdrawals: list[str] = field(default_factory=list)
+    """Offers of turns that are given up."""

@@ -1,4 +1,4 @@
-"""What a worker says of its transfers after each step."""
+"""What the connector's halves say of transfers after each step, and count until `stats` shows it."""
 
 from dataclasses import dataclass, field
 
@@ -25,3 +25,13 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """What the scheduler counted since its last report; an entry for each turn of a conversation."""
+
+    turns: list[str] = field(default_factory=list)
+    """What became of an earlier turn that a prefill may pull: `pulled`, or why it was computed (`turns`)."""
+    kept_turns: list[str] = field(default_factory=list)
+    """Why an answer is no longer kept, or was not."""

@@ -7,6 +7,9 @@ several requests with one ticket (samples of one prompt) one pulls, and the othe
 On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon. If the
 router has sent a request to both sides at once, its offer grows from `arrived` on (`kvd.engines.vllm.growing`). How
 many tokens move is told in `kvd.engines.vllm.prompts`.
+
+In a conversation blocks also go back: `answered` has the decode engine keep what it decoded, and the next turn's
+request names that to its prefill engine, which pulls as a decode engine does, and then offers (`turns`).
 """
 
 import logging
@@ -23,15 +26,14 @@ from kvd.engines.vllm.growing.scheduler import GrowingOffers
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
+from kvd.engines.vllm.turns import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal
-from kvd.layout import State, Window
+from kvd.layout import Full, State, Window
 from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
 _NULL_BLOCK = 0
 """vLLM's block id at positions without a block."""
-
-_COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class SchedulerSide:
         *,
         adapter_paths: bool = True,
         alone: bool = True,
+        turns: TurnPolicy | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._growing = GrowingOffers(self._groups)
@@ -78,6 +81,8 @@ class SchedulerSide:
         self._metadata = StepMetadata()
         self._fresh: list[tuple[dict[str, Any], OfferOrder | None]] = []
         """This step's answers, which vLLM has not sent yet, and the offers that their tickets are for."""
+        whole = not all(isinstance(window, Full) for window, _ in self._groups)
+        self.turns = Turns(turns or TurnPolicy(), ranks, whole=whole)
         self._nonce = os.urandom(4).hex()
         self._names = 0
 
@@ -85,12 +90,10 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request."""
+        self.turns.kept.arrived(request)
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
-            offered = self._read(params, request)
-            self._params[request.request_id] = offered
-            if offered.ticket and not offered.refused:
-                self._queued[request.request_id] = offered.ticket
+            self._offered(request, self._read(params, request))
         elif transfer_params.is_producer(params):
             self._to_prefill(request)
 
@@ -109,6 +112,8 @@ class SchedulerSide:
         # If it does not end where the decode engine expects it, a ticket says where.
         if chosen is not None and request.num_prompt_tokens == tokens - left_out:
             self._growing.open(request, chosen, consumers)
+        if (earlier := self.turns.offered(request, self._prompt(request))) is not None:
+            self._offered(request, earlier)
 
     def _read(self, params: dict[str, Any], request: Any) -> TransferParams:
         prompt = self._prompt(request)
@@ -129,15 +134,19 @@ class SchedulerSide:
             logger.warning(text, request.request_id, offered.tokens, wanted)
             return 0
         self._computed[request.request_id] = computed
-        return max(0, min(offered.tokens, wanted) - computed)
+        tokens = max(0, min(offered.tokens, wanted) - computed)
+        return self.turns.worth(tokens) if offered.turn else tokens
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], external: int) -> None:
         """VLLM gave the request `blocks` [group][position], with room for `external` tokens to come."""
+        self.turns.kept.admitted(request.request_id)
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
         self._queued.pop(request.request_id, None)
         tokens = self._computed.pop(request.request_id, 0) + external
+        if offered.turn:
+            self.turns.allocated(request.request_id, offered, external)
         if external == 0:
             self._let_go(request, offered)
             return
@@ -164,6 +173,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns the router's parameters if its blocks are offered: vLLM then keeps them."""
+        self.turns.ended(request.request_id)
         self._computed.pop(request.request_id, None)
         self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
@@ -190,7 +200,7 @@ class SchedulerSide:
 
     def _order(self, request: Any, block_ids: Sequence[Sequence[int]]) -> OfferOrder | None:
         """How the blocks of a request that has ended are offered; None if they are not."""
-        if not transfer_params.is_producer(request.kv_transfer_params) or request.status.name not in _COMPLETE:
+        if not transfer_params.is_producer(request.kv_transfer_params) or not is_complete(request):
             return None
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
         held = self._held(block_ids, tokens)
@@ -202,16 +212,37 @@ class SchedulerSide:
         except BadRequest as error:
             logger.warning("the KV blocks of request %s are not offered: %s", request.request_id, error.text)
             return None
-        name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
-        return OfferOrder(request.request_id, name, tokens, held, secret, consumers)
+        return self._new_order(request, tokens, held, consumers)
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
         self._growing.scheduled(output)
 
+    def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.
+
+        Returns the parameters of its turn, if its answer is to have them, or of the turn that it asks for.
+        """
+        if not self.turns.keeps(request):
+            return self.turns.take(request)
+        tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request._all_token_ids))
+        held = self._held(block_ids, tokens)
+        if not held or (self._has_states and tokens != request.num_computed_tokens):  # a step has taken the state on
+            return None
+        blocks = self.turns.kept.room(request, [block for part in held for block in part.ids])
+        if blocks is None:
+            return None
+        order = self._new_order(request, tokens, held, turn_ttl=self.turns.ttl)
+        self._metadata.offers.append(order)
+        params, in_answer = self.turns.keep(request, order, self._ticket(order), self._prompt(request), blocks)
+        self._fresh.append((params, order))
+        return params if in_answer else None
+
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
+        self.turns.kept.relieve([block_tokens for _, block_tokens in self._groups])
+        self._metadata.withdrawals = self.turns.kept.take_withdrawals()
         for request, ticket in list(self._queued.items()):
             if ticket not in self._pulling:
                 if not self._is_here(self._params[request]):
@@ -226,9 +257,11 @@ class SchedulerSide:
 
     def received(self, requests: Iterable[str], failed: Iterable[str] = ()) -> None:
         """The blocks of these requests are no longer written to; loads of others, or of the same, have `failed`."""
-        self._not_pulled(failed)
+        gone = set(failed)
+        self._not_pulled(gone)
         for request in requests:
             self._loading.pop(request, None)
+            self.turns.received(request, failed=request in gone)
         for ticket in [ticket for ticket, request in self._pulling.items() if request not in self._loading]:
             del self._pulling[ticket]
             self._pulled[hash(ticket)] = None
@@ -252,8 +285,8 @@ class SchedulerSide:
 
     @property
     def unsent(self) -> bool:
-        """Whether a worker has such orders."""
-        return any(self._unsent.values())
+        """Whether a worker has such orders, or blocks are given up that it has not let go of."""
+        return any(self._unsent.values()) or self.turns.kept.freeing
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -270,6 +303,11 @@ class SchedulerSide:
         """Says in an answer where this engine's daemons are."""
         if self._alone or growing_params.is_growing(params):
             params["kvd_producer"] = growing_params.producer(self._ranks_endpoints())
+
+    def _offered(self, request: Any, offered: TransferParams) -> None:
+        self._params[request.request_id] = offered
+        if offered.ticket and not offered.refused:
+            self._queued[request.request_id] = offered.ticket
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
@@ -314,6 +352,12 @@ class SchedulerSide:
             positions = [position for position in range(first, len(table)) if table[position] != _NULL_BLOCK]
             held += list(_runs(group, positions, [table[position] for position in positions]))[-1:]
         return tuple(held)
+
+    def _new_order(
+        self, request: Any, tokens: int, held: tuple[Blocks, ...], consumers: int = 1, turn_ttl: float = 0.0
+    ) -> OfferOrder:
+        name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
+        return OfferOrder(request.request_id, name, tokens, held, secret, consumers, turn_ttl)
 
     def _ticket(self, order: OfferOrder) -> str:
         ranks = tuple(

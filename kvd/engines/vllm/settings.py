@@ -1,12 +1,17 @@
 """The settings in `kv_connector_extra_config`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvd.engines.settings import EngineSettings, checked
 from kvd.errors import ErrorCode, refusal
+from kvd.limits import MAX_LEASE_TTL
+
+_Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
+_Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +24,12 @@ class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     drafter: str = ""
     """The drafter as peers are told of it, whose own must be the same; if empty, its name or path, or `model` if it is
     part of the model."""
+    turn_ttl: _Ttl = 300.0
+    """How long a decode engine keeps an answer for the next turn of its conversation, whose prefill engine pulls it."""
+    turn_share: _Share = 0.25
+    """The most of its KV cache that it keeps so. It gives up the oldest ones when it is short of blocks itself."""
+    every_turn: bool = False
+    """Whether it keeps every answer and says so in it, for routers that do not ask for that (`kvd_turn`)."""
 
     def for_rank(self, rank: int, dp_rank: int) -> "Settings":
         """These settings with the numbers filled in."""

@@ -7,22 +7,26 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvd.engines.vllm.results import TransferCounts
+from kvd.engines.vllm.results import TransferCounts, TurnCounts
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0)
 _BYTES = tuple(2**power for power in range(12, 37, 2))
 _BLOCKS = tuple(2**power for power in range(17))
 
 
+def _nothing() -> dict[str, Any]:
+    return asdict(TransferCounts()) | asdict(TurnCounts())
+
+
 class KvdStats(KVConnectorStats):  # type: ignore[misc]
-    """`TransferCounts` on their way from workers to loggers: `data` is a dict of their fields."""
+    """`TransferCounts` and `TurnCounts` on their way to loggers: `data` is a dict of the fields of both."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or asdict(TransferCounts()))
+        super().__init__(data=_nothing() | (data or {}))
 
     def reset(self) -> None:
         """Forgets everything counted."""
-        self.data = asdict(TransferCounts())
+        self.data = _nothing()
 
     def aggregate(self, other: KVConnectorStats) -> "KvdStats":
         """Adds the counts of another worker or of a later time."""
@@ -46,6 +50,8 @@ class KvdStats(KVConnectorStats):  # type: ignore[misc]
             "Failed pulls": self.data["failed_pulls"],
             "Refused offers": self.data["refused_offers"],
             "Expired offers": self.data["expired_offers"],
+            "Turns pulled": self.data["turns"].count("pulled"),
+            "Turns computed": len(self.data["turns"]) - self.data["turns"].count("pulled"),
         }
 
 
@@ -65,9 +71,18 @@ class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "refused_offers": self._counter("vllm:kvd_refused_offers", "Finished prefills that were not offered."),
             "expired_offers": self._counter("vllm:kvd_expired_offers", "Offers that nobody claimed in time."),
         }
+        text = "Prefills that an earlier turn left something for: pulled, or why it was computed."
+        kept = "Answers that are no longer kept for the next turn, and why; or were not kept."
+        self._outcomes = {
+            "turns": self._outcome("vllm:kvd_turns", text, "outcome"),
+            "kept_turns": self._outcome("vllm:kvd_kept_turns", kept, "end"),
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one report of an engine."""
+        for name, outcomes in self._outcomes.items():
+            for outcome in transfer_stats_data[name]:
+                outcomes.labels(*self.per_engine_labelvalues[engine_idx], outcome).inc()
         for name, histogram in self._histograms.items():
             for value in transfer_stats_data[name]:
                 histogram[engine_idx].observe(value)
@@ -81,3 +96,6 @@ class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _counter(self, name: str, text: str) -> Any:
         metric = self._counter_cls(name=name, documentation=text, labelnames=self._labelnames)
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _outcome(self, name: str, text: str, label: str) -> Any:
+        return self._counter_cls(name=name, documentation=text, labelnames=[*self._labelnames, label])

@@ -32,6 +32,8 @@ class TransferParams:
     """Whether the offer ends when it has been pulled once."""
     grows: bool = False
     """Whether the prefill may still go on, or have to begin."""
+    turn: bool = False
+    """Whether it is what an earlier turn of the conversation left (`turn_params`), which may as well be computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 It reports every request that waits for a pull to vLLM as received exactly once (as failed before or with that if it
 failed), and never while the daemon may still write to its blocks. It reports every offered request as sent exactly
-once, when the daemon has let go of its blocks.
+once, when the daemon has let go of its blocks. Ends of kept turns it reports beside: vLLM has ended their requests.
 
 An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
 
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
-    """Stop this pull or end this hold."""
+    """Stop this pull, end this hold or withdraw this offer."""
 
-    pull: str
+    request: str
 
 
 Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | _Cancel
@@ -88,7 +88,8 @@ class WorkerSide:
         """Pulls that are sent, and when."""
         self._holds: dict[str, HoldOrder] = {}
         """Holds that are sent; their pulls name them."""
-        self._offers: dict[str, str] = {}
+        self._offers: dict[str, OfferOrder] = {}
+        self._turn_ends: list[tuple[str, str]] = []
         self._growing = GrowingOffers(client, offer_ttl, self._growing_ended)
         self._results = Results()
         self._told: RankEndpoint | None = None
@@ -105,6 +106,8 @@ class WorkerSide:
                 self._wait_to_send(order)
         for pull in metadata.cancels:
             self._cancel(pull)
+        for offer in metadata.withdrawals:
+            self._withdraw(offer)
         self._growing.begin(metadata.growing, self._kernels.last, time.monotonic() + PATIENCE_SECONDS)
         if self._has_orders:
             self._take_in()  # the daemon may have gone while the engine idled; what is sent to it then is lost
@@ -148,6 +151,11 @@ class WorkerSide:
             return None
         self._told_unsent = unsent
         return unsent
+
+    def take_turn_ends(self) -> list[tuple[str, str]]:
+        """Offers of turns that have ended since the last call, and why: nobody reads their blocks any more."""
+        ends, self._turn_ends = self._turn_ends, []
+        return ends
 
     def take_counts(self) -> TransferCounts:
         """What was counted since the last call."""
@@ -193,7 +201,7 @@ class WorkerSide:
 
     def _send_one(self, order: Order) -> None:
         if isinstance(order, _Cancel):
-            self._client.cancel(order.pull)
+            self._client.cancel(order.request)
         elif isinstance(order, HoldOrder):
             self._client.pull(order.hold, order.ticket, blocks=(), timeout=MAX_PULL_TIMEOUT, hold=True)
             self._holds[order.hold] = order
@@ -202,11 +210,11 @@ class WorkerSide:
                 order.offer,
                 tokens=order.tokens,
                 blocks=order.blocks,
-                ttl=self._offer_ttl,
+                ttl=order.turn_ttl or self._offer_ttl,
                 consumers=order.consumers,
                 secret=order.secret,
             )
-            self._offers[order.offer] = order.request
+            self._offers[order.offer] = order
         else:
             # A prefill that goes on ends such a pull, and the router knows how long it may take.
             timeout = MAX_PULL_TIMEOUT if order.grows else self._pull_timeout
@@ -215,11 +223,11 @@ class WorkerSide:
 
     def _give_up(self, order: Order, error: KvdError) -> None:
         if isinstance(order, _Cancel):
-            logger.debug("nothing to cancel, %s has ended: %s", order.pull, error)
+            logger.debug("nothing to cancel, %s has ended: %s", order.request, error)
         elif isinstance(order, HoldOrder):
             self._not_held(order, error.code, error.text)
         elif isinstance(order, OfferOrder):
-            self._offer_refused(order.request, error.code, error.text)
+            self._offer_refused(order, error.code, error.text)
         else:
             self._failed(order, error.code, error.text)
             self._received(order)
@@ -242,6 +250,16 @@ class WorkerSide:
         if pull in self._pulls:
             self._wait_to_send(_Cancel(pull))
 
+    def _withdraw(self, offer: str) -> None:
+        for waiting in self._queue:
+            order = waiting.order
+            if isinstance(order, OfferOrder) and order.offer == offer:
+                waiting.order = None
+                self._offer_ended(order, "withdrawn")
+                return
+        if offer in self._offers:
+            self._wait_to_send(_Cancel(offer))
+
     def _end_hold(self, order: PullOrder) -> None:
         """Nothing more of this request's offer is wanted."""
         if self._holds.pop(order.consumer, None) is not None:
@@ -262,8 +280,7 @@ class WorkerSide:
                 case Offered() | OfferRefused() | NotExtended() | Released() if event.offer in self._growing:
                     self._growing.took(event, time.monotonic() + PATIENCE_SECONDS)
                 case Released(offer, reason):
-                    self._counts.expired_offers += reason == "expired"
-                    self._results.sent.add(self._offers.pop(offer))
+                    self._offer_ended(self._offers.pop(offer), reason)
                 case OfferRefused(offer, code, text):
                     self._offer_refused(self._offers.pop(offer), code, text)
                 case Offered() | Cancelled():
@@ -335,10 +352,18 @@ class WorkerSide:
         self._counts.refused_offers += reason == "refused"
         self._results.sent.add(request)
 
-    def _offer_refused(self, request: str, code: str, text: str) -> None:
-        logger.error("the KV blocks of request %s are not offered: %s: %s", request, code, text)
+    def _offer_refused(self, order: OfferOrder, code: str, text: str) -> None:
+        logger.error("the KV blocks of request %s are not offered: %s: %s", order.request, code, text)
         self._counts.refused_offers += 1
-        self._results.sent.add(request)
+        self._offer_ended(order, "refused")
+
+    def _offer_ended(self, order: OfferOrder, reason: str) -> None:
+        """Nobody reads its blocks any more."""
+        if order.turn_ttl:
+            self._turn_ends.append((order.offer, reason))
+        else:
+            self._counts.expired_offers += reason == "expired"
+            self._results.sent.add(order.request)
 
 
 def _without_blocks(order: PullOrder) -> PullOrder:

@@ -42,6 +42,10 @@ class Request:
         self.num_prompt_tokens = self.num_computed_tokens = len(self.prompt_token_ids)
         self._all_token_ids = list(self.prompt_token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
     def get_skip_reading_prefix_cache(self) -> bool:
         return False
 
@@ -62,8 +66,12 @@ def table(*ids: int, cached: int = 0) -> list[Block]:
 
 def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), 4),), ranks)
-    made.set_endpoints({r: RankEndpoint(f"d{r}", f"tcp://h:{r}", 7, f"vllm-{r}") for r in range(ranks)})
+    made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
     return made
+
+
+def endpoint(rank: int) -> RankEndpoint:
+    return RankEndpoint(f"d{rank}", f"tcp://h:{rank}", 7, f"vllm-{rank}")
 
 
 def prefilled(producer: SchedulerSide, tokens: int, *tables: list[int], consumers: int = 1) -> dict[str, Any]:

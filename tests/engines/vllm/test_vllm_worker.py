@@ -440,3 +440,46 @@ def test_kernels_that_take_long_are_no_reason_to_give_an_order_up(
     gpu.busy = False
     assert side.end() == Results()
     assert len(client.calls) == 1
+
+
+TURN = OfferOrder("r", "r#2", 8, BLOCKS, SECRET, turn_ttl=70.0)
+
+
+def test_a_kept_turn_lasts_for_a_time_of_its_own_and_ends_beside_the_requests(side: WorkerSide, client: Client) -> None:
+    results = step(side, client, Released("r#2", "read"), metadata=StepMetadata(offers=[TURN]))
+    assert client.calls == [("offer", "r#2", 8, BLOCKS, 70.0, 1, SECRET)]
+    assert results.sent == set()
+    assert side.take_turn_ends() == [("r#2", "read")]
+    assert side.take_turn_ends() == []
+
+
+def test_a_turn_that_is_given_up_is_withdrawn_and_ends_when_the_daemon_says_so(
+    side: WorkerSide, client: Client
+) -> None:
+    step(side, client, metadata=StepMetadata(offers=[TURN]))
+    step(side, client, metadata=StepMetadata(withdrawals=["r#2"]))
+    assert client.calls[-1] == ("cancel", "r#2")
+    assert side.take_turn_ends() == []
+    step(side, client, Released("r#2", "withdrawn"))
+    assert side.take_turn_ends() == [("r#2", "withdrawn")]
+    step(side, client, metadata=StepMetadata(withdrawals=["r#2"]))
+    assert client.calls[-1] == ("cancel", "r#2")  # not again: it has ended
+
+
+def test_a_turn_that_is_given_up_before_it_is_offered_is_not_offered(
+    side: WorkerSide, client: Client, gpu: Gpu
+) -> None:
+    gpu.busy = True
+    side.launched()
+    step(side, client, metadata=StepMetadata(offers=[TURN]))
+    step(side, client, metadata=StepMetadata(withdrawals=["r#2"]))
+    assert side.take_turn_ends() == [("r#2", "withdrawn")]
+    gpu.busy = False
+    step(side, client)
+    assert client.calls == []
+
+
+def test_a_turn_that_the_daemon_refuses_has_ended(side: WorkerSide, client: Client) -> None:
+    refused = OfferRefused("r#2", ErrorCode.BAD_BLOCKS, "no")
+    step(side, client, refused, metadata=StepMetadata(offers=[TURN]))
+    assert side.take_turn_ends() == [("r#2", "refused")]

@@ -37,6 +37,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd.engines.vllm import KvdConnector
 from kvd.processes import Child, Processes
+from tests.engines.vllm.blocks import Manager
 from tests.support.patience import NEVER_LOST, PATIENCE
 
 HEADS, HEAD, BLOCK_TOKENS, BLOCKS, LAYERS = 4, 32, 32, 16, 6
@@ -215,12 +216,20 @@ class Chunk:
     tables: Sequence[list[int]]
 
 
+class Answered(Request):
+    """One that has decoded."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return len(self._all_token_ids) - 1
+
+
 class Engine:
     """The scheduler's connector and those of its workers: `tp_size` in each of `stages` pipeline stages.
 
     Of these, `cp_size` deal tokens out among them. There are `copies` of each stage (prefill context parallelism).
 
-    `settings` is `kv_connector_extra_config`.
+    `settings` is `kv_connector_extra_config`, `policy` what becomes of failed loads.
     """
 
     def __init__(
@@ -233,8 +242,10 @@ class Engine:
         stages: int = 1,
         cp_size: int = 1,
         copies: int = 1,
+        policy: str = "fail",
     ) -> None:
         config = copy.deepcopy(config)
+        config.kv_transfer_config.kv_load_failure_policy = policy
         if copies > 1:
             config.parallel_config.prefill_context_parallel_size = copies
             config.kv_transfer_config.kv_role = "kv_producer"
@@ -325,6 +336,20 @@ class Engine:
         keep, params = self.scheduler.request_finished_all_groups(request, tuple(tables))
         assert keep
         assert params is not None
+        return params
+
+    def answered(self, name: str, sequence: Sequence[int], asked: int, manager: Manager) -> dict[str, Any]:
+        """A turn that has ended: of `sequence` the first `asked` tokens were its prompt, the last one was not computed.
+
+        Its blocks are those that it has of `manager`. Returns what the next turn's prefill gets.
+        """
+        request = Answered(name, list(sequence[:asked]), {"do_remote_prefill": True, "kvd_turn": True})
+        request._all_token_ids = list(sequence)
+        tables = tuple([block.block_id for block in group] for group in manager.tables[name])
+        keep, params = self.scheduler.request_finished_all_groups(request, tables)
+        assert not keep
+        assert params is not None
+        manager.end(name)
         return params
 
     def decode(

@@ -1,7 +1,9 @@
 """Completions of a vLLM server: tokens, how likely each was, and when each arrived."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from tests.vllm.testbed.http import HttpError, post, request
@@ -71,7 +73,12 @@ async def prefill(url: str, body: dict[str, Any], **more: object) -> dict[str, A
     return params
 
 
-async def complete(url: str, body: dict[str, Any], into: Completion | None = None) -> Completion:
+async def complete(
+    url: str,
+    body: dict[str, Any],
+    into: Completion | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Completion:
     """Sends `body` and reads the tokens as they come, into `into` where somebody watches.
 
     Raises:
@@ -79,7 +86,7 @@ async def complete(url: str, body: dict[str, Any], into: Completion | None = Non
 
     """
     completion = into or Completion()
-    async with request(url, PATH, body | {"stream": True}) as response:
+    async with request(url, PATH, body | {"stream": True}, headers) as response:
         if response.status != 200:
             raise HttpError(response.status, (await response.read()).decode(errors="replace"))
         async for event in response.events():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 LIMIT: Final = 16 * 1024 * 1024
@@ -61,8 +62,12 @@ class Response:
 
 
 @contextlib.asynccontextmanager
-async def request(url: str, path: str, body: object | None = None) -> AsyncIterator[Response]:
+async def request(
+    url: str, path: str, body: object | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Response]:
     """Asks `url` (http://host:port) for `path`: GET, or POST where there is a body, which is sent as JSON.
+
+    `headers` are sent beside those that HTTP needs.
 
     Raises:
         HttpError: Nobody answered, not to the end, or not with HTTP.
@@ -72,7 +77,7 @@ async def request(url: str, path: str, body: object | None = None) -> AsyncItera
     try:
         reader, writer = await asyncio.open_connection(host, int(port), limit=LIMIT)
         try:
-            writer.write(_head(f"{host}:{port}", path, body))
+            writer.write(_head(f"{host}:{port}", path, body, headers))
             yield await _response(reader)
         finally:
             writer.close()
@@ -82,11 +87,12 @@ async def request(url: str, path: str, body: object | None = None) -> AsyncItera
         raise HttpError(0, f"{url}{path}: {type(error).__name__}: {error}") from error
 
 
-def _head(host: str, path: str, body: object | None) -> bytes:
+def _head(host: str, path: str, body: object | None, headers: Mapping[str, str]) -> bytes:
     data = b"" if body is None else json.dumps(body).encode()
     lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
     if body is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 

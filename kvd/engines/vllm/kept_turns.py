@@ -1,0 +1,201 @@
+"""What a decode engine keeps of its answers, for the prefill of the next turn of each conversation.
+
+The blocks of a kept turn have a reference of the connector's own in vLLM's block pool. vLLM ends the request as usual:
+its engine makes no steps because of what is kept, and finds the blocks in its prefix cache. They are given back when
+every rank's daemon has let go of them: once the next turn's prefill has read them, after the turn's time, or after they
+were given up, the oldest first. That happens when more would be kept than a share of the cache, and when vLLM has no
+blocks for a request that waits or runs.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_SCARCE = 1 / 16
+"""The share of the cache that must be free for an answer to be kept: with less it would soon be given up."""
+
+_LEAST_GIVEN_UP = 1 / 32
+"""The share of the cache that is given up at a time where a running request lacks blocks: more soon will."""
+
+_FREED_SECONDS = 1.0
+"""How long vLLM waits for blocks that are given up before it preempts a request: daemons answer in milliseconds."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One turn."""
+
+    offer: str
+    name: str
+    """By which its parameters are asked for; empty if the answer had them."""
+    params: dict[str, Any] = field(repr=False)
+    blocks: list[Any] = field(repr=False)
+    """VLLM's, without null blocks."""
+    ranks: int
+    """Whose daemons have not let go of it."""
+    given_up: float = 0.0
+    """When, in monotonic time."""
+
+
+class KeptTurns:
+    """Of an engine of `ranks` ranks: blocks of at most a `share` of the cache."""
+
+    def __init__(self, ranks: int, share: float) -> None:
+        self._ranks = ranks
+        self._share = share
+        self._manager: Any = None
+        self._kept: dict[str, _Kept] = {}
+        """By offer, the oldest first."""
+        self._named: dict[str, _Kept] = {}
+        self._held: Counter[int] = Counter()
+        """How many turns that are not given up have a block, by its identity: groups may have pools of their own."""
+        self._waiting: dict[str, Any] = {}
+        """Requests without blocks, in order of arrival."""
+        self._withdrawals: list[str] = []
+        self._ends: list[str] = []
+
+    def bind(self, manager: Any) -> None:
+        """Takes vLLM's KV cache manager, without which nothing is kept."""
+        self._manager = manager
+
+    # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def room(self, request: Any, block_ids: Iterable[int]) -> list[Any] | None:
+        """The blocks with these ids of `request`, which has ended, if they can be kept; older turns are given up.
+
+        None if they are too many, or blocks are scarce.
+        """
+        if self._manager is None:
+            return None
+        pool, wanted = self._manager.block_pool, set(block_ids)
+        groups = self._manager.get_blocks(request.request_id).blocks
+        blocks = [block for group in groups for block in group if block.block_id in wanted and not block.is_null]
+        most = int(self._share * pool.num_gpu_blocks)
+        if len(blocks) > most or pool.get_num_free_blocks() < _SCARCE * pool.num_gpu_blocks:
+            self._ends.append("not kept")
+            return None
+        for kept in self._standing():
+            if len(self._held) + sum(id(block) not in self._held for block in blocks) <= most:
+                break
+            self._give_up(kept)
+        return blocks
+
+    def keep(self, offer: str, name: str, params: dict[str, Any], blocks: list[Any]) -> None:
+        """Keeps the `blocks` until `offer` has ended on every rank; `params` can be asked for by the turn's `name`."""
+        self._manager.block_pool.touch(blocks)
+        self._held.update(map(id, blocks))
+        self._kept[offer] = kept = _Kept(offer, name, params, blocks, self._ranks)
+        if name:
+            if name in self._named:
+                self._give_up(self._named[name])
+            self._named[name] = kept
+
+    def take(self, name: str) -> dict[str, Any] | None:
+        """The parameters of a kept turn, once; None if there is none, or not any more."""
+        kept = self._named.pop(name, None)
+        return None if kept is None or kept.given_up else kept.params
+
+    def ended(self, ends: Iterable[tuple[str, str]]) -> None:
+        """These offers have ended, on one rank each, and why: nobody reads their blocks there any more."""
+        for offer, reason in ends:
+            kept = self._kept[offer]
+            kept.ranks -= 1
+            if kept.ranks == 0:
+                self._ends.append(reason)
+                self._forget(kept)
+
+    def take_ends(self) -> list[str]:
+        """Why turns are no longer kept, or were not, since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    # --- when vLLM is short of blocks -------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A request waits for blocks."""
+        self._waiting[request.request_id] = request
+
+    def admitted(self, request: str) -> None:
+        """It has its blocks, or has ended."""
+        self._waiting.pop(request, None)
+
+    def relieve(self, block_tokens: Sequence[int]) -> None:
+        """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
+
+        `block_tokens`, of each group. What the request has in the prefix cache is not known here, so that this may be
+        more than it lacks.
+        """
+        if not self._kept or not self._waiting:
+            return
+        request = next(iter(self._waiting.values()))
+        needed = sum(-(-request.num_tokens // tokens) for tokens in block_tokens)
+        pool = self._manager.block_pool
+        margin = int(_LEAST_GIVEN_UP * pool.num_gpu_blocks)  # vLLM keeps some free, and some for requests that load
+        self._free(needed + margin - pool.get_num_free_blocks() - self._coming())
+
+    def frees(self) -> bool:
+        """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
+        if not self._coming():
+            self._free(max(1, int(_LEAST_GIVEN_UP * self._manager.block_pool.num_gpu_blocks)) if self._kept else 0)
+        return self.freeing
+
+    def clear(self) -> None:
+        """Gives everything up: the cache is to be emptied."""
+        for kept in self._standing():
+            self._give_up(kept)
+
+    @property
+    def freeing(self) -> bool:
+        """Whether blocks were given up that are not free yet, not long ago."""
+        soon = time.monotonic() - _FREED_SECONDS
+        return any(kept.given_up > soon for kept in self._kept.values())
+
+    def take_withdrawals(self) -> list[str]:
+        """Offers that the workers are to withdraw."""
+        withdrawals, self._withdrawals = self._withdrawals, []
+        return withdrawals
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _standing(self) -> list[_Kept]:
+        return [kept for kept in self._kept.values() if not kept.given_up]
+
+    def _alone(self, kept: _Kept) -> int:
+        """Blocks of this turn that nobody else has."""
+        return sum(block.ref_cnt == 1 for block in kept.blocks)
+
+    def _coming(self) -> int:
+        """Blocks that will be free once daemons have let go of what is given up."""
+        return sum(self._alone(kept) for kept in self._kept.values() if kept.given_up)
+
+    def _free(self, blocks: int) -> None:
+        """Gives up the oldest turns that have so many blocks."""
+        for kept in self._standing():
+            if blocks <= 0:
+                return
+            blocks -= self._alone(kept)
+            self._give_up(kept)
+
+    def _give_up(self, kept: _Kept) -> None:
+        if not kept.given_up:
+            kept.given_up = time.monotonic()
+            self._withdrawals.append(kept.offer)
+            self._let(kept)
+
+    def _let(self, kept: _Kept) -> None:
+        """Its blocks count no more."""
+        self._held.subtract(map(id, kept.blocks))
+        for block in kept.blocks:
+            if not self._held[id(block)]:
+                del self._held[id(block)]
+
+    def _forget(self, kept: _Kept) -> None:
+        del self._kept[kept.offer]
+        if self._named.get(kept.name) is kept:
+            del self._named[kept.name]
+        if not kept.given_up:
+            self._let(kept)
+        # The last ones first, as vLLM does: those of beginnings stay in the prefix cache for longest.
+        self._manager.block_pool.free_blocks(reversed(kept.blocks))

@@ -1,0 +1,58 @@
+"""vLLM's KV cache manager, as far as what is kept for the next turns of conversations needs it."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None
+
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
+
+@dataclass
+class Manager:
+    """Has the blocks of its pool, of which requests take some."""
+
+    num_gpu_blocks: int = 64
+    tables: dict[str, list[list[Block]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(number) for number in range(self.num_gpu_blocks)]
+        self.freed: list[int] = []
+        self.block_pool = self
+
+    def take(self, request: str, *ids: list[int]) -> tuple[list[int], ...]:
+        """Gives a request blocks, a list for each group."""
+        self.tables[request] = [[self.blocks[number] for number in group] for group in ids]
+        for group in self.tables[request]:
+            self.touch([block for block in group if not block.is_null])
+        return ids
+
+    def end(self, request: str) -> None:
+        """VLLM frees a request's blocks."""
+        for group in self.tables.pop(request):
+            self.free_blocks(block for block in group if not block.is_null)
+
+    def get_blocks(self, request: str) -> Any:
+        return SimpleNamespace(blocks=self.tables[request])
+
+    def get_num_free_blocks(self) -> int:
+        return sum(block.ref_cnt == 0 for block in self.blocks[1:])
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0:
+                self.freed.append(block.block_id)

@@ -1,0 +1,241 @@
+"""What is kept of answers for the next turn, for how long, and what the next turn's prefill makes of it."""
+
+from typing import Any
+
+import pytest
+
+from kvd.client import Blocks
+from kvd.engines.vllm import kept_turns
+from kvd.engines.vllm.scheduler import SchedulerSide
+from kvd.engines.vllm.turns import TurnPolicy
+from kvd.layout import Full, Sliding
+from kvd.protocol.ticket import decode
+from tests.engines.vllm.blocks import Manager
+from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, table
+
+BLOCK = 32
+CONSUMER = {"do_remote_prefill": True}
+
+
+def side(manager: Manager | None = None, *groups: Any, ranks: int = 1, **policy: Any) -> SchedulerSide:
+    made = SchedulerSide(groups or ((Full(), BLOCK),), ranks, turns=TurnPolicy(**policy))
+    made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
+    if manager is not None:
+        made.turns.kept.bind(manager)
+    return made
+
+
+def decode_turn(
+    engine: SchedulerSide, manager: Manager, tokens: list[int], *ids: list[int], name: Any = "t", answer: int = 100
+) -> dict[str, Any] | None:
+    """An answer of `answer` tokens, of which the last was not computed on, has ended."""
+    request = Request(tokens[:-answer], CONSUMER | {"kvd_turn": name}, request_id=f"r{name}")
+    request._all_token_ids = list(tokens)
+    request.num_computed_tokens = len(tokens) - 1
+    params = engine.answered(request, manager.take(request.request_id, *ids))
+    manager.end(request.request_id)
+    return params
+
+
+def asked(engine: SchedulerSide, name: str) -> dict[str, Any] | None:
+    return engine.answered(Request([0], {"kvd_turn": name}, request_id="ask"), ([9],))
+
+
+def resumed(engine: SchedulerSide, params: dict[str, Any], tokens: list[int], computed: int = 0) -> tuple[Request, int]:
+    request = Request(tokens, PREFILL | params, request_id="next")
+    engine.arrived(request)
+    external = engine.external(request, computed)
+    assert external is not None
+    return request, external
+
+
+SEQUENCE = list(range(300))
+NINE = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+def test_an_answer_is_kept_and_its_parameters_are_given_to_who_names_it_once() -> None:
+    manager = Manager()
+    engine = side(manager, ranks=2)
+    assert decode_turn(engine, manager, SEQUENCE, *NINE) is None
+    (offer,) = engine.take_metadata().offers
+    assert (offer.tokens, offer.blocks, offer.turn_ttl) == (299, (Blocks(0, 0, NINE[0]),), 300.0)
+    assert manager.freed == []
+    assert asked(engine, "other") is None
+    params = asked(engine, "t")
+    assert params is not None
+    assert decode(params["kvd_ticket"]).tokens == 299
+    assert (params["do_remote_decode"], params["do_remote_prefill"], params["kvd_ttl"]) == (True, False, 300.0)
+    assert asked(engine, "t") is None
+    engine.turns.kept.ended([(offer.offer, "read")])
+    assert manager.freed == []
+    engine.turns.kept.ended([(offer.offer, "read")])
+    assert sorted(manager.freed) == NINE[0]
+    assert engine.turns.take_counts().kept_turns == ["read"]
+
+
+@pytest.mark.parametrize(("name", "every", "returned"), [(True, False, True), (None, True, True), (None, False, False)])
+def test_an_answer_has_its_parameters_where_that_is_asked_for(name: Any, every: bool, returned: bool) -> None:
+    manager = Manager()
+    params = decode_turn(side(manager, every=every), manager, SEQUENCE, *NINE, name=name)
+    assert (params is not None) is returned
+
+
+def test_an_aborted_answer_and_a_step_too_many_are_not_offered() -> None:
+    manager = Manager()
+    engine = side(manager)
+    request = Request(SEQUENCE, CONSUMER | {"kvd_turn": "t"}, status=Status.FINISHED_ABORTED)
+    assert engine.answered(request, manager.take("r", *NINE)) is None
+    request = Request(SEQUENCE[:200], CONSUMER | {"kvd_turn": "t"})
+    request._all_token_ids, request.num_computed_tokens, request.num_in_flight_tokens = SEQUENCE, 300, 1
+    engine.answered(request, manager.take("r", *NINE))
+    (offer,) = engine.take_metadata().offers
+    assert offer.tokens == 299
+
+
+def test_the_next_turn_pulls_what_it_misses_and_then_offers_its_prefill() -> None:
+    manager, prefill = Manager(), side()
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    params = asked(engine, "t")
+    assert params is not None
+    request, external = resumed(prefill, params, [*SEQUENCE, *range(50)], computed=192)
+    assert external == 299 - 192
+    prefill.allocated(request, [table(*range(11, 22), cached=6)], external)
+    (pull,) = prefill.take_metadata().pulls
+    assert (pull.ticket, pull.waits, pull.blocks) == (params["kvd_ticket"], True, (Blocks(0, 6, [17, 18, 19, 20]),))
+    prefill.received(["next"])
+    assert prefill.turns.take_counts().turns == ["pulled"]
+    request.num_computed_tokens = 350
+    offered = prefill.finished(request, [list(range(11, 22))])
+    assert offered is not None
+    assert decode(offered["kvd_ticket"]).tokens == 350
+
+
+def test_a_pull_that_fails_is_computed_and_counted() -> None:
+    manager, prefill = Manager(), side()
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    request, external = resumed(prefill, asked(engine, "t") or {}, [*SEQUENCE, 1])
+    prefill.allocated(request, [table(*range(1, 12))], external)
+    prefill.received(["next"], ["next"])
+    assert prefill.external(request, 0) == 0
+    assert prefill.turns.take_counts().turns == ["gone"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "policy", "outcome"),
+    [
+        ([9, *SEQUENCE], 0, {}, "differs"),
+        ([*SEQUENCE, 1], 256, {}, "cached"),
+        ([*SEQUENCE, 1], 0, {"recompute": False}, "policy"),
+    ],
+)
+def test_what_is_not_pulled_is_let_go_of_and_counted(
+    tokens: list[int], computed: int, policy: dict[str, Any], outcome: str
+) -> None:
+    manager, prefill = Manager(), side(**policy)
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    request, external = resumed(prefill, asked(engine, "t") or {}, tokens, computed)
+    assert external == 0
+    prefill.allocated(request, [table(*range(1, 12))], 0)
+    (pull,) = prefill.take_metadata().pulls
+    assert (pull.waits, pull.blocks) == (False, ())
+    assert prefill.turns.take_counts().turns == [outcome]
+
+
+def test_windows_travel_with_all_of_the_turn_alone() -> None:
+    groups = ((Full(), BLOCK), (Sliding(40), BLOCK))
+    manager = Manager()
+    engine = side(manager, *groups)
+    decode_turn(engine, manager, SEQUENCE, *NINE, [0] * 8 + [21, 22])
+    params = asked(engine, "t") or {}
+    prefill = side(None, *groups)
+    assert resumed(prefill, params, [*SEQUENCE, 1])[1] == 299
+    assert resumed(side(None, *groups), params, [*SEQUENCE[:290], 1, 2, 3])[1] == 0
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def keep(engine: SchedulerSide, manager: Manager, name: str, *ids: int) -> list[str]:
+    """Keeps a turn of these blocks. Returns the offers that are withdrawn for it."""
+    decode_turn(engine, manager, list(range(len(ids) * BLOCK)), list(ids), name=name, answer=BLOCK)
+    return engine.take_metadata().withdrawals
+
+
+def test_a_share_of_the_cache_is_kept_and_the_oldest_go_first() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.25)
+    assert keep(engine, manager, "a", *range(1, 9)) == []
+    assert keep(engine, manager, "b", *range(1, 13)) == []  # eight of them are kept already
+    assert keep(engine, manager, "c", *range(13, 17)) == []
+    withdrawn = keep(engine, manager, "d", *range(17, 19))
+    assert [offer.partition("#")[0] for offer in withdrawn] == ["ra", "rb"]
+    assert [asked(engine, name) is None for name in "abcd"] == [True, True, False, False]
+    assert keep(engine, manager, "e", *range(20, 37)) == []
+    assert asked(engine, "e") is None
+    assert engine.turns.take_counts().kept_turns == ["not kept"]
+
+
+def test_nothing_is_kept_while_blocks_are_scarce() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    manager.take("others", list(range(10, 63)))
+    keep(engine, manager, "a", *range(1, 9))
+    assert asked(engine, "a") is None
+
+
+def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_turns() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.5)
+    keep(engine, manager, "a", *range(1, 9))
+    keep(engine, manager, "b", *range(9, 17))
+    manager.take("others", list(range(17, 60)))
+    engine.arrived(Request(list(range(BLOCK * 8)), None, request_id="new"))
+    (withdrawn,) = engine.take_metadata().withdrawals
+    assert "ra#" in withdrawn
+    assert engine.take_metadata().withdrawals == []  # they are on their way
+    assert engine.unsent
+    engine.turns.kept.ended([(withdrawn, "withdrawn")])
+    assert not engine.unsent
+    assert set(manager.freed) >= set(range(1, 9))
+    engine.allocated(Request(list(range(BLOCK * 8)), None, request_id="new"), [table(1)], 0)
+    manager.take("new", list(range(1, 9)))
+    assert engine.take_metadata().withdrawals == []
+
+
+def test_a_running_request_that_lacks_a_block_waits_for_a_turn_instead_of_a_preemption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    assert not engine.turns.kept.frees()
+    keep(engine, manager, "a", *range(1, 5))
+    keep(engine, manager, "b", *range(5, 9))
+    assert engine.turns.kept.frees()
+    assert engine.turns.kept.frees()
+    (withdrawn,) = engine.take_metadata().withdrawals
+    assert "ra#" in withdrawn
+    monkeypatch.setattr(kept_turns, "_FREED_SECONDS", 0.0)
+    assert not engine.turns.kept.frees()  # a daemon that does not answer is waited for no longer
+
+
+def test_emptying_the_cache_gives_all_up_once() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    keep(engine, manager, "a", *range(1, 5))
+    engine.turns.kept.clear()
+    engine.turns.kept.clear()
+    (withdrawn,) = engine.take_metadata().withdrawals
+    engine.turns.kept.ended([(withdrawn, "withdrawn")])
+    assert sorted(manager.freed) == [1, 2, 3, 4]
+
+
+def test_a_name_that_is_used_again_is_of_the_later_turn() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    keep(engine, manager, "a", *range(1, 5))
+    (withdrawn,) = keep(engine, manager, "a", *range(5, 9))
+    engine.turns.kept.ended([(withdrawn, "withdrawn")])
+    assert asked(engine, "a") is not None

@@ -1,0 +1,131 @@
+"""What is decoded is not computed again in the next turn, and a turn that is gone costs no token its rightness."""
+
+import itertools
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.vllm.same_tokens import assert_same
+from tests.vllm.shared import Shared
+from tests.vllm.testbed.catalog import BLOCK
+from tests.vllm.testbed.client import complete
+from tests.vllm.testbed.conversation import ANSWERED, ASKED, Conversation, Talking
+from tests.vllm.testbed.http import post
+from tests.vllm.testbed.servers import scrape
+from tests.vllm.testbed.service import start_all
+from tests.vllm.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TURNS = 5
+_numbers = itertools.count(1)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def talking(shared: Shared) -> Talking:
+    return await shared.talking("llama")
+
+
+def conversation(talking: Talking) -> Conversation:
+    number = next(_numbers)
+    return Conversation(talking, f"talk {number}", number)
+
+
+async def alone(talking: Talking, body: dict[str, Any]) -> Any:
+    return await complete(talking.single.url, body)
+
+
+async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talking: Talking) -> None:
+    talk, kept = conversation(talking), await talking.turns("kept")
+    said = []
+    for number in range(TURNS):
+        before, body = await talking.prefilled(), talk.body()
+        said.append((body, await talk.turn(body)))
+        after = await talking.prefilled()
+        await talking.asked(kept + number + 1)
+        counted = {name: after[name] - before[name] for name in after}
+        if number:
+            # All but the answer's last token, which was never computed on, and the question.
+            assert counted["local_compute"] == ASKED + 1
+            assert counted["external_kv_transfer"] >= ANSWERED - 1
+            assert counted["pulled"] == 1
+        else:
+            assert counted["local_compute"] == ASKED
+    for body, got in said:  # not between the turns, which are kept for a time
+        assert_same(got, await alone(talking, body))
+
+
+async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then(talking: Talking) -> None:
+    """Without the router, which would not ask for it any more."""
+    talk, decode = conversation(talking), talking.pair.decode
+    body = talk.body(100)
+    offered = await post(talking.pair.prefill.url, "/v1/completions", body | {"kv_transfer_params": PREFILL} | ONE)
+    params = offered["kv_transfer_params"] | {"kvd_turn": talk.name}
+    talk.tokens += (await complete(decode.url, body | {"kv_transfer_params": params})).tokens
+    asked = {"model": talking.model, "prompt": [0], "kv_transfer_params": {"kvd_turn": talk.name}} | ONE
+    turn = (await post(decode.url, "/v1/completions", asked))["kv_transfer_params"]
+    assert (await post(decode.url, "/v1/completions", asked))["kv_transfer_params"] is None
+    await no_leases(talking)
+    before, body = await talking.prefilled(), talk.body()
+    offered = await post(talking.pair.prefill.url, "/v1/completions", body | {"kv_transfer_params": turn} | ONE)
+    after = await talking.prefilled()
+    assert after["gone"] == before["gone"] + 1
+    got = await complete(decode.url, body | {"kv_transfer_params": offered["kv_transfer_params"]})
+    assert_same(got, await alone(talking, body))
+
+
+async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking: Talking) -> None:
+    talk = conversation(talking)
+    kept, before = await talking.turns("kept"), await talking.prefilled()
+    await talk.turn(talk.body())
+    await talking.asked(kept + 1)
+    talk.tokens[ASKED + 300] = 2 + (talk.tokens[ASKED + 300] + 1) % 500
+    body = talk.body()
+    got = await talk.turn(body)
+    assert_same(got, await alone(talking, body))
+    after = await talking.prefilled()
+    assert after["pulled"] == before["pulled"] + 1
+    brought = after["external_kv_transfer"] - before["external_kv_transfer"]
+    assert 280 < brought - ASKED % BLOCK <= 300  # the last block of the question is not full, and so not cached
+
+
+async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_token(talking: Talking) -> None:
+    talk, kept = conversation(talking), await talking.turns("kept")
+    await talk.turn(talk.body())
+    await talking.asked(kept + 1)
+    decode, daemon = talking.pair.decode, talking.pair.daemons["decode"]
+    decode.kill()
+    daemon.kill()
+    await start_all([daemon, decode])
+    before, expired, body = await talking.prefilled(), await talking.turns("expired"), talk.body()
+    got = await talk.turn(body)
+    assert_same(got, await alone(talking, body))
+    after, late = await talking.prefilled(), await talking.turns("expired") - expired  # engines may start that slowly
+    assert after["gone"] - before["gone"] + late == 1
+
+
+@pytest.mark.slow
+async def test_sliding_windows_travel_back_with_all_of_a_turn(shared: Shared) -> None:
+    talking = await shared.talking("gemma")
+    talk, said = conversation(talking), []
+    for number in range(3):
+        before, body = await talking.prefilled(), talk.body()
+        said.append((body, await talk.turn(body)))
+        after = await talking.prefilled()
+        await talking.asked(number + 1)
+        assert after["local_compute"] - before["local_compute"] <= ASKED + 1
+        assert after["pulled"] - before["pulled"] == (number > 0)
+    for body, got in said:
+        assert_same(got, await alone(talking, body))
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+ONE = {"max_tokens": 1, "stream": False}
+
+
+async def no_leases(talking: Talking) -> None:
+    async def none() -> bool:
+        return not (await scrape(talking.pair.daemons["decode"])).total("kvd_leases_active")
+
+    await until(none)

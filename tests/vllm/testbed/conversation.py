@@ -1,0 +1,80 @@
+"""A conversation with a pair behind a router, turn by turn, and what each turn cost its prefill server."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.testbed.catalog import make_prompt
+from tests.vllm.testbed.client import Completion, complete, make_body
+from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.servers import Engine, RouterProcess, Server, scrape
+from tests.vllm.testbed.service import Service
+from tests.vllm.waiting import until
+
+LONGER = ("--max-model-len", "4096")
+"""Tokens of five turns; models here have as many positions."""
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+ASKED, ANSWERED = 200, 400
+"""Tokens of a user's message and of an answer, in a turn of 600."""
+
+
+class Talking:
+    """A pair that computes what it cannot load, with a router before it, and a server of its own to compare with."""
+
+    def __init__(self, folder: Path, models: Path, model: str, **extra: Any) -> None:
+        self.model = model
+        self.pair = KvdPair(folder, models, model, policy="recompute", extra={"turn_share": 0.5, **extra})
+        self.single = Server("single", folder, Engine(models, model))
+        self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
+        for server in (self.pair.prefill, self.pair.decode, self.single):
+            server.flags = (*LONGER, "--chat-template", TEMPLATE)
+
+    @property
+    def services(self) -> list[Service]:
+        return [*self.pair.services, self.single, self.router]
+
+    async def prefilled(self) -> dict[str, float]:
+        """Tokens of prompts at the prefill server so far, by where they came from; and what became of turns."""
+        metrics = await scrape(self.pair.prefill)
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        tokens = {source: metrics.total("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
+        outcomes = ("pulled", "gone", "differs", "cached", "policy")
+        return tokens | {name: metrics.total("vllm:kvd_turns_total", outcome=name) for name in outcomes}
+
+    async def turns(self, outcome: str) -> float:
+        """What the router counted."""
+        return (await scrape(self.router)).total("kvd_router_turns_total", outcome=outcome)
+
+    async def asked(self, kept: float) -> None:
+        """Waits until the router has the parameters of so many turns that the decode server has `kept`."""
+
+        async def has() -> bool:
+            return await self.turns("kept") >= kept
+
+        await until(has)
+
+
+@dataclass
+class Conversation:
+    """One of `talking`, called `name`, through its `router` or another one; equal seeds ask the same."""
+
+    talking: Talking
+    name: str
+    seed: int
+    router: RouterProcess | None = None
+    tokens: list[int] = field(default_factory=list)
+    """Of all prompts and answers so far."""
+
+    def body(self, answered: int = ANSWERED, asked: int = ASKED) -> dict[str, Any]:
+        """The next turn's."""
+        self.tokens += make_prompt(asked, seed=self.seed * 100 + len(self.tokens))
+        return make_body(self.talking.model, list(self.tokens), answered, cache_salt=self.name)
+
+    async def turn(self, body: dict[str, Any]) -> Completion:
+        """Asks the router. The next turn goes on from the answer."""
+        router = self.router or self.talking.router
+        got = await complete(router.url, body, headers={"X-Conversation-Id": self.name})
+        self.tokens += got.tokens
+        return got
