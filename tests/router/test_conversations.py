@@ -231,7 +231,7 @@ async def test_a_router_that_stops_asks_no_longer() -> None:
 
 def test_flags_of_what_a_turn_left_do_not_change_what_a_prefill_is() -> None:
     left = Body(b'{"prompt": "a"}').for_prefill(
-        msgspec.Raw(b'{"do_remote_prefill": true, "do_remote_decode": 1, "x": [1]}')
+        turn=msgspec.Raw(b'{"do_remote_prefill": true, "do_remote_decode": 1, "x": [1]}')
     )
     assert b'"do_remote_decode":true' in left
     assert b'"do_remote_prefill":false' in left
