@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
+from benchmarks.blocks.turns import turns
 from kvd.bench import report
 from kvd.bench.pair import Pair
 from kvd.processes import Child, Processes
@@ -84,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
+    steps = list(turns(args.blocks))
+    table = Table("on the loop", "ms", title=f"processor time for {args.blocks:,} blocks")
+    for what, taken in steps:
+        table.add_row(what, f"{taken * 1e3:.2f}")
+    Console().print(table)
     waited, seconds = measure(args.blocks, args.rounds)
     table = Table("daemon", "beside", "statuses", "p50 ms", "p99 ms", "worst ms", title="status, asked by others")
     for each in waited:
@@ -91,7 +97,7 @@ def _run(args: argparse.Namespace) -> None:
         table.add_row(each.daemon, each.beside, str(each.statuses), *figures)
     Console().print(table)
     Console().print(f"one pull of {args.blocks:,} blocks takes {np.median(seconds) * 1e3:.0f} ms (median)")
-    report.write_json(args.json, {"waited": [asdict(each) for each in waited], "pulls": seconds})
+    report.write_json(args.json, {"loop": dict(steps), "waited": [asdict(each) for each in waited], "pulls": seconds})
 
 
 if __name__ == "__main__":

@@ -20,3 +20,4 @@ def test_both_daemons_are_watched_beside_nothing_and_beside_pulls(
     assert [each["daemon"] for each in figures["waited"]] == ["producer", "consumer"] * 2
     assert all(each["worst"] >= each["p50"] > 0 for each in figures["waited"])
     assert len(figures["pulls"]) == 2
+    assert all(taken > 0 for taken in figures["loop"].values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,12 @@ class Memory(Struct, frozen=True, gc=False):
     size: int
     device: str = ""
     file: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its file has all its pages; if its peer took some away, nothing may be copied out of the mapping."""
+        status = os.fstat(self.file)
+        return status.st_blocks * 512 >= status.st_size
 
     def addresses(self, offset: U64, length: U64) -> U64:
         """Where `length[i]` bytes at `offset[i]` begin; no length is above `limits.SLICE_BYTES`.

@@ -36,18 +36,12 @@ def copy_lent(lent: Memory, target: U64, source: U64, length: U64) -> None:
 
     """
     small = length < LARGE
-    if small.any() and is_whole(lent.file):
+    if small.any() and lent.is_whole:
         copy(target[small], source[small], length[small])
         target, source, length = target[~small], source[~small], length[~small]
     offset = source - np.uint64(lent.address)
     for to, at, size in zip(target.tolist(), offset.tolist(), length.tolist(), strict=True):
         _read(lent.file, to, size, at)
-
-
-def is_whole(file: int) -> bool:
-    """Whether a pool's file has all its pages; if not, nothing may be copied out of the mapping."""
-    status = os.fstat(file)
-    return status.st_blocks * 512 >= status.st_size
 
 
 def _read(file: int, target: int, size: int, offset: int) -> None:

@@ -34,7 +34,6 @@ from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
-from kvd.transport.samehost.lent import is_whole
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
@@ -270,7 +269,7 @@ class SameHostTransport:
             return
         read = Read(request, source, target, self._devices.copy_between(source, target), pools.stamp)
         host = not source.device and not target.device  # a GPU may take any time
-        if host and _is_small(request.descriptors) and is_whole(source.file):
+        if host and _is_small(request.descriptors) and source.is_whole:
             read.run_few()
             self._on_event(read.end())
             return
