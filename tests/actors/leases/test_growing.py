@@ -327,6 +327,14 @@ def test_what_a_worker_has_not_closed_ends_with_its_session_and_its_readers_hear
     assert isinstance(stage.asked_by_peer(make_claim(2, offer="closed", blocks=(4, 5)))[0], Grant)
 
 
+def test_what_a_worker_has_not_closed_stands_while_another_ones_session_ends(stage):
+    stage.attach("other", 2, pid=2)
+    stage.request(Offer(1, "others", 0, (), 30.0, SECRET, grows=True), session=b"\2" * 16)
+    opened(stage)
+    stage.hang_up()
+    assert stage.request(Extend(7, "others", 2, blocks(0, 0), True), session=b"\2" * 16) == [Extended(7)]
+
+
 @pytest.mark.parametrize(
     ("bound", "most", "code"),
     [
