@@ -127,6 +127,8 @@ class Intake:
                         self.taken += len(part)
                         self._intake.body_bytes.add(self._client, len(part))
                         parts.append(part)
+                if self._lost:  # just as it ended: it is counted no more
+                    raise TimeoutError  # noqa: TRY301
             except web.RequestPayloadError as error:
                 raise refusal(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
             except ConnectionError as error:
