@@ -42,6 +42,8 @@ class Intake:
         self.whole = Shares()
         """Requests with their whole body."""
         self.body_bytes = Shares()
+        self._coming: dict[str, dict[Intake.Room, None]] = {}
+        """By client, oldest first: those whose body still comes."""
 
     @contextlib.contextmanager
     def room(self, client: str) -> Iterator["Intake.Room"]:
@@ -57,19 +59,52 @@ class Intake:
             if not self.requests:
                 self.idle.set()
 
+    def _make_room(self, client: str, more: int) -> bool:
+        """Whether there is room for so many bytes of `client`, if need be of those whose bodies do not come to an end.
+
+        The largest goes of the client with the most bytes, if that has more than this one would have.
+        """
+        while self.body_bytes.total + more > limits.ROUTER_BODIES_BYTES:
+            coming = {each: sum(room.taken for room in rooms) for each, rooms in self._coming.items()}
+            most = max(coming, key=lambda each: coming[each], default=client)
+            if coming.get(most, 0) <= coming.get(client, 0) + more:
+                return False
+            max(self._coming[most], key=lambda room: room.taken).lose()
+        return True
+
     class Room:
         """What one request has taken."""
 
         def __init__(self, intake: "Intake", client: str) -> None:
             self._intake = intake
             self._client = client
-            self._taken = 0
+            self.taken = 0
+            """Bytes of its body."""
             self._whole = 0
+            self._until = asyncio.timeout(limits.ROUTER_BODY_SECONDS)
+            """For its body."""
+            self._lost = False
 
         def leave(self) -> None:
             """Gives it back."""
-            self._intake.body_bytes.add(self._client, -self._taken)
+            self._ended()
+            self._intake.body_bytes.add(self._client, -self.taken)
             self._intake.whole.add(self._client, -self._whole)
+
+        def lose(self) -> None:
+            """Its body is not read any further, and takes no room from now on."""
+            self._lost = True
+            if not self._until.expired():
+                self._until.reschedule(0.0)
+            self._ended()
+            self._intake.body_bytes.add(self._client, -self.taken)
+            self.taken = 0
+
+        def _ended(self) -> None:
+            coming = self._intake._coming.get(self._client, {})
+            coming.pop(self, None)
+            if not coming:
+                self._intake._coming.pop(self._client, None)
 
         async def read(self, request: web.BaseRequest) -> bytes:
             """The request's body; the request then counts as in flight.
@@ -85,19 +120,26 @@ class Intake:
             parts = []
             try:
                 await _let_it_come(request)
-                async with asyncio.timeout(limits.ROUTER_BODY_SECONDS):
+                async with self._until:
+                    self._intake._coming.setdefault(self._client, {})[self] = None
                     async for part in request.content.iter_any():
-                        self._check(self._taken + len(part))
-                        self._taken += len(part)
+                        self._check(self.taken + len(part))
+                        self.taken += len(part)
                         self._intake.body_bytes.add(self._client, len(part))
                         parts.append(part)
+                if self._lost:  # just as it ended: it is counted no more
+                    raise TimeoutError  # noqa: TRY301
             except web.RequestPayloadError as error:
                 raise refusal(ErrorCode.BAD_MESSAGE, f"the body is not HTTP: {error}") from error
             except ConnectionError as error:
                 raise ClientGone(ErrorCode.CANCELLED, "the client sent a part of its body only") from error
             except TimeoutError as error:
-                text = f"{self._taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
+                if self._lost:
+                    text = "bodies of other clients took the place of this one, which did not end: try again later"
+                    raise refusal(ErrorCode.OVERLOADED, text) from error
+                text = f"{self.taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
                 raise refusal(ErrorCode.DEADLINE, text) from error
+            self._ended()
             self._enter()
             return b"".join(parts)
 
@@ -105,11 +147,11 @@ class Intake:
             if size > limits.ROUTER_BODY_BYTES:
                 text = f"the body has {size} bytes or more; at most {limits.ROUTER_BODY_BYTES} are taken"
                 raise refusal(ErrorCode.TOO_LARGE, text)
-            bodies, more = self._intake.body_bytes, size - self._taken
+            bodies, more = self._intake.body_bytes, size - self.taken
             text = "the bodies of {} fill the memory for them: try again later"
             if bodies.of(self._client) + more > limits.ROUTER_CLIENT_BODIES_BYTES:
                 raise refusal(ErrorCode.OVERLOADED, text.format(self._client))
-            if bodies.total + more > limits.ROUTER_BODIES_BYTES:
+            if not self._intake._make_room(self._client, more):
                 raise refusal(ErrorCode.OVERLOADED, text.format(f"{self._intake.requests} requests"))
 
         def _enter(self) -> None:

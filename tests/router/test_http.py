@@ -244,6 +244,24 @@ async def test_bodies_that_come_slowly_take_no_place_of_others(monkeypatch) -> N
             writer.close()
 
 
+async def test_bodies_that_do_not_end_make_room_for_those_of_clients_with_fewer_bytes(monkeypatch) -> None:
+    """Two addresses could otherwise have all of it for a minute at a time."""
+    monkeypatch.setattr(limits, "ROUTER_BODIES_BYTES", 1000)
+    async with routed([prefilled], [decoded]) as stage:
+        intake, held = stage.server._intake, contextlib.ExitStack()
+        with held:
+            for address, total, size in (("127.0.0.2", 300, 300), ("127.0.0.2", 500, 200), ("127.0.0.3", 990, 490)):
+                made = held.enter_context(socket.create_connection(place(stage), source_address=(address, 0)))
+                made.sendall(head(size + 1) + b"x" * size)
+                await until(lambda total=total: intake.body_bytes.total == total)
+            assert (await stage.ask())[0] == 200
+            assert intake.body_bytes.total == 690, "the largest of the client with the most bytes is gone"
+            status, error = await stage.error(prompt="x" * 700)
+            assert (status, error["code"]) == (503, "overloaded"), "nobody has more than it would have"
+        await until(lambda: intake.requests == 0)
+        assert (intake.body_bytes.total, intake._coming) == (0, {})
+
+
 @pytest.mark.parametrize(
     ("bound", "most", "said"),
     [

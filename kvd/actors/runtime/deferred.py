@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Batch(Generic[T]):
     """Collects items, and has `actor` call `handle` with some of them at a time, in order.
 
-    What one call of `handle` causes goes ahead of the next. `blocks_of` says how many blocks have to do with an item,
-    if that decides how long it takes: one call gets items of up to `limits.BATCH_BLOCKS`, or one item.
+    What one call of `handle` causes goes ahead of the next, and sockets are read in between. `blocks_of` says how many
+    blocks have to do with an item, if that decides how long it takes: one call gets items of up to
+    `limits.BATCH_BLOCKS`, or one item.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Batch(Generic[T]):
         self._handle(items)
         self._called = bool(self._items)
         if self._called:
-            self._actor.call(self._handle_some)
+            self._actor.later(0.0, self._handle_some)  # a call that waits already would come before sockets are read
 
     def _fitting(self) -> int:
         blocks = 0

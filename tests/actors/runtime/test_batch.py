@@ -28,19 +28,20 @@ def test_items_that_come_together_are_handled_in_one_message(owner):
     assert handled[5:] == [5]
 
 
-def test_a_message_handles_a_bounded_number_of_items_and_the_next_one_comes_behind_what_they_caused(owner, monkeypatch):
+def test_a_message_handles_some_items_and_the_next_one_comes_behind_sockets_and_what_they_caused(owner, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_ITEMS", 2)
     order = []
 
     def handle(items):
         order.append(items)
+        owner.loop.call_soon(lambda: order.append("socket"))
         owner.call(order.append, "after")
 
     batch = Batch(owner, handle)
     for item in range(3):
         batch.put(item)
     owner.loop.run_until(0)
-    assert order == [[0, 1], "after", [2], "after"]
+    assert order == [[0, 1], "after", "socket", [2], "after", "socket"]
 
 
 def test_items_that_have_to_do_with_many_blocks_come_few_at_a_time(owner, monkeypatch):
