@@ -1,0 +1,1 @@
+"""Servers and daemons that die and stand still at random under load: `python -m tests.vllm.chaos`."""
