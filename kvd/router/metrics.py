@@ -72,4 +72,6 @@ class Metrics:
             self.failures.labels(server.role, server.url)
         for outcome in Outcome:
             self.requests.labels(outcome)
+        for early in ("done", "again"):
+            self.early.labels(early)
         Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})
