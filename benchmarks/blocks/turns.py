@@ -4,7 +4,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 
-from kvd.actors.runtime.blocks import BlocksInUse, check_spans
+from kvd.actors.runtime.pools import BlocksInUse, check_spans
 from kvd.bench.spec import flat_spec, tokens_of
 from kvd.protocol import codec, ticket
 from kvd.protocol.ticket import Ticket, TicketRank

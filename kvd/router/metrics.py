@@ -95,4 +95,6 @@ class Metrics:
             self.requests.labels(outcome)
         for turn in Turn:
             self.turns.labels(turn)
+        for early in ("done", "again"):
+            self.early.labels(early)
         Info("kvd_build", "Which kvd this is.", registry=registry).info({"version": kvd.__version__})

@@ -12,7 +12,7 @@ The rules:
 3. `add_peer` of a known name takes in the new metadata; until that is answered, reads may find what was there before.
    If it is called again before it was answered, only the last call need be. `remove_peer` waits for the peer's open
    reads; an `add_peer` that arrives before then keeps the peer.
-4. Short reads overtake long ones, and no read starves.
+4. Short reads overtake long ones, all overtake parts of what is still to come, and no read starves.
 5. A stamp is read after the last byte of its read, out of the living process: what it says was still true when all
    bytes had been read. Memory may outlive its process, so bytes may land after the process has ended; stamps do not.
 6. A read that expects a stamp moves nothing unless it is there before the first byte. Where no stamps can be read it
@@ -57,7 +57,8 @@ class ReadRequest(Struct, frozen=True, gc=False):
     `read` is the caller's number for it. Bases are addresses, the remote one in the process of `agent`. If `stamp` is
     not 0, the `limits.STAMP_BYTES` at that address of `agent` (little-endian) are read after all others and returned in
     `Landed`. If `expected` is not 0, they must be it before the first byte is read, too: else the read fails as
-    `unproven`. Pass them only if `PeerAdded` said that stamps can be read.
+    `unproven`. Pass them only if `PeerAdded` said that stamps can be read. A read that is a `part` of what is still to
+    come gives way to those that somebody waits for.
     """
 
     read: int
@@ -67,6 +68,7 @@ class ReadRequest(Struct, frozen=True, gc=False):
     descriptors: Descriptors
     stamp: int = 0
     expected: int = 0
+    part: bool = False
 
     def unproven(self) -> ReadFailed:
         """Its end if the stamp that it expects is not there."""

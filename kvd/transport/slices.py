@@ -2,6 +2,7 @@
 
 - A slice holds at most `limits.SLICE_BYTES` and `limits.SLICE_DESCRIPTORS`; a descriptor longer than a slice is split.
 - The next slice comes from the read that has posted the fewest bytes so far, so a short read overtakes a long one.
+- A read that is a part of what is still to come waits for all others: nobody can use it yet.
 - Every `limits.OLDEST_TURN`-th slice comes from the oldest read, so a stream of short reads starves nothing.
 - Bytes in flight are bounded by `limits.MAX_BYTES_IN_FLIGHT` per peer, not per agent: slices of a peer that hangs never
   end, and must not take up the room of all the others.
@@ -101,17 +102,22 @@ class _Read:
     head: Slice
     posted: int = 0
 
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The least is served next."""
+        return self.request.part, self.posted, self.age
+
 
 @dataclass(slots=True, eq=False)
 class _PeerQueue:
-    """The reads from one peer: by age, and as a heap of (bytes posted, age).
+    """The reads from one peer: by age, and as a heap of ranks.
 
     A heap entry is stale once its read has posted more or left. Stale entries are dropped when they reach the top, or
     all at once when they are many.
     """
 
     by_age: dict[int, _Read] = field(default_factory=dict)
-    by_posted: list[tuple[int, int]] = field(default_factory=list)
+    by_rank: list[tuple[bool, int, int]] = field(default_factory=list)
     in_flight: int = 0
     """Bytes picked that have not ended."""
 
@@ -122,23 +128,22 @@ class _PeerQueue:
         return self.in_flight == 0 or (self.in_flight + size <= limits.MAX_BYTES_IN_FLIGHT and self.slices < slices)
 
     def push(self, read: _Read) -> None:
-        if len(self.by_posted) > 2 * len(self.by_age) + 64:
-            self.by_posted = [entry for entry in self.by_posted if self._is_current(entry)]
-            heapq.heapify(self.by_posted)
-        heapq.heappush(self.by_posted, (read.posted, read.age))
+        if len(self.by_rank) > 2 * len(self.by_age) + 64:
+            self.by_rank = [entry for entry in self.by_rank if self._is_current(entry)]
+            heapq.heapify(self.by_rank)
+        heapq.heappush(self.by_rank, read.rank)
 
-    def fewest_posted(self) -> _Read | None:
-        while self.by_posted and not self._is_current(self.by_posted[0]):
-            heapq.heappop(self.by_posted)
-        return self.by_age[self.by_posted[0][1]] if self.by_posted else None
+    def first(self) -> _Read | None:
+        while self.by_rank and not self._is_current(self.by_rank[0]):
+            heapq.heappop(self.by_rank)
+        return self.by_age[self.by_rank[0][-1]] if self.by_rank else None
 
     def oldest(self) -> _Read | None:
         return next(iter(self.by_age.values()), None)
 
-    def _is_current(self, entry: tuple[int, int]) -> bool:
-        posted, age = entry
-        read = self.by_age.get(age)
-        return read is not None and read.posted == posted
+    def _is_current(self, entry: tuple[bool, int, int]) -> bool:
+        read = self.by_age.get(entry[-1])
+        return read is not None and read.rank == entry
 
 
 class SliceQueue:
@@ -167,12 +172,12 @@ class SliceQueue:
     def pick(self) -> Slice | None:
         """The slice to post now, in flight until `ended`; None if nothing may be posted."""
         oldest_turn = (self._picks + 1) % limits.OLDEST_TURN == 0
-        best: tuple[int, int] | None = None
+        best: tuple[bool, int, int] | None = None
         for queue in self._queues.values():
-            read = queue.oldest() if oldest_turn else queue.fewest_posted()
+            read = queue.oldest() if oldest_turn else queue.first()
             if read is None or not queue.has_room(read.head.bytes, self._most):
                 continue
-            rank = (0 if oldest_turn else read.posted, read.age)
+            rank = (False, 0, read.age) if oldest_turn else read.rank
             if best is None or rank < best:
                 best, chosen, source = rank, read, queue
         if best is None:

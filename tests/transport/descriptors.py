@@ -14,6 +14,6 @@ def descriptors(rows: Iterable[tuple[int, int, int]]) -> Descriptors:
     return Descriptors(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
 
-def request(read: int, what: Descriptors, agent: str = "p", stamp: int = 0) -> ReadRequest:
+def request(read: int, what: Descriptors, agent: str = "p", stamp: int = 0, *, part: bool = False) -> ReadRequest:
     """A read from and to the address 0."""
-    return ReadRequest(read, agent, 0, 0, what, stamp)
+    return ReadRequest(read, agent, 0, 0, what, stamp, part=part)

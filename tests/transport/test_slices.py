@@ -93,6 +93,35 @@ def test_a_short_read_overtakes_a_long_one() -> None:
     assert second.request.read == 2
 
 
+def test_what_somebody_waits_for_overtakes_parts_of_what_is_still_to_come() -> None:
+    queue = SliceQueue()
+    for read in range(3):
+        queue.add(request(read, blocks(8, limits.SLICE_BYTES), "pq"[read % 2], part=True))
+    picked = [take(queue)]
+    queue.add(request(3, blocks(5, limits.SLICE_BYTES), "p"))
+    while queue:
+        queue.ended(picked[-1])
+        picked.append(take(queue))
+    order = [piece.request.read for piece in picked]
+    waited = [place for place, read in enumerate(order) if read == 3]
+    oldest_turns = [place for place in range(waited[0], waited[-1]) if order[place] != 3]
+    assert waited[0] == 1
+    assert len(oldest_turns) <= 1
+    assert sorted(order) == sorted([0] * 8 + [1] * 8 + [2] * 8 + [3] * 5)
+
+
+def test_parts_are_not_starved_by_what_somebody_waits_for() -> None:
+    queue = SliceQueue()
+    queue.add(request(0, blocks(40, limits.SLICE_BYTES), part=True))
+    picked = []
+    for number in range(1, 101):
+        queue.add(request(number, blocks(1, limits.SLICE_BYTES)))
+        piece = take(queue)
+        queue.ended(piece)
+        picked.append(piece.request.read)
+    assert picked.count(0) >= len(picked) // limits.OLDEST_TURN
+
+
 def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:
     queue = SliceQueue()
     queue.add(request(0, blocks(40, limits.SLICE_BYTES)))
@@ -150,13 +179,13 @@ def test_reads_added_and_dropped_behind_a_stuck_peer_leave_nothing_behind() -> N
         queue.add(request(read, blocks(1, limits.MIB)))
         queue.drop(read)
     of_peer = queue._queues["p"]
-    assert len(of_peer.by_posted) < 100
+    assert len(of_peer.by_rank) < 100
     assert last.request.read == 0
 
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from("abc"), LENGTHS),
+        st.tuples(st.just("add"), st.sampled_from("abc"), LENGTHS, st.booleans()),
         st.tuples(st.just("pick"), st.integers(1, 20)),
         st.tuples(st.just("end"), st.integers(0, 50)),
         st.tuples(st.just("drop"), st.integers(0, 10)),
@@ -176,9 +205,9 @@ class Model:
         self.dropped: set[int] = set()
         self.flying: list[Slice] = []
 
-    def add(self, agent: str, lengths: list[int]) -> None:
+    def add(self, agent: str, lengths: list[int], part: bool) -> None:
         size = sum(lengths)
-        assert self.queue.add(request(len(self.agent), packed(lengths), agent)) == (size > 0)
+        assert self.queue.add(request(len(self.agent), packed(lengths), agent, part=part)) == (size > 0)
         self.agent.append(agent)
         self.wanted.append(size)
         self.posted.append(0)

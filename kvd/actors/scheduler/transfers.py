@@ -411,4 +411,5 @@ class Transfers(Component):
             self._requests.claim_if_it_lasts(transfer)
         expected = 0 if transfer.granted else transfer.stamp  # a grant shows that the ticket is right
         here, there = transfer.pull.pool.base, source.pool.base
-        self._transport.read(ReadRequest(transfer.number, source.agent, here, there, read, word, expected))
+        more = not transfer.told.whole
+        self._transport.read(ReadRequest(transfer.number, source.agent, here, there, read, word, expected, part=more))

@@ -85,6 +85,7 @@ class Read(Message, frozen=True):
     local_base: int
     remote_base: int
     table: bytes
+    part: bool
 
 
 class Abort(Message, frozen=True):
@@ -184,7 +185,7 @@ def read_command(request: ReadRequest) -> tuple[Read, tuple[int, ...]]:
     columns = [np.ascontiguousarray(column) for column in (descriptors.src, descriptors.dst, descriptors.length)]
     small = 3 * columns[0].nbytes <= INLINE_BYTES
     table = b"".join(column.tobytes() for column in columns) if small else b""
-    asked = Read(request.read, request.agent, request.local_base, request.remote_base, table)
+    asked = Read(request.read, request.agent, request.local_base, request.remote_base, table, request.part)
     if small:
         return asked, ()
     memfd = os.memfd_create("kvd-descriptors", os.MFD_CLOEXEC)
@@ -202,4 +203,5 @@ def request_of(asked: Read, descriptors: tuple[int, ...]) -> ReadRequest:
     """The read that `asked` stands for; `descriptors` came with it and stay the caller's."""
     table = mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ) if descriptors else asked.table
     columns = np.frombuffer(table, dtype=np.uint64).reshape(3, -1)
-    return ReadRequest(asked.read, asked.agent, asked.local_base, asked.remote_base, Descriptors(*columns))
+    wanted = Descriptors(*columns)
+    return ReadRequest(asked.read, asked.agent, asked.local_base, asked.remote_base, wanted, part=asked.part)

@@ -227,7 +227,8 @@ class StagedReads:
             local, target = self._arena.base, packed(self._arena.slot_offset(part.slot), length)
         if read.staged is not None and part.slot is not None:  # both are contiguous
             source, target, length = source[:1], target[:1], length.sum(keepdims=True)
-        asked = ReadRequest(-next(self._numbers), read.peer.agent, local, remote, Descriptors(source, target, length))
+        wanted, goes_on = Descriptors(source, target, length), read.request.part
+        asked = ReadRequest(-next(self._numbers), read.peer.agent, local, remote, wanted, part=goes_on)
         self._read_network(asked, partial(self._came, part))
 
     def _came(self, part: _Part, event: Landed | ReadFailed) -> None:
