@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvd.engines.vllm.turns import TurnPolicy
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
 from kvd.protocol.address import DEFAULT_SOCKET
@@ -14,6 +15,8 @@ from kvd.protocol.address import DEFAULT_SOCKET
 _Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 _Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
+
+_TURNS = TurnPolicy()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,11 +36,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     part of the model."""
     offer_ttl: _Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
-    turn_ttl: _Ttl = 300.0
+    turn_ttl: _Ttl = _TURNS.ttl
     """How long a decode engine keeps an answer for the next turn of its conversation, whose prefill engine pulls it."""
-    turn_share: _Share = 0.25
+    turn_share: _Share = _TURNS.share
     """The most of its KV cache that it keeps so. It gives up the oldest ones when it is short of blocks itself."""
-    every_turn: bool = False
+    every_turn: bool = _TURNS.every
     """Whether it keeps every answer and says so in it, for routers that do not ask for that (`kvd_turn`)."""
     pull_timeout: _Timeout = 60.0
     """How long a pull may take once the decode engine has blocks for it."""
