@@ -8,10 +8,10 @@ import pytest_asyncio
 
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
-from tests.vllm.testbed.catalog import BLOCK
+from tests.vllm.testbed.catalog import BLOCK, VOCABULARY
 from tests.vllm.testbed.client import complete
 from tests.vllm.testbed.conversation import ANSWERED, ASKED, Conversation, Talking
-from tests.vllm.testbed.http import post
+from tests.vllm.testbed.http import post, request
 from tests.vllm.testbed.servers import scrape
 from tests.vllm.testbed.service import start_all
 from tests.vllm.waiting import until
@@ -54,6 +54,22 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
             assert counted["local_compute"] == ASKED
     for body, got in said:  # not between the turns, which are kept for a time
         assert_same(got, await alone(talking, body))
+
+
+async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
+    messages: list[dict[str, str]] = []
+    kept, before = await talking.turns("kept"), await talking.prefilled()
+    for number in range(3):
+        words = " ".join(f"t{WORDS[(7 * number + place) % len(WORDS)]}" for place in range(ASKED))
+        messages.append({"role": "user", "content": words})
+        messages.append({"role": "assistant", "content": await chat(talking.router.url, talking.model, messages)})
+        await talking.asked(kept + number + 1)
+    after = await talking.prefilled()
+    counted = {name: after[name] - before[name] for name in after}
+    assert counted["pulled"] == 2, counted
+    for number in range(0, len(messages), 2):
+        said = messages[number + 1]["content"]
+        assert said == await chat(talking.single.url, talking.model, messages[: number + 1])
 
 
 async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then(talking: Talking) -> None:
@@ -120,6 +136,9 @@ async def test_sliding_windows_travel_back_with_all_of_a_turn(shared: Shared) ->
         assert_same(got, await alone(talking, body))
 
 
+WORDS = [token for token in range(2, VOCABULARY) if not str(token).startswith("1")]
+"""Of the others the tokenizer takes what begins with `t1` for that token, which is special, and a rest."""
+
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 ONE = {"max_tokens": 1, "stream": False}
 
@@ -129,3 +148,22 @@ async def no_leases(talking: Talking) -> None:
         return not (await scrape(talking.pair.daemons["decode"])).total("kvd_leases_active")
 
     await until(none)
+
+
+async def chat(url: str, model: str, messages: list[dict[str, str]]) -> str:
+    """The text of a streamed answer."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 150,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logit_bias": {str(token): -100 for token in set(range(VOCABULARY)) - set(WORDS)},
+        "stream": True,
+    }
+    text = ""
+    async with request(url, "/v1/chat/completions", body) as response:
+        assert response.status == 200, await response.read()
+        async for event in response.events():
+            text += event["choices"][0]["delta"].get("content") or ""
+    return text
