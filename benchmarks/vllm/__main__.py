@@ -18,7 +18,7 @@ from benchmarks.vllm.groups import GROUPS
 from kvd.bench import report
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.processes import ProcessEndedError
-from tests.vllm.testbed.catalog import write_models
+from tests.vllm.testbed.catalog import BLOCK, write_models
 from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.servers import LONGEST
 
@@ -51,6 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a pair with kvd for each: daemons and engines have a session each, a control group each (takes root), or "
         "a daemon shares one with its engine (default: session)",
     )
+    parser.add_argument(
+        "--placements",
+        nargs="+",
+        default=list(vllm.PLACEMENTS),
+        choices=vllm.PLACEMENTS,
+        help="each server on a core of its own, or all on all (default: both)",
+    )
+    parser.add_argument(
+        "--arrivals",
+        type=int,
+        default=6,
+        help="requests of a turn whose blocks arrive while another decodes (default: 6)",
+    )
+    parser.add_argument(
+        "--kills", action="store_true", help="kill kvd's decode daemon in each turn, and time until it serves again"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures side by side into FILE (PNG)")
     return command.run(parser, _run, arguments)
 
@@ -61,10 +77,21 @@ def _run(args: argparse.Namespace) -> None:
     longest = LONGEST - vllm.ANSWER_TOKENS
     if not 1 < args.prompt_tokens <= longest:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--prompt-tokens {args.prompt_tokens}: must be 2 to {longest}")
-    if min(args.rounds, *args.concurrent) < 1:
-        raise BadRequest(ErrorCode.BAD_CONFIG, "--rounds and --concurrent: must be 1 or more")
+    if min(args.rounds, args.arrivals, *args.concurrent) < 1:
+        raise BadRequest(ErrorCode.BAD_CONFIG, "--rounds, --arrivals and --concurrent: must be 1 or more")
+    most = vllm.BLOCKS // -(-args.prompt_tokens // BLOCK)
+    if args.arrivals > most:
+        text = f"--arrivals {args.arrivals}: at most {most} prompts of {args.prompt_tokens} tokens wait at once"
+        raise BadRequest(ErrorCode.BAD_CONFIG, text)
     plan = vllm.Plan(
-        args.prompt_tokens, args.rounds, tuple(args.concurrent), args.seconds, tuple(dict.fromkeys(args.groups))
+        args.prompt_tokens,
+        args.rounds,
+        tuple(args.concurrent),
+        args.seconds,
+        tuple(dict.fromkeys(args.groups)),
+        tuple(dict.fromkeys(args.placements)),
+        args.arrivals,
+        args.kills,
     )
     folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
     sides: list[vllm.Side] = []
@@ -91,7 +118,7 @@ def _report(args: argparse.Namespace, plan: vllm.Plan, sides: list[vllm.Side]) -
 
 def _measure(plan: vllm.Plan, folder: Path, sides: list[vllm.Side]) -> None:
     write_models(folder, vllm.MODEL)
-    steps = plan.pairs * (1 + 2 * plan.rounds)
+    steps = plan.pairs * (1 + len(plan.placements) * plan.rounds)
     with report.progress(f"{plan.pairs} pairs of servers start, then take turns", steps) as advance:
         asyncio.run(vllm.measure(folder, folder, plan, sides, advance))
 

@@ -46,6 +46,7 @@ FIGURES: Final = (
     Figure("first_token", "time to first token, prefill included"),
     Figure("handover", "handover: end of prefill to first token of decode"),
     Figure("at_decode", "time to first token at the decode side, another decoding"),
+    Figure("at_decode_worst", "the same, the worst of a turn"),
     Figure("transfer", "in transfer: first post to last byte"),
     Figure("posting", "posts of a transfer, which copy on the same host"),
     Figure("pull", "one pull, with claim and fence"),
@@ -59,6 +60,7 @@ FIGURES: Final = (
     Figure("busy_worst", "between tokens, blocks arriving, worst"),
     Figure("engine_processor", "processor time of the decode engine while one arrives"),
     Figure("daemons_processor", "processor time of both daemons while one arrives"),
+    Figure("serves_again", "killed under load: to the first token that the next daemon pulled"),
 )
 _THROUGHPUT: Final = "tokens_a_second_"
 
@@ -160,7 +162,7 @@ def _shown(side: Side) -> list[Figure]:
     """All figures, and one throughput per measured number of concurrent requests."""
     numbers = [name.removeprefix(_THROUGHPUT) for name in side.rounds[0] if name.startswith(_THROUGHPUT)]
     at_once = [Figure(_THROUGHPUT + n, f"tokens a second, {n} at once", 1, "/s", "most") for n in numbers]
-    return [*FIGURES, *at_once]
+    return [*(figure for figure in FIGURES if figure.name != "serves_again" or figure.name in side.rounds[0]), *at_once]
 
 
 def _column(side: Side, name: str) -> list[float]:

@@ -4,7 +4,7 @@ vLLM runs as users start it: engine and worker spin while they wait for each oth
 kind of groups that daemons and engines may be in (`benchmarks.vllm.groups`). NixlConnector runs twice: with its default
 of four NIXL threads, and without them, which is better if cores are few. The pairs take turns, so that whatever else
 the machine does hits all alike; those that wait are suspended. Each pair has two turns per round: pinned, with one core
-per server, and unpinned. Daemons are never pinned.
+per server, and unpinned. Daemons are never pinned. A request that fails ends the measurement.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.vllm.groups import place
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
+from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
 from tests.vllm.testbed.servers import scrape
 from tests.vllm.testbed.service import start_all, stop_all
@@ -36,11 +37,13 @@ SETTLING_TOKENS: Final = 30
 """Tokens before, and between, the arrivals whose effect on a decoding request is measured."""
 WAKING_TOKENS: Final = 64
 """Tokens of the first request after a pause, which is not measured."""
-ARRIVALS: Final = 6
-"""Requests per turn whose blocks arrive one after the other while another request decodes."""
 ENDLESS_TOKENS: Final = 1800
 TOKENS_SECONDS: Final = 120.0
 """Seconds the decoding request may take for the tokens awaited; if all is well it takes a few."""
+
+RESTART_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 0.05
+"""Between requests that a killed daemon makes fail."""
 
 PLACEMENTS: Final = ("pinned", "unpinned")
 
@@ -58,6 +61,11 @@ class Plan:
     seconds: float
     groups: tuple[str, ...] = ("session",)
     """A pair with kvd for each, of `benchmarks.vllm.groups.GROUPS`."""
+    placements: tuple[str, ...] = PLACEMENTS
+    arrivals: int = 6
+    """Requests per turn whose blocks arrive one after the other while another request decodes."""
+    kills: bool = False
+    """Whether each turn of kvd ends with its decode daemon killed and started again."""
 
     @property
     def pairs(self) -> int:
@@ -101,6 +109,8 @@ def _pairs(models: Path, folder: Path, groups: Sequence[str], stack: contextlib.
     for group in groups:
         ours.append(KvdPair(folder / f"kvd-{group}", models, MODEL, blocks=BLOCKS))
         place(group, ours[-1], stack)
+        for daemon in ours[-1].daemons.values():
+            daemon.settings = {}  # as users run them: the test bed's lose no peer, however late it answers
         if group != "session":
             ours[-1].title = f"kvd, {group}"
     return [
@@ -112,7 +122,7 @@ def _pairs(models: Path, folder: Path, groups: Sequence[str], stack: contextlib.
 
 async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Callable[[], None]) -> None:
     seeds = itertools.count()
-    turns = [(pair, Side(pair.title, placement)) for placement in PLACEMENTS for pair in pairs]
+    turns = [(pair, Side(pair.title, placement)) for placement in plan.placements for pair in pairs]
     sides += [side for _, side in turns]
     try:
         async with asyncio.timeout(plan.seconds):
@@ -155,10 +165,12 @@ async def _turn(pair: Pair, plan: Plan, first: int) -> Figures:
     seeds = itertools.count(first)
     await pair.complete(make_prompt(WAKING_TOKENS, next(seeds)), ANSWER_TOKENS)
     figures = await _alone(pair, make_prompt(plan.prompt_tokens, next(seeds)))
-    figures |= await _beside(pair, [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(ARRIVALS)])
+    figures |= await _beside(pair, [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(plan.arrivals)])
     for number in plan.concurrent:
         prompts = [make_prompt(plan.prompt_tokens, next(seeds)) for _ in range(number)]
         figures[f"tokens_a_second_{number}"] = await _together(pair, prompts)
+    if plan.kills and isinstance(pair, KvdPair):
+        figures["serves_again"] = await _killed(pair, plan.prompt_tokens, seeds)
     return figures
 
 
@@ -194,12 +206,33 @@ async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
     pulls = max(1.0, after["pulls"] - before["pulls"])
     return {
         "at_decode": statistics.median(end - start for start, end in busy),
+        "at_decode_worst": max(end - start for start, end in busy),
         **{name: (after[name] - before[name]) / pulls for name in after if name != "pulls"},
         "engine_processor": engine / len(busy),
         "daemons_processor": daemons / len(busy),
         **_spread("quiet", quiet),
         **_spread("busy", during),
     }
+
+
+async def _killed(pair: KvdPair, prompt_tokens: int, seeds: Iterator[int]) -> float:
+    """Seconds from the kill of the decode daemon, started again at once, to a first token whose blocks it pulled.
+
+    Requests meanwhile end in an error, or wait, while another one decodes.
+    """
+    daemon = pair.daemons["decode"]
+    async with _decoding(pair) as decoding, asyncio.timeout(RESTART_SECONDS):
+        await _tokens(decoding, SETTLING_TOKENS)
+        killed = time.perf_counter()
+        daemon.kill()
+        daemon.start()
+        while True:
+            try:
+                completion = await pair.complete(make_prompt(prompt_tokens, next(seeds)), 1)
+            except HttpError:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return completion.times[0] - killed
 
 
 def _spread(name: str, gaps: Sequence[float]) -> Figures:

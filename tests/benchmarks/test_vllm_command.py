@@ -59,7 +59,32 @@ def test_each_kind_of_groups_is_one_more_pair(
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("flags", [("--rounds", "0"), ("--concurrent", "4", "0"), ("--prompt-tokens", "9999")])
+def test_a_plan_may_have_one_placement_more_requests_and_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    async def measure(
+        _models: Path, _folder: Path, plan: vllm.Plan, sides: list[vllm.Side], _advance: Callable[[], None]
+    ) -> None:
+        plans.append(plan)
+        sides.append(vllm.Side("kvd", "pinned", [{figure.name: 0.25 for figure in FIGURES}]))
+
+    monkeypatch.setattr(vllm, "measure", measure)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert bench_vllm.main(["--placements", "pinned", "--arrivals", "20", "--kills"]) == 0
+    assert [(plan.placements, plan.arrivals, plan.kills) for plan in plans] == [(("pinned",), 20, True)]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rounds", "0"),
+        ("--concurrent", "4", "0"),
+        ("--prompt-tokens", "9999"),
+        ("--arrivals", "0"),
+        ("--arrivals", "21"),
+    ],
+)
 def test_a_plan_that_measures_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_vllm.main(flags) == 2
     assert flags[0] in capsys.readouterr().err
