@@ -156,10 +156,8 @@ class Daemon(Service):
 class RouterProcess(Service):
     """The router between a prefill and a decode server, or servers at such URLs."""
 
-    def __init__(self, folder: Path, prefill: "Server | str", decode: "Server | str", *, name: str = "router") -> None:
-        super().__init__(name, folder)
-        self.flags: Sequence[str] = ()
-        """More flags, from the next start on."""
+    def __init__(self, folder: Path, prefill: "Server | str", decode: "Server | str") -> None:
+        super().__init__("router", folder)
         self._port = free_port()
         self._servers = (prefill, decode)
 
@@ -172,7 +170,7 @@ class RouterProcess(Service):
         """It runs `kvd router`."""
         prefill, decode = (server if isinstance(server, str) else server.url for server in self._servers)
         command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", f"127.0.0.1:{self._port}"]
-        return [*command, "--prefill", prefill, "--decode", decode, *self.flags]
+        return [*command, "--prefill", prefill, "--decode", decode]
 
     async def is_up(self) -> bool:
         """Whether it is ready."""
