@@ -65,6 +65,7 @@ demo: setup
 
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo
+	$(VLLM_BIN)/python -m tests.vllm.testbed.timeline
 
 demo-sglang: setup-sglang
 	$(SGLANG_BIN)/python -m tests.sglang.testbed.demo
