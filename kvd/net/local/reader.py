@@ -33,8 +33,10 @@ class UnfinishedBytes:
         if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
             text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
+        if is_trusted(self._uid):
+            return
         others = sum(count for user, count in self._by_user.items() if not is_trusted(user))
-        if not is_trusted(self._uid) and others > limits.MAX_UNFINISHED_BYTES_OF_STRANGERS:
+        if others > limits.MAX_UNFINISHED_BYTES_OF_STRANGERS:
             text = f"unfinished frames of all users but root and the daemon's own take {others} bytes"
             bound = limits.MAX_UNFINISHED_BYTES_OF_STRANGERS
             raise refusal(ErrorCode.OVERLOADED, f"{text}, the bound is {bound}; try again later")
