@@ -125,7 +125,7 @@ def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
 
-@mutation(Promise.ENDS_ONCE, first=170)
+@mutation(Promise.ENDS_ONCE, first=1014)
 def a_stop_is_not_told_to_pulls(monkeypatch):
     monkeypatch.setattr(scheduler.SchedulerActor, "stop", lambda self: None)
 
