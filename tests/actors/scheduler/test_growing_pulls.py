@@ -8,7 +8,7 @@ from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Claim, Fence, Follow, Grant, Grown, Held, Release, Settle
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Freed
+from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Freed, Pull
 from kvd.transport.interface import Landed
 from tests.actors.scheduler.pulling import outcome
 from tests.actors.stage import CACHE, PEER_STAMPS, SECRET, ids, welcome_of
@@ -197,6 +197,27 @@ def test_a_pull_that_waits_for_more_is_cancelled_at_once(stage):
     follow(stage)
     stage.request(Cancel(9, "p"))
     assert outcome(stage) == Cancelled("p", quarantined=False)
+    assert stage.asks(Release) == [Release(1, finished=True)]
+
+
+def test_a_pull_that_is_cancelled_while_a_part_is_read_lets_go_of_its_claim_when_that_has_ended(stage):
+    follow(stage)
+    grown(stage, 0, 4, 0, 0, 3)
+    stage.request(Cancel(9, "p"))
+    assert outcome(stage) == Cancelled("p", quarantined=True)
+    assert stage.asks(Release) == []
+    stage.landed(1)
+    assert stage.notified[-1] == Freed("p")
+    assert stage.asks(Release) == [Release(1, finished=True)]
+    assert asked(stage) == [0]
+
+
+def test_a_hold_of_an_offer_that_grows_follows_nothing(stage):
+    stage.request(Pull(2, "p", growing_ticket(), (), 5.0, hold=True))
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, GENERATION, 1, 5))
+    assert (asked(stage), stage.notified) == ([], [])
+    stage.request(Cancel(9, "p"))
     assert stage.asks(Release) == [Release(1, finished=True)]
 
 
