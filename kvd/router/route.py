@@ -157,7 +157,8 @@ class Router:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
-        body = request.body.for_decode(attempts.prefilled, server.engine, new_room())
+        room = new_room() if attempts.meeting is None else attempts.meeting.room
+        body = request.body.for_decode(attempts.prefilled, server.engine, room)
         streamed = request.body.streamed
         async with self._upstream.post(server, request.path, body, request.headers, sent, streamed=streamed) as answer:
             if answer.status != HTTPStatus.OK:
