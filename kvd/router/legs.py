@@ -27,9 +27,10 @@ class Meeting:
 
     def __init__(self, upstream: Upstream, request: Request, server: Server) -> None:
         self._server = server
-        room = new_room()
-        self._prefill = asyncio.create_task(self._answer(upstream, request, room))
-        self._params = asyncio.create_task(upstream.params(server, room))
+        self.room = new_room()
+        """An SGLang that decodes must be in it, too: it compares the number with that of the record."""
+        self._prefill = asyncio.create_task(self._answer(upstream, request))
+        self._params = asyncio.create_task(upstream.params(server, self.room))
         for task in (self._prefill, self._params):
             task.add_done_callback(_look)
 
@@ -58,8 +59,8 @@ class Meeting:
         self._prefill.cancel()
         self._params.cancel()
 
-    async def _answer(self, upstream: Upstream, request: Request, room: int) -> Whole:
-        body = request.body.for_room(self._server.place, room)
+    async def _answer(self, upstream: Upstream, request: Request) -> Whole:
+        body = request.body.for_room(self._server.place, self.room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
 

@@ -240,7 +240,8 @@ class Router:
         early, streamed = attempts.early, request.body.streamed
         prefilled = attempts.prefilled if early is None else early.prefilled
         turn = self._conversations.name(request, server, prefilled)
-        body = request.body.for_decode(prefilled, server.engine, new_room(), turn)
+        room = new_room() if attempts.meeting is None else attempts.meeting.room
+        body = request.body.for_decode(prefilled, server.engine, room, turn)
         async with self._upstream.post(
             server, request.path, body, request.headers, sent, streamed=streamed, early=early is not None
         ) as answer:

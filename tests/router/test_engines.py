@@ -136,7 +136,9 @@ async def test_an_sglang_prefills_in_a_room_what_a_vllm_decodes() -> None:
 async def test_two_sglangs_leave_the_first_token_to_the_record() -> None:
     async with between(read_later, [decoded], sglang=(True, True)) as stage:
         assert (await stage.ask())[0] == 200
-        assert handed(stage.decode[0].bodies[0]) == {"params": TOLD, "first": None}
+        (body,) = stage.decode[0].bodies
+        assert handed(body) == {"params": TOLD, "first": None}
+        assert body["bootstrap_room"] == stage.prefill[0].bodies[0]["bootstrap_room"]
 
 
 async def test_a_decode_server_that_fails_is_replaced_by_another_with_the_same_prefill() -> None:
