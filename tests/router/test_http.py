@@ -251,7 +251,7 @@ async def test_bodies_that_do_not_end_make_room_for_those_of_clients_with_fewer_
         intake, held = stage.server._intake, contextlib.ExitStack()
         with held:
             for address, total, size in (("127.0.0.2", 300, 300), ("127.0.0.2", 500, 200), ("127.0.0.3", 990, 490)):
-                made = held.enter_context(socket.create_connection(place(stage), source_address=(address, 0)))
+                made = held.enter_context(socket.create_connection(bound(stage), source_address=(address, 0)))
                 made.sendall(head(size + 1) + b"x" * size)
                 await until(lambda total=total: intake.body_bytes.total == total)
             assert (await stage.ask())[0] == 200

@@ -200,10 +200,10 @@ def nobody_looks_again_after_the_last_byte(monkeypatch):
 def windows_are_free_while_they_are_copied(monkeypatch):
     finish = Windows.finish
 
-    def finish_now(self, agent, ended):
+    def finish_now(self, ended):
         if (use := self._uses.get((ended.secret, ended.number))) is not None:
             use.copying = False
-        return finish(self, agent, ended)
+        return finish(self, ended)
 
     monkeypatch.setattr(Windows, "finish", finish_now)
     monkeypatch.setattr(Windows, "copied", lambda self, use, now: not use.ended)
@@ -213,8 +213,8 @@ def a_reader_with_too_many_requests_is_not_heard(monkeypatch):
     ask = Windows.ask
 
     def ask_less(self, agent, asked):
-        reader = self._readers.get(agent)
-        return (reader is None or len(reader.waiting) < limits.MAX_STAGED_SLICES) and ask(self, agent, asked)
+        waiting = sum(name[1] == agent for name in self._queued.values())
+        return waiting < limits.MAX_STAGED_SLICES and ask(self, agent, asked)
 
     monkeypatch.setattr(Windows, "ask", ask_less)
     monkeypatch.setattr(Windows, "end_oldest", lambda self, agent: None)
