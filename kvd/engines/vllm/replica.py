@@ -12,7 +12,7 @@ class ReplicaSide:
 
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: nothing is read here, and nothing can be brought here."""
-        self._results.sent |= {order.request for order in metadata.offers}
+        self._results.sent |= {order.request for order in metadata.offers if not order.turn_ttl}
         brought = {order.request for order in metadata.pulls if order.waits}
         self._results.failed |= brought
         self._results.received |= brought
@@ -30,6 +30,10 @@ class ReplicaSide:
 
     def changed_unsent(self) -> None:
         """Nothing waits to be sent."""
+
+    def take_turn_ends(self) -> list[tuple[str, str]]:
+        """Nobody asks for turns here."""
+        return []
 
     def take_counts(self) -> TransferCounts:
         """Nothing was counted."""

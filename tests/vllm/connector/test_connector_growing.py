@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
 import torch
 
-from kvd.engines.vllm.cache_config import windows
+from kvd.engines.vllm.cache_config import window_of
 from kvd.engines.vllm.growing.params import producer as producer_of
 from kvd.layout import Full
 from tests.support.fleet import until
@@ -57,7 +57,8 @@ def rows(engine: Engine, name: str, blocks: list[int]) -> torch.Tensor:
 
 def full(engine: Engine) -> set[int]:
     """The groups that attend to every token."""
-    return {number for number, (window, _) in enumerate(windows(engine.cache_config)) if isinstance(window, Full)}
+    groups = enumerate(engine.cache_config.kv_cache_groups)
+    return {number for number, group in groups if isinstance(window_of(group.kv_cache_spec), Full)}
 
 
 def layers(engine: Engine, group: int) -> list[str]:
