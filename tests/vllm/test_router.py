@@ -83,7 +83,7 @@ async def test_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
 
 async def test_both_servers_get_a_request_at_once_and_the_tokens_are_those_of_a_single_server(routed: Routed) -> None:
     async def early() -> float:
-        return (await scrape(routed.router)).total("kvd_router_early_total", outcome="done")
+        return (await scrape(routed.router)).total("kvd_router_early_total")
 
     await complete(routed.router.url, make_body(MODEL, make_prompt(40, seed=5), TOKENS))  # after which it knows how
     for length in (30, 700, 1500):
