@@ -139,8 +139,8 @@ class Router:
             if sent.whole:  # whether the server has the offer, and lets go of it, nobody knows
                 self._release(request, attempts, server)
             raise
-        self._metrics.early.labels("done" if decoded else "again").inc()
         if not decoded:
+            self._metrics.early.labels("again").inc()
             await self._in_turn(request, client, attempts)
 
     async def _both(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> bool:
@@ -255,13 +255,17 @@ class Router:
                 text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
             attempts.answered = True
+            if early is not None:
+                self._metrics.early.labels("done").inc()
             self._served(server, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
             if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
-            await _relay(answer, first, client)
-            if turn:
-                self._conversations.keep(request, server, turn)
+            try:
+                await _relay(answer, first, client)
+            finally:
+                if turn and answer.is_whole:
+                    self._conversations.keep(request, server, turn)
 
     def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
         """Has the offer released that is left, if one is, by another server than those that failed."""

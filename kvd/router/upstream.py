@@ -44,6 +44,7 @@ _FOR_CLIENTS = ("Content-Type", "Retry-After")
 """The headers of an answer that are passed on."""
 
 _FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
+_LAST_EVENT = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 """What aiohttp raises if a server fails."""
 
 
@@ -107,6 +108,8 @@ class Answer:
         self._response = response
         self._deadline = begun + seconds
         """In the loop's time, for a stream to say something."""
+        self.is_whole = False
+        """Whether its end has been read: of a stream its last event, behind which clients may close at once."""
         self.status = response.status
         self.headers = {"Content-Type": "application/json"}
         self.headers |= {name: response.headers[name] for name in _FOR_CLIENTS if name in response.headers}
@@ -163,9 +166,11 @@ class Answer:
 
         """
         try:
-            return await self._response.content.readany()
+            part = await self._response.content.readany()
         except _FAILURES as error:
             raise _failure(self._server, error) from error
+        self.is_whole = not part or part.endswith(_LAST_EVENT)
+        return part
 
 
 class Upstream:

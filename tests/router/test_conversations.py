@@ -10,16 +10,20 @@ from aiohttp import web
 from kvd import limits
 from kvd.router.body import Body, seconds_of
 from tests.router.scripted import (
+    BODY,
+    DONE,
     PARAMS,
     Answering,
     Scripted,
     Stage,
     answering,
     decoded,
+    event,
     failing,
     hanging,
     prefilled,
     routed,
+    stalled,
     streaming,
     until,
     vanishing,
@@ -86,6 +90,35 @@ async def test_the_next_turn_of_a_chat_is_prefilled_with_what_the_last_one_left(
         assert decode.bodies[0]["kv_transfer_params"] == PARAMS | {"kvd_turn": names[0]}
         assert await turns(stage, "found") == 2
         assert await stage.metric("kvd_router_kept_turns") == 1
+
+
+async def test_a_turn_is_kept_though_its_client_closes_at_the_last_event() -> None:
+    """As clients do: what ends the stream for HTTP comes behind that."""
+
+    async def endless(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if "stream" not in body:
+            return await keeping()(server, request, body)
+        stream = await streaming(request)
+        await stream.write(event(0) + DONE)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with routed([prefilled], [endless]) as stage:
+        asked = BODY | {"messages": chat("a")}
+        async with stage.session.post(stage.url + CHAT, json=asked) as response:
+            await response.content.readuntil(DONE)
+            response.close()
+        await kept(stage)
+
+
+async def test_nothing_is_kept_of_an_answer_that_its_client_has_not_waited_for() -> None:
+    async with routed([prefilled], [stalled]) as stage:
+        async with stage.session.post(stage.url + CHAT, json=BODY | {"messages": chat("a")}) as response:
+            await response.content.readany()
+            response.close()
+        (decode,) = stage.decode
+        await decode.until(lambda server: server.open == 0)
+        assert len(decode.bodies) == 1
 
 
 async def test_a_decode_server_is_asked_for_one_token_and_the_client_sees_no_ticket() -> None:
