@@ -83,7 +83,7 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
+# Before every commit: six minutes on two cores, with a sample of what has many variants. One core computes while the
 # other waits for real processes.
 test: setup
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real
@@ -96,7 +96,7 @@ test-pure: setup
 test-real: setup
 	$(BIN)/python -m pytest -m "not slow and real"
 
-# A real vLLM: the main path, four minutes.
+# A real vLLM: the main path, ten minutes.
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm tests/engines/vllm
 

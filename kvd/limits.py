@@ -470,9 +470,8 @@ ROUTER_TURN_SECONDS: Final = 3600.0
 ROUTER_TURNS_ASKED: Final = 64
 """Decode servers that are asked at a time for what they kept; of other turns nothing is kept."""
 
-ROUTER_TURN_ASK_SECONDS: Final = 60.0
-"""For a decode server to answer that, behind what it has in its queue: a busy one took longer than 10 s, and it keeps
-the turn for minutes."""
+ROUTER_TURN_ASK_SECONDS: Final = 10.0
+"""For a decode server to answer that, behind what it has in its queue."""
 
 ROUTER_TURN_WAIT_SECONDS: Final = 0.2
 """How long a turn that comes at once waits for that answer: no longer than it takes to compute some hundred tokens."""

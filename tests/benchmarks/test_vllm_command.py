@@ -38,38 +38,30 @@ def test_what_was_measured_before_the_time_was_over_is_printed_and_kept(
     assert '"rounds"' in (tmp_path / "figures.json").read_text()
 
 
-@pytest.mark.usefixtures("installed")
-def test_each_kind_of_groups_is_one_more_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plans = []
+@pytest.fixture
+def plans(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[vllm.Plan]:
+    """What is measured from now on, in no time."""
+    found: list[vllm.Plan] = []
 
     async def measure(
         _models: Path, _folder: Path, plan: vllm.Plan, sides: list[vllm.Side], _advance: Callable[[], None]
     ) -> None:
-        plans.append(plan)
+        found.append(plan)
         sides.append(vllm.Side("kvd", "pinned", [{figure.name: 0.25 for figure in FIGURES}]))
 
     monkeypatch.setattr(vllm, "measure", measure)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return found
+
+
+def test_each_kind_of_groups_is_one_more_pair(plans: list[vllm.Plan], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_vllm.main([]) == 0
     assert bench_vllm.main(["--groups", "session", "cgroup", "shared", "cgroup"]) == 0
     assert [(plan.groups, plan.pairs) for plan in plans] == [(("session",), 3), (("session", "cgroup", "shared"), 5)]
     assert "kvd" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_plan_may_have_one_placement_more_requests_and_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = []
-
-    async def measure(
-        _models: Path, _folder: Path, plan: vllm.Plan, sides: list[vllm.Side], _advance: Callable[[], None]
-    ) -> None:
-        plans.append(plan)
-        sides.append(vllm.Side("kvd", "pinned", [{figure.name: 0.25 for figure in FIGURES}]))
-
-    monkeypatch.setattr(vllm, "measure", measure)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_plan_may_have_one_placement_more_requests_and_kills(plans: list[vllm.Plan]) -> None:
     assert bench_vllm.main(["--placements", "pinned", "--arrivals", "20", "--kills"]) == 0
     assert [(plan.placements, plan.arrivals, plan.kills) for plan in plans] == [(("pinned",), 20, True)]
 
