@@ -46,6 +46,7 @@ class Plans:
 
         """
         if transfer.descriptors is None and self.is_at_once(transfer):
+            self.drop(transfer)  # it may have waited for room, and still wait for its worker's turn at a thread
             self.plan_now(transfer)
         elif transfer.descriptors is None and transfer.planning is None:
             pull = transfer.pull

@@ -200,6 +200,24 @@ def test_what_is_planned_of_a_users_reads_is_bounded_and_others_of_its_are_plann
     assert is_idle(stage)
 
 
+def test_a_small_plan_that_waited_for_room_is_made_with_its_grant_and_by_no_thread_after_it(stage, monkeypatch):
+    stage.pull("first", blocks=())
+    stage.peer_says(welcome_of())
+    room = limits.MAX_PLANNED
+    monkeypatch.setattr(limits, "MAX_PLANNED", 1)
+    pull_big(stage, "p", blocks=(2, 3, 4))
+    make_plan(stage)
+    stage.peer_says(Grant(2, 7, 1, 5))
+    pull_big(stage, "q", blocks=(5, 6, 7))
+    pull_big(stage, "r", blocks=(0, 1))
+    stage.landed(2)  # q is planned now, and r waits behind it, as both are of one worker
+    monkeypatch.setattr(limits, "MAX_PLANNED", room)
+    stage.peer_says(Grant(4, 7, 1, 5))
+    assert [read.read for read in stage.reads] == [2, 4]
+    make_plan(stage)
+    assert is_idle(stage)
+
+
 def test_a_pull_that_is_cancelled_while_it_is_planned_ends_at_once_and_its_plan_is_dropped(stage):
     pull_big(stage)
     stage.peer_says(welcome_of())
