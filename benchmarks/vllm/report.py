@@ -33,23 +33,28 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How a figure is shown: `factor` converts the measured value to `unit`; `best` says which of two is better."""
+    """How a figure is shown: `factor` converts the measured value to `unit`; `best` says which of two is better.
+
+    Beside the median of a `worst` one stands the most of all rounds.
+    """
 
     name: str
     text: str
     factor: float = 1e3
     unit: str = "ms"
     best: Literal["least", "most"] = "least"
+    worst: bool = False
 
 
 FIGURES: Final = (
     Figure("first_token", "time to first token, prefill included"),
     Figure("handover", "handover: end of prefill to first token of decode"),
     Figure("at_decode", "time to first token at the decode side, another decoding"),
-    Figure("at_decode_worst", "the same, the worst of a turn"),
+    Figure("at_decode_worst", "the same, the worst of a turn", worst=True),
     Figure("transfer", "in transfer: first post to last byte"),
     Figure("posting", "posts of a transfer, which copy on the same host"),
     Figure("pull", "one pull, with claim and fence"),
+    Figure("pull_worst", "the same, the worst of a turn", worst=True),
     Figure("bytes", "bytes per pull", 1e-6, "MB", "most"),
     Figure("descriptors", "descriptors per pull", 1, ""),
     Figure("quiet_p50", "between tokens, nothing arriving, p50"),
@@ -60,7 +65,7 @@ FIGURES: Final = (
     Figure("busy_worst", "between tokens, blocks arriving, worst"),
     Figure("engine_processor", "processor time of the decode engine while one arrives"),
     Figure("daemons_processor", "processor time of both daemons while one arrives"),
-    Figure("serves_again", "killed under load: to the first token that the next daemon pulled"),
+    Figure("serves_again", "killed under load: to the first token that the next daemon pulled", worst=True),
 )
 _THROUGHPUT: Final = "tokens_a_second_"
 
@@ -97,7 +102,7 @@ def tables(sides: Sequence[Side]) -> list[Table]:
             table.add_column(heading, justify="right" if heading else "left")
         for figure in _shown(kvd):
             columns = [_column(side, figure.name) for side in (kvd, *others)]
-            cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
+            cells = [_measured(figure, column) if column else "-" for column in columns]
             against = [column for side, column in zip((kvd, *others), columns, strict=True) if column and not side.ours]
             ratio = "-"
             if columns[0] and against:
@@ -167,6 +172,11 @@ def _shown(side: Side) -> list[Figure]:
 
 def _column(side: Side, name: str) -> list[float]:
     return [figures[name] for figures in side.rounds if name in figures]
+
+
+def _measured(figure: Figure, column: Sequence[float]) -> str:
+    cell = _cell(estimate(column), figure.factor, figure.unit)
+    return f"{cell}, most {max(column) * figure.factor:,.0f}" if figure.worst else cell
 
 
 def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:

@@ -189,7 +189,7 @@ async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
     offered = [body | {"kv_transfer_params": await prefill(pair.prefill.url, body)} for body in bodies]
     busy: list[tuple[float, float]] = []
     engine = daemons = 0.0
-    before = await _counted(pair)
+    counted = [await _counted(pair)]
     async with _decoding(pair) as decoding:
         await _tokens(decoding, 2 * SETTLING_TOKENS)
         for body in offered:
@@ -201,13 +201,16 @@ async def _beside(pair: Pair, prompts: Sequence[list[int]]) -> Figures:
             engine += pair.decode.processor_seconds()
             daemons += _processor_seconds_of_daemons(pair)
             await _tokens(decoding, SETTLING_TOKENS)
+            counted.append(await _counted(pair))
     quiet, during = split_gaps(decoding.times[10:], busy)
-    after = await _counted(pair)
+    before, after = counted[0], counted[-1]
     pulls = max(1.0, after["pulls"] - before["pulls"])
+    each = [later["pull"] - earlier["pull"] for earlier, later in itertools.pairwise(counted) if "pull" in later]
     return {
         "at_decode": statistics.median(end - start for start, end in busy),
         "at_decode_worst": max(end - start for start, end in busy),
         **{name: (after[name] - before[name]) / pulls for name in after if name != "pulls"},
+        **({"pull_worst": max(each)} if each else {}),
         "engine_processor": engine / len(busy),
         "daemons_processor": daemons / len(busy),
         **_spread("quiet", quiet),

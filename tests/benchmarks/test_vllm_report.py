@@ -49,6 +49,12 @@ def test_the_tables_set_kvd_against_the_best_of_the_others_in_each_placement() -
     assert str(rows["tokens a second, 6 at once"]).startswith("2.00")
 
 
+def test_beside_the_median_of_the_worst_stands_the_worst_of_all_rounds() -> None:
+    (table,) = tables([side("kvd", "pinned", 0.1), side("four", "pinned", 0.2)])
+    rows = {str(name): cell for name, cell in zip(table.columns[0].cells, table.columns[1].cells, strict=True)}
+    assert str(rows["killed under load: to the first token that the next daemon pulled"]).endswith(", most 108")
+
+
 def test_kvd_in_other_groups_has_a_column_and_is_no_rival_of_kvd() -> None:
     (table,) = tables([side("kvd", "pinned", 1.0), side("kvd, cgroup", "pinned", 0.5), side("four", "pinned", 2.0)])
     assert [column.header for column in table.columns] == ["", "kvd", "kvd, cgroup", "four", "kvd / best"]
