@@ -76,7 +76,10 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek", "granite"))],
+    params=[
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "llama4", "deepseek", "granite")),
+    ],
 )
 def model(request: pytest.FixtureRequest) -> str:
     name: str = request.param

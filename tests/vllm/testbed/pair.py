@@ -172,13 +172,20 @@ class NixlPair(Pair):
     title = "NixlConnector"
 
     def __init__(
-        self, folder: Path, models: Path, model: str, *, blocks: int = BLOCKS, threads: int | None = None
+        self,
+        folder: Path,
+        models: Path,
+        model: str,
+        *,
+        blocks: int = BLOCKS,
+        threads: int | None = None,
+        drafters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._extra: dict[str, int] = {}
         if threads is not None:
             self._extra = {"num_threads": threads}
             self.name, self.title = f"nixl-{threads}", f"NixlConnector, num_threads {threads}"
-        super().__init__(folder, models, model, blocks=blocks)
+        super().__init__(folder, models, model, blocks=blocks, drafters=drafters)
 
     def connector(self, side: str) -> dict[str, Any]:
         """The same on both sides."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +29,10 @@ SHARED_MEMORY = f"k{os.getpid()}_"
 """How the names of the servers' shared memory begin: those of others on this machine begin otherwise."""
 
 
+N_GRAMS: Final = "n-grams"
+"""The drafter without a model: what followed the last tokens where the request had them before."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """What a vLLM server runs: a model of the catalog in `models`/`model`."""
@@ -40,7 +44,7 @@ class Engine:
     spread: str = ""
     """A flag of vLLM that sets a number of workers: there are two then."""
     drafter: str = ""
-    """Of the catalog, too: the EAGLE model that drafts two tokens a step."""
+    """What drafts two tokens a step: an EAGLE model of the catalog, or `N_GRAMS`."""
 
 
 class Server(Service):
@@ -93,8 +97,7 @@ class Server(Service):
         if engine.spread:
             command += [engine.spread, "2"]
         if engine.drafter:
-            drafts = {"method": "eagle", "model": str(engine.models / engine.drafter), "num_speculative_tokens": 2}
-            command += ["--speculative-config", json.dumps(drafts)]
+            command += ["--speculative-config", json.dumps(_drafts(engine) | {"num_speculative_tokens": 2})]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         command += self.flags
@@ -107,6 +110,12 @@ class Server(Service):
         except HttpError:
             return False
         return True
+
+
+def _drafts(engine: Engine) -> dict[str, Any]:
+    if engine.drafter == N_GRAMS:
+        return {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    return {"method": "eagle", "model": str(engine.models / engine.drafter)}
 
 
 class Daemon(Service):
