@@ -97,15 +97,15 @@ def tables(sides: Sequence[Side]) -> list[Table]:
             table.add_column(heading, justify="right" if heading else "left")
         for figure in _shown(kvd):
             columns = [_column(side, figure.name) for side in (kvd, *others)]
-            cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
+            cells = [cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
             against = [column for side, column in zip((kvd, *others), columns, strict=True) if column and not side.ours]
             ratio = "-"
             if columns[0] and against:
                 choose = min if figure.best == "least" else max
-                ratio = _cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
+                ratio = cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
             table.add_row(figure.text, *cells, ratio)
         worst = [estimate(_column(side, "busy_worst"), _column(side, "quiet_worst")) for side in (kvd, *others)]
-        table.add_row("worst gap, blocks arriving / nothing arriving", *map(_cell, worst), "")
+        table.add_row("worst gap, blocks arriving / nothing arriving", *map(cell, worst), "")
         found.append(table)
     return found
 
@@ -169,7 +169,8 @@ def _column(side: Side, name: str) -> list[float]:
     return [figures[name] for figures in side.rounds if name in figures]
 
 
-def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+def cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+    """The value and its interval, as text."""
     value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
     return f"{value} {unit} ({low} to {high})".replace("  ", " ")
 

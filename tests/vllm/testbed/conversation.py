@@ -58,13 +58,14 @@ class Talking:
 
 @dataclass
 class Conversation:
-    """One of `talking`, called `name`; equal seeds ask the same."""
+    """One of `talking`, called `name`, through its router or another one; equal seeds ask the same."""
 
     talking: Talking
     name: str
     seed: int
     tokens: list[int] = field(default_factory=list)
     """Of all prompts and answers so far."""
+    router: RouterProcess | None = None
 
     def body(self, answered: int = ANSWERED, asked: int = ASKED) -> dict[str, Any]:
         """The next turn's."""
@@ -73,6 +74,7 @@ class Conversation:
 
     async def turn(self, body: dict[str, Any]) -> Completion:
         """Asks the router. The next turn goes on from the answer."""
-        got = await complete(self.talking.router.url, body, headers={"X-Conversation-Id": self.name})
+        router = self.router or self.talking.router
+        got = await complete(router.url, body, headers={"X-Conversation-Id": self.name})
         self.tokens += got.tokens
         return got
