@@ -40,7 +40,7 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
     talk, kept = conversation(talking), await talking.turns("kept")
     said = []
     for number in range(TURNS):
-        before, body = await talking.prefilled(), talk.body()
+        before, early, body = await talking.prefilled(), await talking.early(), talk.body()
         said.append((body, await talk.turn(body)))
         after = await talking.prefilled()
         await talking.asked(kept + number + 1)
@@ -50,6 +50,7 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
             assert counted["local_compute"] == ASKED + 1
             assert counted["external_kv_transfer"] >= ANSWERED - 1
             assert counted["pulled"] == 1
+            assert await talking.early() == early + 1
         else:
             assert counted["local_compute"] == ASKED
     for body, got in said:  # not between the turns, which are kept for a time

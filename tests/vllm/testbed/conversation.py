@@ -47,6 +47,10 @@ class Talking:
         """What the router counted."""
         return (await scrape(self.router)).total("kvd_router_turns_total", outcome=outcome)
 
+    async def early(self) -> float:
+        """Requests that both servers got at once, and that went well so."""
+        return (await scrape(self.router)).total("kvd_router_early_total", outcome="done")
+
     async def asked(self, kept: float) -> None:
         """Waits until the router has the parameters of so many turns that the decode server has `kept`."""
 
