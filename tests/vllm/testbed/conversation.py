@@ -7,7 +7,7 @@ from typing import Any
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body
 from tests.vllm.testbed.pair import KvdPair
-from tests.vllm.testbed.servers import Engine, RouterProcess, Server, scrape
+from tests.vllm.testbed.servers import BLOCKS, Engine, RouterProcess, Server, scrape
 from tests.vllm.testbed.service import Service
 from tests.vllm.waiting import until
 
@@ -21,12 +21,12 @@ ASKED, ANSWERED = 200, 400
 
 
 class Talking:
-    """A pair that computes what it cannot load, with a router before it, and a server of its own to compare with."""
+    """A pair with a router before it, and a server of its own to compare with; `extra` are the connector's settings."""
 
-    def __init__(self, folder: Path, models: Path, model: str, **extra: Any) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, *, blocks: int = BLOCKS, **extra: float) -> None:
         self.model = model
-        self.pair = KvdPair(folder, models, model, policy="recompute", extra={"turn_share": 0.5, **extra})
-        self.single = Server("single", folder, Engine(models, model))
+        self.pair = KvdPair(folder, models, model, blocks=blocks, extra={"turn_share": 0.5, **extra})
+        self.single = Server("single", folder, Engine(models, model, blocks))
         self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
         for server in (self.pair.prefill, self.pair.decode, self.single):
             server.flags = (*LONGER, "--chat-template", TEMPLATE)
