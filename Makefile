@@ -61,7 +61,8 @@ $(SGLANG_VENV)/installed: pyproject.toml requirements/sglang.lock.txt
 	touch $@
 
 demo: setup
-	$(BIN)/kvd demo
+	$(BIN)/kvd demo --plot build/demo.png
+	@echo "drawn into build/demo.png"
 
 demo-vllm: setup-vllm
 	$(VLLM_BIN)/python -m tests.vllm.testbed.demo

@@ -2,10 +2,7 @@
 
 import argparse
 import asyncio
-import importlib.util
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +12,10 @@ from benchmarks import command
 from benchmarks.vllm import report as vllm_report
 from benchmarks.vllm import run as vllm
 from benchmarks.vllm.groups import GROUPS
+from benchmarks.vllm.servers import PLACEMENTS, model_folder
 from kvd.bench import report
-from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.processes import ProcessEndedError
-from tests.vllm.testbed.catalog import BLOCK, write_models
-from tests.vllm.testbed.http import HttpError
+from kvd.errors import BadRequest, ErrorCode
+from tests.vllm.testbed.catalog import BLOCK
 from tests.vllm.testbed.servers import LONGEST
 
 
@@ -54,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--placements",
         nargs="+",
-        default=list(vllm.PLACEMENTS),
-        choices=vllm.PLACEMENTS,
+        default=list(PLACEMENTS),
+        choices=PLACEMENTS,
         help="each server on a core of its own, or all on all (default: both)",
     )
     parser.add_argument(
@@ -72,8 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise BadRequest(ErrorCode.BAD_CONFIG, "vLLM is not installed: make setup-vllm, then .venv-vllm/bin/python")
     longest = LONGEST - vllm.ANSWER_TOKENS
     if not 1 < args.prompt_tokens <= longest:
         raise BadRequest(ErrorCode.BAD_CONFIG, f"--prompt-tokens {args.prompt_tokens}: must be 2 to {longest}")
@@ -93,19 +87,13 @@ def _run(args: argparse.Namespace) -> None:
         args.arrivals,
         args.kills,
     )
-    folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
     sides: list[vllm.Side] = []
-    try:
-        _measure(plan, folder, sides)
-    except (HttpError, ProcessEndedError, TimeoutError) as error:
-        if any(side.rounds for side in sides):
-            _report(args, plan, sides)
-        why = f"{type(error).__name__} {error}".rstrip()
-        raise Unavailable(
-            ErrorCode.CANCELLED, f"ended before the last round: {why}; the servers' logs are in {folder}"
-        ) from error
-    shutil.rmtree(folder)
-    _report(args, plan, sides)
+    with model_folder("vllm") as folder:
+        try:
+            _measure(plan, folder, sides)
+        finally:
+            if any(side.rounds for side in sides):
+                _report(args, plan, sides)
 
 
 def _report(args: argparse.Namespace, plan: vllm.Plan, sides: list[vllm.Side]) -> None:
@@ -117,7 +105,6 @@ def _report(args: argparse.Namespace, plan: vllm.Plan, sides: list[vllm.Side]) -
 
 
 def _measure(plan: vllm.Plan, folder: Path, sides: list[vllm.Side]) -> None:
-    write_models(folder, vllm.MODEL)
     steps = plan.pairs * (1 + len(plan.placements) * plan.rounds)
     with report.progress(f"{plan.pairs} pairs of servers start, then take turns", steps) as advance:
         asyncio.run(vllm.measure(folder, folder, plan, sides, advance))

@@ -10,11 +10,8 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,14 +21,13 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.command import make_parser, run
+from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, model_folder, resume, suspend
 from kvd.errors import ErrorCode, refusal
-from tests.vllm.testbed.catalog import make_prompt, write_models
+from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
 from tests.vllm.testbed.service import start_all, stop_all
 
-MODEL: Final = "bench"
-TOKEN_BYTES: Final = 131_072
 BLOCKS: Final = 256
 ANSWER_TOKENS: Final = 4
 FLAGS: Final = ("--max-num-batched-tokens", "512", "--max-model-len", "4096")
@@ -92,7 +88,7 @@ async def measure_all(folder: Path, prompts: Sequence[int], rounds: int, seconds
                 await _measure_pairs(pairs, ways, prompts, rounds, sides)
     finally:
         for pair in pairs:
-            _signal(pair, signal.SIGCONT)
+            resume(pair, "pinned")
             stop_all(pair.services)
     return sides
 
@@ -107,24 +103,16 @@ async def _measure_pairs(
         await start_all(pair.services)
         for at_once, tokens in itertools.product((False, True), prompts):  # connections, pages
             await request(pair, make_prompt(tokens, next(seeds)), at_once=at_once)
-        _signal(pair, signal.SIGSTOP)
+        suspend(pair)
     for number in range(rounds):
         order = list(ways.items())
         for name, pair in order if number % 2 else order[::-1]:
-            _signal(pair, signal.SIGCONT)
+            resume(pair, "pinned")
             await request(pair, make_prompt(64, next(seeds)), at_once=False)  # wakes them up
             for tokens in prompts:
                 times = await request(pair, make_prompt(tokens, next(seeds)), at_once=name == AT_ONCE)
                 sides[name].add(tokens, *times)
-            _signal(pair, signal.SIGSTOP)
-
-
-def _signal(pair: Pair, number: int) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    for server, core in zip((pair.prefill, pair.decode), (cores[0], cores[-1]), strict=True):
-        if server.running:
-            server.keep_to({core})
-            server.signal_group(number)
+            suspend(pair)
 
 
 def report(sides: dict[str, Side], prompts: Sequence[int]) -> None:
@@ -142,9 +130,7 @@ def report(sides: dict[str, Side], prompts: Sequence[int]) -> None:
 
 
 def _measure(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-growing-") as name:
-        folder = Path(name)
-        write_models(folder, MODEL)
+    with model_folder("growing") as folder:
         sides = asyncio.run(measure_all(folder, args.prompts, args.rounds, args.seconds))
     if not all(args.prompts[-1] in side.handover for side in sides.values()):
         raise refusal(ErrorCode.CANCELLED, f"no round was over after {args.seconds:.0f} s; raise --seconds")

@@ -107,10 +107,10 @@ def tables(sides: Sequence[Side]) -> list[Table]:
             ratio = "-"
             if columns[0] and against:
                 choose = min if figure.best == "least" else max
-                ratio = _cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
+                ratio = cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
             table.add_row(figure.text, *cells, ratio)
         worst = [estimate(_column(side, "busy_worst"), _column(side, "quiet_worst")) for side in (kvd, *others)]
-        table.add_row("worst gap, blocks arriving / nothing arriving", *map(_cell, worst), "")
+        table.add_row("worst gap, blocks arriving / nothing arriving", *map(cell, worst), "")
         found.append(table)
     return found
 
@@ -175,11 +175,12 @@ def _column(side: Side, name: str) -> list[float]:
 
 
 def _measured(figure: Figure, column: Sequence[float]) -> str:
-    cell = _cell(estimate(column), figure.factor, figure.unit)
-    return f"{cell}, most {max(column) * figure.factor:,.0f}" if figure.worst else cell
+    median = cell(estimate(column), figure.factor, figure.unit)
+    return f"{median}, most {max(column) * figure.factor:,.0f}" if figure.worst else median
 
 
-def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+def cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
+    """The value and its interval, as text."""
     value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
     return f"{value} {unit} ({low} to {high})".replace("  ", " ")
 

@@ -10,8 +10,6 @@ per server, and unpinned. Daemons are never pinned. A request that fails ends th
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.vllm.groups import place
+from benchmarks.vllm.servers import MODEL, PLACEMENTS, resume, suspend
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.http import HttpError
@@ -29,7 +28,6 @@ from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
 from tests.vllm.testbed.servers import scrape
 from tests.vllm.testbed.service import start_all, stop_all
 
-MODEL: Final = "bench"
 BLOCKS: Final = 384
 """Blocks of a KV cache: 16 prompts of 600 tokens, and a request that decodes meanwhile."""
 ANSWER_TOKENS: Final = 8
@@ -44,8 +42,6 @@ TOKENS_SECONDS: Final = 120.0
 RESTART_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 0.05
 """Between requests that a killed daemon makes fail."""
-
-PLACEMENTS: Final = ("pinned", "unpinned")
 
 Figures = dict[str, float]
 """Results of one turn, by the names of `benchmarks.vllm.report.FIGURES`: seconds, bytes, counts."""
@@ -130,34 +126,21 @@ async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Ca
                 await start_all(pair.services)
                 # The first request of a pair pays for handshakes and page faults.
                 await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
-                _suspend(pair)
+                suspend(pair)
                 advance()
             for _ in range(plan.rounds):
                 first = 1000 * next(seeds)
                 for pair, side in turns:
-                    _resume(pair, side.placement)
+                    resume(pair, side.placement)
                     side.rounds.append(await _turn(pair, plan, first))
-                    _suspend(pair)
+                    suspend(pair)
                     advance()
                     first += 100
                 turns.reverse()
     finally:
         for pair in pairs:
-            _resume(pair, "unpinned")
+            resume(pair, "unpinned")
             stop_all(pair.services)
-
-
-def _suspend(pair: Pair) -> None:
-    for server in (pair.prefill, pair.decode):
-        server.signal_group(signal.SIGSTOP)
-
-
-def _resume(pair: Pair, placement: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    for server, core in zip((pair.prefill, pair.decode), (cores[0], cores[-1]), strict=True):
-        if server.running:
-            server.keep_to({core} if placement == "pinned" else set(cores))
-            server.signal_group(signal.SIGCONT)
 
 
 async def _turn(pair: Pair, plan: Plan, first: int) -> Figures:

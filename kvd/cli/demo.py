@@ -13,11 +13,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvd.engines.demo import timeline
+from kvd.engines.demo.chunks import traced
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
 from kvd.engines.demo.report import Report, as_json, as_table, make_report
 from kvd.engines.demo.router import Request, RequestFailedError, Router
 from kvd.engines.demo.spec import engine_specs
+from kvd.engines.demo.timeline import Timeline
 from kvd.engines.demo.traffic import Traffic
 from kvd.engines.demo.workload import SingleEngine, make_prompts, pool_tokens
 from kvd.errors import BadRequest
@@ -54,6 +57,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--consumer-block-size", type=_at_least(1), metavar="N", help="of the decode engine")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the prompts")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw when a long prompt's blocks were computed and read into FILE (PNG)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,20 +70,23 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     try:
         with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="kvd-") as folder:
-            report = _demo(args, Path(folder), console)
+            report, lines = _demo(args, Path(folder), console)
     except (ProcessEndedError, RequestFailedError, BadRequest) as error:
         console.print(f"kvd demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return COULD_NOT_RUN
     except KeyboardInterrupt:
         return INTERRUPTED
     if args.json:
-        sys.stdout.write(as_json(report) + "\n")
+        sys.stdout.write(as_json(report, lines) + "\n")
     else:
         Console().print(as_table(report))
+        Console(width=timeline.WIDTH).print(timeline.as_table(lines))
+    if args.plot:
+        timeline.plot(lines, args.plot)
     return 0 if report.total.tokens_equal else TOKENS_DIFFER
 
 
-def _demo(args: argparse.Namespace, folder: Path, console: Console) -> Report:
+def _demo(args: argparse.Namespace, folder: Path, console: Console) -> tuple[Report, list[Timeline]]:
     model = ModelConfig(seed=args.seed)
     block_sizes = (args.producer_block_size or args.block_size, args.consumer_block_size or args.block_size)
     prompts = make_prompts(args.requests, max(block_sizes), model.vocab, args.seed)
@@ -98,19 +110,22 @@ def _demo(args: argparse.Namespace, folder: Path, console: Console) -> Report:
     ]
     traffic = Traffic(*(engine_specs(model, config) for config in configs))
     with _progress(console) as progress:
-        _serve(configs, folder, requests, args.tokens, progress)
+        lines = _serve(configs, folder, requests, args.tokens, progress)
         single = SingleEngine(model, longest + args.tokens)
         expected = []
         for prompt in progress.track(prompts, description="by a single engine"):
             expected.append(single.generate(prompt, args.tokens))
     amounts = [traffic.of(request.ticket, request.blocks) for request in requests]
-    return make_report(requests, amounts, expected)
+    return make_report(requests, amounts, expected), lines
 
 
-def _serve(configs: list[EngineConfig], folder: Path, requests: list[Request], count: int, progress: Progress) -> None:
-    """Runs daemons and engines until every one of `requests` has its `count` tokens."""
+def _serve(
+    configs: list[EngineConfig], folder: Path, requests: list[Request], count: int, progress: Progress
+) -> list[Timeline]:
+    """Runs daemons and engines until every one of `requests` has its `count` tokens; then a long prompt both ways."""
     starting = progress.add_task("two daemons, two engines", total=1)
     steps = {step: progress.add_task(step, total=len(requests)) for step in ("prefilled", "pulled", "decoded")}
+    tracing = progress.add_task("a long prompt", total=1)
     with Processes(folder) as processes:
         daemons = [processes.start_daemon(f"{config.name}-daemon", config.socket) for config in configs]
         prefill, decode = (_start_engine(processes, config) for config in configs)
@@ -119,6 +134,10 @@ def _serve(configs: list[EngineConfig], folder: Path, requests: list[Request], c
             progress.advance(starting)
             router.run(requests, count)
             router.stop()
+        prefilling, decoding = configs
+        lines = traced(prefilling, decoding, ModelConfig().vocab)
+        progress.advance(tracing)
+    return lines
 
 
 def _start_engine(processes: Processes, config: EngineConfig) -> Child:

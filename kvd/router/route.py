@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -123,8 +124,9 @@ class Router:
         pair = self._affinity.find(request.body.prefixes)
         if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
-            if not (attempts.in_turn or attempts.tried or attempts.turn or self._decode.have(Engine.SGLANG)):
-                attempts.early = self._producers.begin(request, server, self._prefill_answer)
+            if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
+                prefill = partial(self._prefill_answer, turn=attempts.turn)
+                attempts.early = self._producers.begin(request, server, prefill)
             if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
             attempts.prefill = server

@@ -1,5 +1,6 @@
 """The measurements of offers that grow: one with real daemons on a small load, one around servers that are faked."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from benchmarks import growing
 from benchmarks.vllm import growing as of_vllm
+from benchmarks.vllm import servers
 
 
 @pytest.mark.real
@@ -31,7 +33,8 @@ def test_what_vllm_took_is_printed_as_medians_and_ratios(
             sides[of_vllm.NIXL].add(tokens, 0.0, 1.0, 2.0)
         return sides
 
-    monkeypatch.setattr(of_vllm, "write_models", lambda *_: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(servers, "write_models", lambda *_: None)
     monkeypatch.setattr(of_vllm, "measure_all", measured)
     assert of_vllm.main(["--json", str(tmp_path / "sides.json")]) == 0
     said = capsys.readouterr().out

@@ -8,13 +8,14 @@ import pytest
 
 from benchmarks.vllm import __main__ as bench_vllm
 from benchmarks.vllm import run as vllm
+from benchmarks.vllm import servers
 from benchmarks.vllm.report import FIGURES
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(bench_vllm, "write_models", lambda *_: None)
+    monkeypatch.setattr(servers, "write_models", lambda *_: None)
 
 
 @pytest.mark.usefixtures("installed")

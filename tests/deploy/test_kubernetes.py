@@ -143,6 +143,13 @@ def test_variables_are_fields_of_the_configuration_and_the_socket_lies_where_bot
         assert folder in {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "sockets"}
 
 
+def test_vllm_computes_what_it_cannot_load_as_prefill_needs_for_conversations(manifests: list[dict[str, Any]]) -> None:
+    (engine,) = pod(manifests)["containers"]
+    (config,) = (json.loads(found.partition("=")[2]) for found in engine["args"] if "--kv-transfer-config=" in found)
+    assert config["kv_connector"] == "KvdConnector"
+    assert config["kv_load_failure_policy"] == "recompute"
+
+
 def test_the_kubelet_waits_longer_than_the_daemon_drains(manifests: list[dict[str, Any]]) -> None:
     (grace,) = [entry["value"] for entry in sidecar(manifests)["env"] if entry["name"] == "KVD_DRAIN_GRACE"]
     assert pod(manifests)["terminationGracePeriodSeconds"] > int(grace) + 15

@@ -34,13 +34,13 @@ CHAT = "/v1/chat/completions"
 LEFT = {"do_remote_prefill": False, "do_remote_decode": True, "kvd_ticket": "L", "kvd_ttl": 100.0, "n": 1}
 
 
-def keeping(asked: Answering | None = None, **more: Any) -> Answering:
-    """A decode server that keeps turns; `asked` answers who asks for one."""
+def keeping(asked: Answering | None = None, elsewhere: Answering = decoded, **more: Any) -> Answering:
+    """A decode server that keeps turns; `asked` answers who asks for one, `elsewhere` all other requests."""
 
     async def answer(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = body.get("kv_transfer_params")
         if params is None or set(params) != {"kvd_turn"}:
-            return await decoded(server, request, body)
+            return await elsewhere(server, request, body)
         if asked is not None:
             return await asked(server, request, body)
         kept = [b["kv_transfer_params"]["kvd_turn"] for b in server.bodies if "stream" in b]

@@ -26,6 +26,7 @@ from tests.router.scripted import (
     streaming,
     vanishing,
 )
+from tests.router.test_conversations import CHAT, chat, keeping, kept
 from tests.support.patience import MOMENT
 
 PRODUCER = [{"daemon": "d", "address": "tcp://h:1", "pool": "p"}]
@@ -126,6 +127,38 @@ async def test_after_a_first_answer_both_servers_get_the_next_request_at_once(
         await stage.server._router.close()
         assert stage.decode[0].releases == []
         assert await counted(stage, "done") == 2
+
+
+async def test_a_conversations_next_turn_goes_to_both_servers_at_once_with_what_the_last_one_left(
+    prefilling: Growing,
+) -> None:
+    async with routed([prefilling], [keeping()]) as stage:
+        assert (await stage.ask(CHAT, messages=chat("a")))[0] == 200
+        await kept(stage)
+        prefilling.gate = asyncio.Event()
+        assert (await stage.ask(CHAT, messages=chat("a", "b", "c")))[0] == 200  # while the prefill goes on
+        asked = stage.prefill[0].bodies[1]["kv_transfer_params"]
+        (_, told) = [body["kv_transfer_params"] for body in stage.decode[0].bodies if "stream" in body]
+        assert (asked["kvd_ticket"], asked["do_remote_decode"]) == ("L", True)
+        assert told["kvd_offer"] == asked["kvd_offer"]
+        assert "kvd_ticket" not in told
+        await kept(stage, 2)
+        assert await counted(stage, "done") == 1
+
+
+async def test_a_turn_whose_prefill_is_lost_while_both_have_it_is_prefilled_elsewhere(
+    prefilling: Growing, decoding: Decoding
+) -> None:
+    decoding.early = stalled_before_its_first_token
+    async with routed([prefilling, prefilling], [keeping(elsewhere=decoding)]) as stage:
+        for text in "ab":
+            await stage.ask(CHAT, messages=chat(text))
+        await kept(stage, 2)
+        prefilling.answer = vanishing
+        assert await stage.ask(CHAT, messages=chat("a", "b", "c")) == (200, whole())
+        given = {server.url: server.bodies[-1]["kv_transfer_params"] for server in stage.prefill}
+        assert all("turn" in params for params in given.values())  # who comes second computes what is gone
+        assert sorted("kvd_offer" in params for params in given.values()) == [False, True]
 
 
 async def test_a_decode_server_is_not_asked_for_prefills_that_would_only_queue(

@@ -1,5 +1,6 @@
 """What is decoded is not computed again in the next turn, and a turn that is gone costs no token its rightness."""
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -24,7 +25,7 @@ _numbers = itertools.count(1)
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def talking(shared: Shared) -> Talking:
-    return await shared.talking("llama")
+    return await shared.compared("llama")
 
 
 def conversation(talking: Talking) -> Conversation:
@@ -40,7 +41,7 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
     talk, kept = conversation(talking), await talking.turns("kept")
     said = []
     for number in range(TURNS):
-        before, body = await talking.prefilled(), talk.body()
+        before, early, body = await talking.prefilled(), await talking.early(), talk.body()
         said.append((body, await talk.turn(body)))
         after = await talking.prefilled()
         await talking.asked(kept + number + 1)
@@ -50,10 +51,12 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
             assert counted["local_compute"] == ASKED + 1
             assert counted["external_kv_transfer"] >= ANSWERED - 1
             assert counted["pulled"] == 1
+            assert await talking.early() == early + 1
         else:
             assert counted["local_compute"] == ASKED
-    for body, got in said:  # not between the turns, which are kept for a time
-        assert_same(got, await alone(talking, body))
+    # Not between the turns, which are kept for a time.
+    for (_, got), want in zip(said, await asyncio.gather(*(alone(talking, body) for body, _ in said)), strict=True):
+        assert_same(got, want)
 
 
 async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
@@ -67,9 +70,9 @@ async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
     after = await talking.prefilled()
     counted = {name: after[name] - before[name] for name in after}
     assert counted["pulled"] == 2, counted
-    for number in range(0, len(messages), 2):
-        said = messages[number + 1]["content"]
-        assert said == await chat(talking.single.url, talking.model, messages[: number + 1])
+    turns = range(1, len(messages), 2)
+    said = await asyncio.gather(*(chat(talking.single.url, talking.model, messages[:turn]) for turn in turns))
+    assert said == [messages[turn]["content"] for turn in turns]
 
 
 async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then(talking: Talking) -> None:

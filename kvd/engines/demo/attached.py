@@ -43,6 +43,18 @@ class AttachedEngine:
             worker.offer(request, tokens=tokens, blocks=spans, ttl=OFFER_TTL) for worker in self._workers
         )
 
+    def open(self, request: str) -> str:
+        """Opens an offer that grows while the prompt is prefilled; the ticket names every rank's offer."""
+        return ticket.join(worker.open_offer(request, ttl=OFFER_TTL) for worker in self._workers)
+
+    def extend(self, request: str, before: int, tokens: int, table: list[int], *, closes: bool) -> None:
+        """Says that the first `tokens` tokens are complete, after `before`, and whether that `closes` the offer."""
+        known, stop = (self.blocks.blocks_for(number) for number in (before, tokens))
+        more = [Blocks(group=0, first=known, ids=table[known:stop])] if stop > known else []
+        for worker in self._workers:
+            tell = worker.close_offer if closes else worker.extend_offer
+            tell(request, tokens=tokens, blocks=more)
+
     def pull(self, request: str, text: str, tokens: int, table: list[int]) -> None:
         """Pulls the KV of `tokens` tokens, each rank its own heads; each rank then has an outcome."""
         for worker in self._workers:

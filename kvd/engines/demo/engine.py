@@ -19,12 +19,12 @@ class Engine:
     def __init__(self, model: Model, ranks: Sequence[PagedCache]) -> None:
         torch.set_num_threads(1)  # rounding depends on the threads of a product, and tokens are compared
         self._model = model
-        self._ranks = ranks
+        self.ranks = ranks
         self._query_heads = model.config.query_heads // len(ranks)
 
-    def prefill(self, prompt: Sequence[int], table: Sequence[int]) -> int:
-        """Writes the KV of `prompt` into the blocks of `table`; returns the greedy next token."""
-        return self._step(prompt, 0, table)
+    def prefill(self, prompt: Sequence[int], table: Sequence[int], first: int = 0) -> int:
+        """Writes the KV of `prompt`, from position `first` on, into `table`'s blocks; returns the greedy next token."""
+        return self._step(prompt, first, table)
 
     def decode(self, token: int, position: int, table: Sequence[int]) -> int:
         """The greedy token after `token` at `position`; writes its KV and reads that of all before it."""
@@ -35,7 +35,7 @@ class Engine:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attended = []
-            for rank, cache in enumerate(self._ranks):
+            for rank, cache in enumerate(self.ranks):
                 heads = slice(cache.heads.start, cache.heads.stop)
                 cache.write(layer, table, first, k[:, heads], v[:, heads])
                 queries = q[:, rank * self._query_heads : (rank + 1) * self._query_heads]

@@ -37,6 +37,7 @@ class PagedCache:
         self.block_tokens = group.block_tokens
         self.heads = spec.shard.heads(group.views[0].heads)
         """The global KV heads of this rank."""
+        self.token_bytes = group.block_bytes // group.block_tokens
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """K and V of each layer, each [blocks, heads, tokens, dim]."""
         for view in group.views:

@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from kvd.engines.demo.router import Request
+from kvd.engines.demo.timeline import Timeline
 from kvd.engines.demo.traffic import Amount
 
 
@@ -78,13 +79,14 @@ def as_table(report: Report) -> Table:
     return table
 
 
-def as_json(report: Report) -> str:
-    """The report for programs."""
+def as_json(report: Report, timelines: Sequence[Timeline]) -> str:
+    """The report, and when a long prompt's blocks were complete and read, for programs."""
 
     def fields(row: Row) -> dict[str, object]:
         return {**msgspec.structs.asdict(row), "gigabytes_per_second": row.gigabytes_per_second}
 
-    document = {"requests": [fields(row) for row in report.requests], "total": fields(report.total)}
+    document: dict[str, object] = {"requests": [fields(row) for row in report.requests], "total": fields(report.total)}
+    document |= {"timelines": list(timelines)}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 

@@ -183,6 +183,7 @@ class SchedulerSide:
         if pull is not None:
             self._metadata.cancels.append(pull)
             self._not_pulled([request.request_id])
+            self._growing.withdraw(request.request_id)  # a prefill that waited for an earlier turn
             return None
         order = self._order(request, block_ids)
         chosen = self._growing.close(request, order)

@@ -25,7 +25,7 @@ def report(tokens):
 
 @pytest.mark.parametrize(("tokens", "status"), [([7, 8], 0), ([7, 9], demo.TOKENS_DIFFER)])
 def test_the_exit_status_says_whether_every_token_is_right(monkeypatch, capsys, tokens, status):
-    monkeypatch.setattr(demo, "_demo", lambda *_: report(tokens))
+    monkeypatch.setattr(demo, "_demo", lambda *_: (report(tokens), []))
     assert demo.run(parsed("--json")) == status
     assert json.loads(capsys.readouterr().out)["total"]["tokens_equal"] is (status == 0)
 

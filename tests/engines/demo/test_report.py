@@ -35,7 +35,7 @@ def test_one_different_token_shows_in_its_row_and_in_the_total():
 
 
 def test_the_json_has_a_row_a_request_and_the_total():
-    document = json.loads(as_json(make_report(requests(), AMOUNTS, [[5, 6], [7, 8], [9, 9]])))
+    document = json.loads(as_json(make_report(requests(), AMOUNTS, [[5, 6], [7, 8], [9, 9]]), []))
     assert [row["request"] for row in document["requests"]] == ["a", "b", "c"]
     assert document["requests"][0]["gigabytes_per_second"] == 2.0
     assert document["total"]["tokens_equal"] is True

@@ -137,7 +137,7 @@ def test_a_handover_waits_until_there_are_blocks_for_its_prompt_and_its_tokens(m
         kv.told.append(client.Done(request="first"))
 
     def zero(pull):
-        for keys, values in kv.engine._ranks[0].layers.values():
+        for keys, values in kv.engine.ranks[0].layers.values():
             keys[pull[1]] = values[pull[1]] = 0.0
 
     def second():

@@ -6,11 +6,13 @@ import pytest
 
 from kvd.client import Blocks
 from kvd.engines.vllm import kept_turns
+from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.turns import TurnPolicy
 from kvd.layout import Full, Sliding
 from kvd.protocol.ticket import decode
 from tests.engines.vllm.blocks import Manager
+from tests.engines.vllm.test_vllm_growing_scheduler import step
 from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, table
 
 BLOCK = 32
@@ -109,6 +111,44 @@ def test_the_next_turn_pulls_what_it_misses_and_then_offers_its_prefill() -> Non
     offered = prefill.finished(request, [list(range(11, 22))])
     assert offered is not None
     assert decode(offered["kvd_ticket"]).tokens == 350
+
+
+OFFER = {"kvd_offer": "kvdo1." + 32 * "x"}
+
+
+def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_pulled_and_computed() -> None:
+    manager, prefill = Manager(), side()
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)], computed=192)
+    request.num_computed_tokens = 192
+    prefill.allocated(request, [table(*range(11, 22), cached=6)], external)
+    metadata = step(prefill, request, 0)
+    (opened,) = metadata.growing  # nothing of it, while the turn is on its way
+    assert isinstance(opened, OpenOrder)
+    assert [pull.waits for pull in metadata.pulls] == [True]
+    prefill.received(["next"])
+    request.num_computed_tokens = 299
+    blocks = list(range(11, 22))
+    assert step(prefill, request, 51, blocks).growing == [ExtendOrder(opened.offer, 350, (Blocks(0, 0, blocks),))]
+    answer = prefill.finished(request, [blocks])
+    assert prefill.take_metadata().growing == [CloseOrder("next", opened.offer, 350, ())]
+    assert answer is not None
+    assert answer["kvd_offer"] == OFFER["kvd_offer"]
+
+
+def test_a_turn_that_is_aborted_while_it_is_pulled_ends_its_offer_too() -> None:
+    manager, prefill = Manager(), side()
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)])
+    prefill.allocated(request, [table(*range(11, 22))], external)
+    (opened,) = step(prefill, request, 0).growing
+    request.status = Status.FINISHED_ABORTED
+    assert prefill.finished(request, [list(range(11, 22))]) is None
+    metadata = prefill.take_metadata()
+    assert len(metadata.cancels) == 1
+    assert metadata.growing == [WithdrawOrder("next", opened.offer)]
 
 
 def test_a_pull_that_fails_is_computed_and_counted() -> None:

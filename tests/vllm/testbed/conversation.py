@@ -7,7 +7,7 @@ from typing import Any
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body
 from tests.vllm.testbed.pair import KvdPair
-from tests.vllm.testbed.servers import Engine, RouterProcess, Server, scrape
+from tests.vllm.testbed.servers import BLOCKS, Engine, RouterProcess, Server, scrape
 from tests.vllm.testbed.service import Service
 from tests.vllm.waiting import until
 
@@ -21,12 +21,12 @@ ASKED, ANSWERED = 200, 400
 
 
 class Talking:
-    """A pair that computes what it cannot load, with a router before it, and a server of its own to compare with."""
+    """A pair with a router before it, and a server of its own to compare with; `extra` are the connector's settings."""
 
-    def __init__(self, folder: Path, models: Path, model: str, **extra: Any) -> None:
+    def __init__(self, folder: Path, models: Path, model: str, *, blocks: int = BLOCKS, **extra: float) -> None:
         self.model = model
-        self.pair = KvdPair(folder, models, model, policy="recompute", extra={"turn_share": 0.5, **extra})
-        self.single = Server("single", folder, Engine(models, model))
+        self.pair = KvdPair(folder, models, model, blocks=blocks, extra={"turn_share": 0.5, **extra})
+        self.single = Server("single", folder, Engine(models, model, blocks))
         self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
         for server in (self.pair.prefill, self.pair.decode, self.single):
             server.flags = (*LONGER, "--chat-template", TEMPLATE)
@@ -47,6 +47,10 @@ class Talking:
         """What the router counted."""
         return (await scrape(self.router)).total("kvd_router_turns_total", outcome=outcome)
 
+    async def early(self) -> float:
+        """Requests that both servers got at once, and that went well so."""
+        return (await scrape(self.router)).total("kvd_router_early_total", outcome="done")
+
     async def asked(self, kept: float) -> None:
         """Waits until the router has the parameters of so many turns that the decode server has `kept`."""
 
@@ -58,13 +62,14 @@ class Talking:
 
 @dataclass
 class Conversation:
-    """One of `talking`, called `name`; equal seeds ask the same."""
+    """One of `talking`, called `name`, through its router or another one; equal seeds ask the same."""
 
     talking: Talking
     name: str
     seed: int
     tokens: list[int] = field(default_factory=list)
     """Of all prompts and answers so far."""
+    router: RouterProcess | None = None
 
     def body(self, answered: int = ANSWERED, asked: int = ASKED) -> dict[str, Any]:
         """The next turn's."""
@@ -73,6 +78,7 @@ class Conversation:
 
     async def turn(self, body: dict[str, Any]) -> Completion:
         """Asks the router. The next turn goes on from the answer."""
-        got = await complete(self.talking.router.url, body, headers={"X-Conversation-Id": self.name})
+        router = self.router or self.talking.router
+        got = await complete(router.url, body, headers={"X-Conversation-Id": self.name})
         self.tokens += got.tokens
         return got

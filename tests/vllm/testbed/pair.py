@@ -17,9 +17,9 @@ from tests.vllm.testbed.service import Service
 class Pair(ABC):
     """A prefill server and a decode server.
 
-    `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`; `blocks` the size
-    of either KV cache; `spread` the flag by which a side has two workers; `drafters` the drafter of a side that has
-    one.
+    `policy` is what the decode side does with requests whose KV does not come: `fail` or `recompute`. The prefill side
+    computes: of an earlier turn it may find nothing any more. `blocks` is the size of either KV cache; `spread` the
+    flag by which a side has two workers; `drafters` the drafter of a side that has one.
     """
 
     name: str
@@ -49,7 +49,8 @@ class Pair(ABC):
         self.prefill, self.decode = server("prefill"), server("decode")
 
     def _config(self, side: str) -> dict[str, Any]:
-        return {"kv_role": "kv_both", "kv_load_failure_policy": self.policy, **self.connector(side)}
+        policy = self.policy if side == "decode" else "recompute"
+        return {"kv_role": "kv_both", "kv_load_failure_policy": policy, **self.connector(side)}
 
     @abstractmethod
     def connector(self, side: str) -> dict[str, Any]:

@@ -163,10 +163,13 @@ class Daemon(Service):
 
 
 class RouterProcess(Service):
-    """The router between a prefill and a decode server, or servers at such URLs."""
+    """The router between a prefill and a decode server, or servers at such URLs; `flags` are more of its own."""
 
-    def __init__(self, folder: Path, prefill: "Server | str", decode: "Server | str") -> None:
-        super().__init__("router", folder)
+    def __init__(
+        self, folder: Path, prefill: "Server | str", decode: "Server | str", *flags: str, name: str = "router"
+    ) -> None:
+        super().__init__(name, folder)
+        self._flags = flags
         self._port = free_port()
         self._servers = (prefill, decode)
 
@@ -179,7 +182,7 @@ class RouterProcess(Service):
         """It runs `kvd router`."""
         prefill, decode = (server if isinstance(server, str) else server.url for server in self._servers)
         command = [sys.executable, "-m", "kvd.cli.main", "router", "--listen", f"127.0.0.1:{self._port}"]
-        return [*command, "--prefill", prefill, "--decode", decode]
+        return [*command, "--prefill", prefill, "--decode", decode, *self._flags]
 
     async def is_up(self) -> bool:
         """Whether it is ready."""

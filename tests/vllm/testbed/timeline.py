@@ -10,9 +10,11 @@ import asyncio
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console
+
+from kvd.engines.demo.timeline import AT_ONCE, IN_TURN, WIDTH, Timeline, as_table, plot
 from tests.vllm.testbed.catalog import make_prompt, write_models
 from tests.vllm.testbed.client import complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair
@@ -23,19 +25,6 @@ MODEL = "bench"
 TOKENS = 1900
 CHUNKS = ("--max-num-batched-tokens", "512")
 SAMPLE_SECONDS = 0.005
-
-
-@dataclass
-class Timeline:
-    """One request; times in seconds since it was sent."""
-
-    title: str
-    complete: list[tuple[float, float]] = field(default_factory=list)
-    """Bytes that may be read, by time."""
-    read: list[tuple[float, float]] = field(default_factory=list)
-    """Bytes that were read, by time."""
-    prefilled: float = 0.0
-    first_token: float = 0.0
 
 
 async def _watch(pair: KvdPair, line: Timeline, start: float) -> None:
@@ -52,7 +41,7 @@ async def _watch(pair: KvdPair, line: Timeline, start: float) -> None:
 
 async def trace(pair: KvdPair, seed: int, *, at_once: bool) -> Timeline:
     """Sends one request and watches it."""
-    line = Timeline("both servers at once" if at_once else "one server after the other")
+    line = Timeline(AT_ONCE if at_once else IN_TURN)
     body = make_body(MODEL, make_prompt(TOKENS, seed), 2)
     start = time.perf_counter()
     watching = asyncio.create_task(_watch(pair, line, start))
@@ -86,41 +75,14 @@ async def traced(folder: Path) -> list[Timeline]:
         stop_all(pair.services)
 
 
-def plot(lines: list[Timeline], path: Path) -> None:
-    """The picture, as a PNG."""
-    import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(len(lines), 1, figsize=(9, 6), sharex=True, sharey=True, layout="constrained")
-    for axis, line in zip(axes, lines, strict=True):
-        for points, name in ((line.complete, "complete, at the prefill side"), (line.read, "read, at the decode side")):
-            times, sizes = zip(*points, strict=True)
-            axis.step([1e3 * moment for moment in times], [size / 1e6 for size in sizes], where="post", label=name)
-        axis.axvline(1e3 * line.prefilled, color="gray", linestyle="--", label="prefill answered")
-        axis.axvline(1e3 * line.first_token, color="black", label="first token of the decode side")
-        axis.set(title=line.title, ylabel="MB")
-        axis.grid(visible=True, alpha=0.3)
-    axes[0].legend(fontsize="small", loc="upper left")
-    axes[-1].set_xlabel("ms since the request")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
 def main() -> int:
     """Draws it and prints when what came."""
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.testbed.timeline", description=__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", default=Path("build/timeline.png"), help="the picture")
     path = parser.parse_args().plot
-    path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as folder:
         lines = asyncio.run(traced(Path(folder)))
-    for line in lines:
-        print(
-            f"{line.title}: prefill answered after {1e3 * line.prefilled:.0f} ms, "
-            f"first token {1e3 * (line.first_token - line.prefilled):.0f} ms later"
-        )
+    Console(width=WIDTH).print(as_table(lines))
     plot(lines, path)
     print(f"drawn into {path}")
     return 0

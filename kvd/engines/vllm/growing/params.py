@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.engines.vllm.metadata import RankEndpoint
-from kvd.engines.vllm.transfer_params import Prompt, TransferParams
+from kvd.engines.vllm.transfer_params import Prompt, TransferParams, is_producer
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_RANKS, SECRET_BYTES
 from kvd.protocol import ticket as tickets
@@ -49,8 +49,11 @@ _Ranks: TypeAlias = Annotated[list[_Rank], Meta(min_length=1, max_length=MAX_RAN
 
 
 def is_growing(params: Mapping[str, Any]) -> bool:
-    """Whether the request was sent to both engines at once. A ticket, if there is one, says more."""
-    return "kvd_offer" in params and "kvd_ticket" not in params
+    """Whether the request was sent to both engines at once.
+
+    A prefill's ticket, if there is one, says more. The ticket that a prefill engine gets is of an earlier turn.
+    """
+    return "kvd_offer" in params and ("kvd_ticket" not in params or is_producer(params))
 
 
 def chosen(params: Mapping[str, Any], prompt: Prompt, tokens: int) -> Chosen:
