@@ -70,8 +70,15 @@ MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
 """Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
 MAX_BLOCKS: Final = 1 << 27
-"""Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each that was ever named,
-512 MiB at most."""
+"""Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each, which take memory
+2 MiB at a time as blocks are named: 512 MiB at most."""
+
+MAX_SMALL_BLOCKS: Final = 1 << 20
+"""Blocks of a pool of any size, a table of 4 MiB. More take `LEAST_BLOCK_BYTES` of the pool each."""
+
+LEAST_BLOCK_BYTES: Final = 64
+"""So much of a pool has to be there for each block of a large table, which is then a 16th of the pool: what its worker
+may have in its pool bounds what the daemon keeps for it. No cache has blocks as small by the million."""
 
 MAX_GROUPS: Final = 256
 """KV-cache groups of one worker; vLLM's largest hybrids have below ten."""
