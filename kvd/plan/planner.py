@@ -43,6 +43,8 @@ class Planner:
                 if not members:
                     self._templates.append((template, members))
                 members.append(group)
+        self.of_a_block = runs
+        """How many descriptors one block takes, over all groups."""
         self._most = runs * max((pairing.units_per_block for pairing in self._pairings), default=1)
         """Descriptors of a block at most."""
         few = self._templates if self._most <= FEW else []
