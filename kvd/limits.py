@@ -108,6 +108,9 @@ MAX_DESCRIPTORS: Final = 1 << 24
 MAX_PLANNED_AT_ONCE: Final = 1 << 14
 """Descriptors of a plan that the event loop makes, in up to 2 ms."""
 
+MAX_STRIDES_AT_ONCE: Final = 32
+"""The same of different steps from block to block, which hybrids have a few of: 2 ms as well, however few blocks."""
+
 PLANNED_PART: Final = 1 << 16
 """Descriptors of a plan that a thread makes at once, in some 5 ms: the first of them are read then, while the next ones
 are planned. Between two such reads the threads that copy wait for the loop, 0.2 ms."""

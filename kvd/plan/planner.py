@@ -55,6 +55,11 @@ class Planner:
         """How many groups the two layouts have, and a plan takes spans of."""
         return len(self._pairings)
 
+    @property
+    def strides(self) -> int:
+        """How many different steps from block to block there are. Each takes 50 us of a plan, of however few blocks."""
+        return len(self._templates)
+
     def most(self, blocks: int) -> int:
         """How many descriptors a plan has at most that fills so many destination blocks."""
         return self._most * blocks

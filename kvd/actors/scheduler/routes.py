@@ -152,6 +152,8 @@ class Told:
 
 def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> bool:
     """Whether the plan of a read takes longer than the loop should: it is made on a thread."""
+    if source.planner is not None and source.planner.strides > limits.MAX_STRIDES_AT_ONCE:
+        return True
     return _most(source, told, wanted, groups) > limits.MAX_PLANNED_AT_ONCE
 
 
