@@ -70,8 +70,15 @@ MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
 """Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
 MAX_BLOCKS: Final = 1 << 27
-"""Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each that was ever named,
-512 MiB at most."""
+"""Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each, which take memory
+2 MiB at a time as blocks are named: 512 MiB at most."""
+
+MAX_SMALL_BLOCKS: Final = 1 << 20
+"""Blocks of a pool of any size, a table of 4 MiB. More take `LEAST_BLOCK_BYTES` of the pool each."""
+
+LEAST_BLOCK_BYTES: Final = 256
+"""So much of a pool has to be there for each block of a large table, which is then a 64th of the pool: what its worker
+may have in its pool bounds what the daemon keeps for it. No cache has blocks as small by the million."""
 
 MAX_GROUPS: Final = 256
 """KV-cache groups of one worker; vLLM's largest hybrids have below ten."""
@@ -101,6 +108,9 @@ MAX_DESCRIPTORS: Final = 1 << 24
 MAX_PLANNED_AT_ONCE: Final = 1 << 14
 """Descriptors of a plan that the event loop makes, in up to 2 ms."""
 
+MAX_STRIDES_AT_ONCE: Final = 32
+"""The same of different steps from block to block, which hybrids have a few of: 2 ms as well, however few blocks."""
+
 PLANNED_PART: Final = 1 << 16
 """Descriptors of a plan that a thread makes at once, in some 5 ms: the first of them are read then, while the next ones
 are planned. Between two such reads the threads that copy wait for the loop, 0.2 ms."""
@@ -114,8 +124,15 @@ MAX_PLANNED: Final = MAX_DESCRIPTORS
 400 MB. Without it a pool whose layout takes a descriptor for each byte had the daemon keep 24 times its size."""
 
 MAX_BLOCK_DESCRIPTORS: Final = 1 << 17
-"""Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. The
-event loop works them out once for each peer, in 100 ms; NIXL then needs half a second for each block."""
+"""Descriptors of one block, over all groups: HND against NHD, 80 layers of 8 heads and 64 tokens take 81,920. They are
+worked out once for each peer, in 100 ms; NIXL then needs half a second for each block."""
+
+MAX_ROUTE_DESCRIPTORS: Final = 1 << 19
+"""The same from all ranks that a pool reads from: what one rank's pool would take of a block four times as large."""
+
+MAX_ROUTED_AT_ONCE: Final = 1 << 13
+"""Parts of a block (each head and token of each layer) up to which the event loop works out a route, in some ms. Longer
+ones are left to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
 
 # --- queues ---------------------------------------------------------------------------------------------------------
 MAILBOX_MESSAGES: Final = 1 << 22
@@ -155,8 +172,14 @@ producer is told that their readers will not come; and their tickets in memory: 
 aborted. The oldest are given up beyond it, and their offers end by their time."""
 
 MAX_ROUTED_RANKS: Final = 16_384
-"""Producer ranks in the routes that are kept, of some KiB each: tickets may name ranks in any order, and pools come and
-go while their daemon stays."""
+"""Producer ranks in the routes that are kept: tickets may name ranks in any order, and pools come and go while their
+daemon stays."""
+
+DESCRIPTORS_PER_RANK: Final = 1024
+"""As one more rank count so many descriptors of a block there, of 16 bytes each: 256 MiB at most."""
+
+MAX_ROUTES_WAITING: Final = 256
+"""Long routes of one user that wait to be worked out: from 32 engines, for each of 8 own pools."""
 
 SPAN_BYTES: Final = 128
 """What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_TICKET = re.compile(r"kvdo?1\.[A-Za-z0-9_-]+")
-"""A ticket, or what a router drew for an offer that grows; or as much of one as a log's bound left of it."""
+_TICKET = re.compile(r"kvd[ot]?1\.[A-Za-z0-9_-]+")
+"""A ticket, or what a router drew for an offer that grows or a turn that is kept, by which tickets are made or asked
+for; or as much of one as a log's bound left of it."""
 
 _installed = False
 
@@ -38,5 +39,5 @@ def _redact(record: logging.LogRecord) -> None:
         message = record.getMessage()
     except Exception:  # noqa: BLE001 - logging itself says what is wrong with the message, and goes on
         return
-    if "kvd1." in message or "kvdo1." in message:
+    if _TICKET.search(message):
         record.msg, record.args = _TICKET.sub("kvd1.(not shown)", message), ()

@@ -14,12 +14,14 @@ from kvd.layout.shard import Shard
 from kvd.layout.view import Axis, Dim, View
 from kvd.layout.window import Chunked, Full, Sliding, State, Window
 from kvd.limits import (
+    LEAST_BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_GROUPS,
     MAX_IDENTITY_BYTES,
     MAX_IDENTITY_FIELDS,
     MAX_NAME_BYTES,
     MAX_RANKS,
+    MAX_SMALL_BLOCKS,
     MAX_SPEC_BYTES,
     MAX_SPEC_COORDINATES,
     MAX_SPEC_LAYERS,
@@ -149,7 +151,7 @@ def _check_spec(spec: CacheSpec) -> None:
         _check_group(f"groups[{index}]", group, spec)
     coordinates = sum(view.size(dim) for view in views for dim in _ENUMERATED)
     _bounded("heads, tokens, taps and channels over all views", coordinates, 0, MAX_SPEC_COORDINATES + 1)
-    _bounded("blocks over all arenas", sum(spec.arenas.values()), 0, MAX_BLOCKS + 1)
+    _check_blocks(sum(spec.arenas.values()), spec.pool_bytes)
     _check_arenas(spec)
 
 
@@ -269,6 +271,15 @@ def _check_apart(field: str, axes: tuple[Axis, ...]) -> None:
         if axis.size > 1 and axis.stride < reach:
             _refuse(f"{field}.axes.{axis.dim}.stride", axis.stride, f"overlaps the {reach} bytes inside it")
         reach += (axis.size - 1) * axis.stride
+
+
+def _check_blocks(blocks: int, pool_bytes: int) -> None:
+    """The daemon keeps 4 bytes for each block, also of groups without views, which take nothing of the pool."""
+    _bounded("blocks over all arenas", blocks, 0, MAX_BLOCKS + 1)
+    most = max(MAX_SMALL_BLOCKS, pool_bytes // LEAST_BLOCK_BYTES)
+    if blocks > most:
+        rule = f"a pool of {pool_bytes} bytes may have {most}: {MAX_SMALL_BLOCKS}, or one for"
+        _refuse("blocks over all arenas", blocks, f"{rule} each {LEAST_BLOCK_BYTES} bytes")
 
 
 def _check_arenas(spec: CacheSpec) -> None:

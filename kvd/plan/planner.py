@@ -43,6 +43,8 @@ class Planner:
                 if not members:
                     self._templates.append((template, members))
                 members.append(group)
+        self.of_a_block = runs
+        """How many descriptors one block takes, over all groups."""
         self._most = runs * max((pairing.units_per_block for pairing in self._pairings), default=1)
         """Descriptors of a block at most."""
         few = self._templates if self._most <= FEW else []
@@ -52,6 +54,11 @@ class Planner:
     def groups(self) -> int:
         """How many groups the two layouts have, and a plan takes spans of."""
         return len(self._pairings)
+
+    @property
+    def strides(self) -> int:
+        """How many different steps from block to block there are. Each takes 50 us of a plan, of however few blocks."""
+        return len(self._templates)
 
     def most(self, blocks: int) -> int:
         """How many descriptors a plan has at most that fills so many destination blocks."""

@@ -95,15 +95,15 @@ class Template:
         return self.source, self.destination, offsets
 
 
-def check_runs(what: str, count: int) -> None:
+def check_runs(what: str, count: int, most: int = MAX_BLOCK_DESCRIPTORS) -> None:
     """Refuses a pair of layouts if one block of `what` takes too many descriptors, `count`.
 
     Raises:
-        BadRequest: INCOMPATIBLE, beyond MAX_BLOCK_DESCRIPTORS.
+        BadRequest: INCOMPATIBLE, beyond `most`.
 
     """
-    if count > MAX_BLOCK_DESCRIPTORS:
-        text = f"{what}: one block would take {count} descriptors, the limit is {MAX_BLOCK_DESCRIPTORS}"
+    if count > most:
+        text = f"{what}: one block would take {count} descriptors, the limit is {most}"
         raise refusal(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts that agree on the order of heads and tokens")
 
 

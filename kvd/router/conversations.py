@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
@@ -72,7 +72,7 @@ class Conversations:
         wanted = wanted and server.engine is Engine.VLLM and prefilled is not None and knows_turns(prefilled.params)
         if not wanted or len(self._asking) >= limits.ROUTER_TURNS_ASKED:
             return ""
-        return secrets.token_hex(16)  # whoever knows it may ask for the ticket
+        return "kvdt1." + secrets.token_hex(16)  # who knows it may ask for the ticket: engines keep it out of logs
 
     async def take(self, request: Request) -> msgspec.Raw | None:
         """What the turn before that of `request` left, if there was one. It is forgotten here."""
@@ -99,7 +99,10 @@ class Conversations:
         self._turns[key] = turn
         while len(self._turns) > limits.ROUTER_TURNS or next(iter(self._turns.values())).until < now:
             self._turns.popitem(last=False)
-        task = asyncio.create_task(self._ask(request, server, name, key, turn))
+        body, headers = request.body.for_turn(name), CIMultiDict(request.headers)
+        headers[_REQUEST_ID] += "-turn"  # both servers' logs name requests by it
+        # The client's own body may be large, and is counted no more: nothing of it is kept.
+        task = asyncio.create_task(self._ask(server, body, headers, key, turn))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
@@ -109,10 +112,10 @@ class Conversations:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
 
-    async def _ask(self, request: Request, server: Server, name: str, key: bytes, turn: _Turn) -> None:
+    async def _ask(self, server: Server, body: bytes, headers: Mapping[str, str], key: bytes, turn: _Turn) -> None:
         params: msgspec.Raw | None = None
         try:
-            params = await self._asked(request, server, name)
+            params = await self._asked(server, body, headers)
         except (ServerFailed, TimeoutError) as error:
             logger.warning("what %s keeps of a conversation is not known: %s", server.name, error)
         finally:
@@ -122,9 +125,7 @@ class Conversations:
         self._metrics.turns.labels(Turn.KEPT if params else Turn.NOT_KEPT).inc()
         turn.until = time.monotonic() + min(limits.ROUTER_TURN_SECONDS, seconds_of(params) if params else 0)
 
-    async def _asked(self, request: Request, server: Server, name: str) -> msgspec.Raw | None:
-        body, headers = request.body.for_turn(name), CIMultiDict(request.headers)
-        headers[_REQUEST_ID] = f"{headers.get(_REQUEST_ID, name)}-turn"  # both servers' logs name requests by it
+    async def _asked(self, server: Server, body: bytes, headers: Mapping[str, str]) -> msgspec.Raw | None:
         async with (
             asyncio.timeout(limits.ROUTER_TURN_ASK_SECONDS),
             self._upstream.post(server, _COMPLETIONS, body, headers, Sent(), streamed=False) as answer,

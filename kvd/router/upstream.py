@@ -44,8 +44,11 @@ _FOR_CLIENTS = ("Content-Type", "Retry-After")
 """The headers of an answer that are passed on."""
 
 _FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
-_LAST_EVENT = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 """What aiohttp raises if a server fails."""
+
+_LAST_EVENT = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+"""How a stream ends."""
+_LAST_BYTES = max(len(event) for event in _LAST_EVENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Answer:
         self._response = response
         self._deadline = begun + seconds
         """In the loop's time, for a stream to say something."""
+        self._last = b""
         self.is_whole = False
         """Whether its end has been read: of a stream its last event, behind which clients may close at once."""
         self.status = response.status
@@ -169,7 +173,8 @@ class Answer:
             part = await self._response.content.readany()
         except _FAILURES as error:
             raise _failure(self._server, error) from error
-        self.is_whole = not part or part.endswith(_LAST_EVENT)
+        self._last = (self._last + part[-_LAST_BYTES:])[-_LAST_BYTES:]  # the network may have cut the event
+        self.is_whole = not part or self._last.endswith(_LAST_EVENT)
         return part
 
 

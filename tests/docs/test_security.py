@@ -27,7 +27,7 @@ def has_tests(path: Path) -> bool:
 
 
 def test_there_are_rows_and_each_has_an_attack_a_defence_and_a_test() -> None:
-    assert len(TABLES) == 6
+    assert len(TABLES) == 7
     assert len(ROWS) > 80
     assert [row for row in ROWS if len(row) != 3 or not all(row)] == []
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Axis, CacheSpec, Chunked, Full, Group, Shard, Sliding, State, View, strided
-from kvd.limits import MAX_BLOCKS, MAX_SPEC_BYTES, MAX_SPEC_COORDINATES, MAX_SPEC_LAYERS
+from kvd.limits import (
+    LEAST_BLOCK_BYTES,
+    MAX_BLOCKS,
+    MAX_SMALL_BLOCKS,
+    MAX_SPEC_BYTES,
+    MAX_SPEC_COORDINATES,
+    MAX_SPEC_LAYERS,
+)
 
 SIZES = {"layer": 2, "kv": 2, "block": 4, "head": 2, "token": 8, "byte": 16}
 AXES = strided("layer kv block head token byte", SIZES)
@@ -89,6 +96,10 @@ REFUSED = {
         lambda: make(groups=(GROUP, *(without_views(MAX_BLOCKS // 2, arena) for arena in (1, 2)))),
         f"blocks over all arenas = {MAX_BLOCKS + 4}: must be",
     ),
+    "more blocks than its bytes are worth": (
+        lambda: make(groups=(GROUP, without_views(MAX_SMALL_BLOCKS, 1))),
+        f"blocks over all arenas = {MAX_SMALL_BLOCKS + 4}: a pool of {VIEW.end} bytes may have {MAX_SMALL_BLOCKS}:",
+    ),
     "blocks without tokens": (lambda: make(groups=(replace(GROUP, block_tokens=0),)), "block_tokens = 0"),
     "a window of nothing": (lambda: make(groups=(replace(GROUP, window=Sliding(0)),)), "window.window = 0"),
     "a chunk of nothing": (lambda: make(groups=(replace(GROUP, window=Chunked(0)),)), "window.chunk = 0"),
@@ -162,6 +173,13 @@ def test_a_spec_is_refused_that_declares(what: str) -> None:
 
 def test_the_spec_that_all_refusals_start_from_is_sound() -> None:
     assert make().groups[0].block_bytes == 2 * 2 * 2 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size"), [(MAX_SMALL_BLOCKS - 4, VIEW.end), (MAX_BLOCKS - 4, MAX_BLOCKS * LEAST_BLOCK_BYTES)]
+)
+def test_a_pool_may_have_a_million_blocks_and_more_if_it_is_large(blocks: int, size: int) -> None:
+    assert make(groups=(GROUP, without_views(blocks, 1)), pool_bytes=size).arenas == {0: 4, 1: blocks}
 
 
 def test_a_spec_with_a_broken_rule_is_refused_on_arrival_too() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import BadRequest, ErrorCode
 from kvd.router.body import Body
-from kvd.router.engines import Prefilled
+from kvd.router.engines import Engine, Prefilled, place
 from kvd.router.legs import told
 from kvd.router.servers import Servers
 
@@ -161,6 +161,17 @@ def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
 def test_parameters_that_are_null_are_none() -> None:
     body = Body(b'{"prompt": "a", "kv_transfer_params": null}')
     assert json.loads(body.for_decode(None)) == {"prompt": "a"}
+
+
+def test_a_client_names_neither_the_server_that_has_prefilled_nor_the_room_where_two_meet() -> None:
+    body = Body(b'{"prompt": "a", "bootstrap_host": "other", "bootstrap_port": 1, "bootstrap_room": 2}')
+    asked = body.for_room(place("sglang://p:7?bootstrap=8"), 5), body.for_decode(Prefilled(PARAMS), Engine.SGLANG, 5)
+    for fields in map(json.loads, asked):
+        assert (fields["bootstrap_host"] == "other", fields["bootstrap_port"] == 1, fields["bootstrap_room"]) == (
+            False,
+            False,
+            5,
+        )
 
 
 def test_a_byte_order_mark_is_no_part_of_the_body() -> None:

@@ -1,6 +1,7 @@
 """Turns of conversations: what a decode server kept of the last one reaches the next one's prefill, and nobody else."""
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from kvd import limits
+from kvd.engines.redaction import _TICKET
 from kvd.router.body import Body, seconds_of
 from tests.router.scripted import (
     BODY,
@@ -92,21 +94,27 @@ async def test_the_next_turn_of_a_chat_is_prefilled_with_what_the_last_one_left(
         assert await stage.metric("kvd_router_kept_turns") == 1
 
 
-async def test_a_turn_is_kept_though_its_client_closes_at_the_last_event() -> None:
-    """As clients do: what ends the stream for HTTP comes behind that."""
+@pytest.mark.parametrize("cut", [0, 1, len(DONE) - 1])
+async def test_a_turn_is_kept_though_its_client_closes_at_the_last_event(cut: int) -> None:
+    """As clients do: what ends the stream for HTTP comes behind that. The network may cut the event."""
+    beginning_is_here = asyncio.Event()
 
     async def endless(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if "stream" not in body:
             return await keeping()(server, request, body)
         stream = await streaming(request)
-        await stream.write(event(0) + DONE)
+        await stream.write(event(0) + DONE[:cut])
+        await beginning_is_here.wait()
+        await stream.write(DONE[cut:])
         await asyncio.Event().wait()
         raise AssertionError
 
     async with routed([prefilled], [endless]) as stage:
         asked = BODY | {"messages": chat("a")}
         async with stage.session.post(stage.url + CHAT, json=asked) as response:
-            await response.content.readuntil(DONE)
+            await response.content.readexactly(len(event(0) + DONE[:cut]))
+            beginning_is_here.set()
+            await response.content.readuntil(DONE[cut:])
             response.close()
         await kept(stage)
 
@@ -135,6 +143,7 @@ async def test_a_decode_server_is_asked_for_one_token_and_the_client_sees_no_tic
             "max_tokens": 1,
             "kv_transfer_params": {"kvd_turn": named(decode)[0]},
         }
+        assert _TICKET.fullmatch(named(decode)[0]), "engines do not log it"
         assert decode.paths == [CHAT, "/v1/completions"]
         assert (decode.headers[1]["Authorization"], decode.headers[1]["X-Request-Id"]) == ("Bearer x", "q-turn")
 
@@ -185,7 +194,11 @@ async def test_what_has_no_next_turn_is_not_kept(more: dict[str, Any]) -> None:
         assert len(decode.bodies) == 2
 
 
-@pytest.mark.parametrize("asked", [failing, vanishing, answering(404), answering(200)])
+async def telling_too_much(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"choices": [], "kv_transfer_params": LEFT | {"x": "y" * limits.ROUTER_TURN_BYTES}})
+
+
+@pytest.mark.parametrize("asked", [failing, vanishing, answering(404), answering(200), telling_too_much])
 async def test_a_decode_server_that_kept_nothing_costs_no_turn(asked: Answering) -> None:
     async with routed([prefilled], [keeping(asked)]) as stage:
         await stage.ask(CHAT, messages=chat("a"))
@@ -227,6 +240,29 @@ async def test_the_latest_turns_are_remembered_and_no_more(monkeypatch: pytest.M
         for text in "cba":
             await stage.ask(CHAT, messages=chat(text, "x", "y"))
         assert [turn is None for turn in given(stage.prefill[0])[3:]] == [False, False, True]
+
+
+async def test_decode_servers_are_asked_for_so_many_turns_at_a_time_and_keep_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "ROUTER_TURNS_ASKED", 1)
+    async with routed([prefilled], [keeping(hanging)]) as stage:
+        await stage.ask(CHAT, messages=chat("a"))
+        (decode,) = stage.decode
+        await decode.until(lambda server: len(server.bodies) == 2)  # the answer, and who asks for its turn
+        await stage.ask(CHAT, messages=chat("b"))
+        assert ["kvd_turn" in body["kv_transfer_params"] for body in decode.bodies] == [True, True, False]
+
+
+async def test_nothing_of_a_request_stays_in_memory_while_a_decode_server_is_asked_for_its_turn() -> None:
+    """Its body may be large, and requests that have ended are not counted."""
+    async with routed([prefilled], [keeping(hanging)]) as stage:
+        await stage.ask(CHAT, messages=chat("a"))
+        await stage.decode[0].until(lambda server: len(server.bodies) == 2)
+        async with asyncio.timeout(MOMENT):
+            while any(isinstance(each, Body) for each in gc.get_objects()):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert stage.decode[0].open == 1
 
 
 async def test_a_client_that_leaves_in_the_middle_of_an_answer_has_no_next_turn() -> None:

@@ -15,13 +15,13 @@ _MANY: Final = 8192
 
 
 class Uses:
-    """Of each block either that a pull writes to it, or in how many offers it stands: 4 bytes for each that was named.
+    """Of each block either that a pull writes to it, or in how many offers it stands, in 4 bytes.
 
     Block ids come as they are on the wire, little-endian u32, and are below `blocks`.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._uses = np.zeros(blocks, dtype=np.int32)  # what nobody has named takes no memory
+        self._uses = np.zeros(blocks, dtype=np.int32)  # a page of it takes memory once a block there is named
         self._one = self._uses.data
 
     def write(self, ids: bytes) -> int | None:

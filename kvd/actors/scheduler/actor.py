@@ -21,9 +21,11 @@ from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pools import HeldBlocks, Hold, PeerView, Pool
 from kvd.actors.scheduler import pull as machine
+from kvd.actors.scheduler.known_routes import KnownRoutes
 from kvd.actors.scheduler.leaving import LeavingPulls
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
+from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
@@ -60,7 +62,7 @@ class SchedulerActor(Actor):
         self._leases = leases
         self._handshake = handshake
         self._targets = Targets()
-        self._producers = Producers()
+        self._producers = Producers(KnownRoutes(self, background, self._route_made))
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
         self.transfers = Transfers(
@@ -135,10 +137,22 @@ class SchedulerActor(Actor):
         except KvdError as error:
             self._step(pull, Event.FAIL, error)
         else:
-            self._step(pull, event)
+            if event is not None:
+                self._step(pull, event)
 
-    def _find_transfers(self, pull: Pull) -> Event:
+    def _route_made(self, key: RouteKey) -> None:
+        """Goes on with the pulls that waited for this route."""
+        for pull in [pull for pull in self._all() if pull.routing == key]:
+            pull.routing = None
+            if pull.state not in machine.UNROUTED:
+                self.transfers.rerouted(pull)
+            elif not pull.awaited:
+                self._route(pull)
+
+    def _find_transfers(self, pull: Pull) -> Event | None:
         """Adds a transfer to the pull for each producer rank that it has to do with, or says what it has to wait for.
+
+        None while its route is being worked out.
 
         Raises:
             KvdError: it cannot be done.
@@ -157,6 +171,8 @@ class SchedulerActor(Actor):
             if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
                 return self._look_up(pull, set(pull.unasked))
             raise
+        if sources is None:
+            return None
         for source in sources:
             self.transfers.add(pull, source)
         return Event.ROUTED

@@ -1,20 +1,19 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
-from kvd import limits
 from kvd.actors.runtime.pools import PeerView
+from kvd.actors.scheduler.known_routes import KnownRoutes
 from kvd.actors.scheduler.pull import Pull
-from kvd.actors.scheduler.routes import RouteKey, Source, make_route, route_key
+from kvd.actors.scheduler.routes import Sources
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol.ticket import Ticket
 
 
 class Producers:
-    """Peers that are ready, by address, and routes from them, which are worked out once and used by every pull."""
+    """Peers that are ready, by address, and the `routes` from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: KnownRoutes) -> None:
         self._views: dict[str, PeerView] = {}
-        self._routes: dict[RouteKey, tuple[Source, ...]] = {}
-        """The one that was used last is the last."""
+        self._routes = routes
 
     def __getitem__(self, address: str) -> PeerView:
         return self._views[address]
@@ -29,13 +28,11 @@ class Producers:
     def forget(self, address: str) -> None:
         """Forgets a peer that is not ready any more."""
         self._views.pop(address, None)
-        self._routes = {
-            key: sources for key, sources in self._routes.items() if all(address != source for source, *_ in key[1])
-        }
+        self._routes.forget(lambda key: any(address == source for source, *_ in key[1]))
 
     def forget_pool(self, epoch: int) -> None:
         """Forgets the routes to one of our own pools, which is gone."""
-        self._routes = {key: sources for key, sources in self._routes.items() if key[0] != epoch}
+        self._routes.forget(lambda key: key[0] == epoch)
 
     def unknown(self, ticket: Ticket) -> set[str]:
         """The addresses in a ticket whose daemon is not ready, or is known as a run from before the ticket."""
@@ -75,28 +72,9 @@ class Producers:
         """The peers that a ticket names, by address."""
         return {rank.address: self._views[rank.address] for rank in ticket.ranks}
 
-    def sources(self, pull: Pull) -> tuple[Source, ...]:
-        """The producer ranks that a pull reads from or reports to, by the views that it has of them.
-
-        Raises:
-            KvdError: a pool is gone, or its layout does not fit ours.
-
-        """
-        key = route_key(pull.pool, pull.ticket.ranks, pull.views)
-        route = self._routes.pop(key, None)
-        if route is None:
-            route = make_route(pull.pool, pull.ticket.ranks, pull.views)
-            self._make_room(len(pull.ticket.ranks))
-        self._routes[key] = route
-        return route
-
-    def _make_room(self, ranks: int) -> None:
-        """Forgets the routes that were not used for longest, for one of so many ranks; pulls keep what they have."""
-        kept = sum(len(key[1]) for key in self._routes)
-        while self._routes and kept + ranks > limits.MAX_ROUTED_RANKS:
-            oldest = next(iter(self._routes))
-            del self._routes[oldest]
-            kept -= len(oldest[1])
+    def sources(self, pull: Pull) -> Sources | None:
+        """See `KnownRoutes.find`; by the views that the pull has of its producers."""
+        return self._routes.find(pull)
 
     @property
     def routes(self) -> int:

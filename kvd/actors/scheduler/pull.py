@@ -27,7 +27,8 @@ class State(StrEnum):
     """What the pull waits for."""
 
     CONNECTING = "connecting"
-    """word from its producers' daemons: that they are ready, and which pools they have"""
+    """word from its producers' daemons: that they are ready, and which pools they have; then its route, if that takes
+    long to work out"""
     WAITING = "waiting"
     """a producer's worker that has not come back to its daemon, which is asked about its pools again after a while"""
     ROUTED = "routed"
@@ -172,6 +173,8 @@ class Pull(Struct, eq=False):
     transfers: list[Transfer] = field(default_factory=list)
     views: dict[str, PeerView] = field(default_factory=dict)
     """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
+    routing: object = None
+    """Names the route that is being worked out for it (`kvd.actors.scheduler.known_routes`)."""
     span: PullSpan | None = None
 
     def reads_from(self, address: str) -> bool:

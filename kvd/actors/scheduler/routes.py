@@ -1,12 +1,13 @@
 """Which ranks of a producing engine one of our pools reads from, and how: worked out once, used by every pull."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvd import limits, plan
 from kvd.actors.runtime.pools import PeerPool, PeerView, Pool, check_complete
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import Full, Group
+from kvd.layout import Dim, Full, Group
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.peer import Grown
 from kvd.protocol.ticket import TicketRank
@@ -16,6 +17,9 @@ RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
 _NOTHING = Span(0, 0, b"")
 """Stands for a group that is not named."""
+_ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
+_STEPS = 64
+"""What a view or a group takes to look at, counted in descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,22 @@ class Source:
     readers: int
     """How many ranks of this engine claim its lease."""
     planner: Planner | None
+
+
+Sources = tuple[Source, ...]
+
+
+def is_long(pools: Iterable[PeerPool]) -> bool:
+    """Whether a route from these pools takes longer to work out than the loop should: each part of a block counts."""
+    steps = 0
+    for pool in pools:
+        for group in pool.spec.groups:
+            steps += _STEPS
+            for view in group.views:
+                steps += _STEPS + len(view.layers) * math.prod(map(view.size, _ENUMERATED))
+                if steps > limits.MAX_ROUTED_AT_ONCE:
+                    return True
+    return steps > limits.MAX_ROUTED_AT_ONCE
 
 
 def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> RouteKey:
@@ -49,11 +69,11 @@ def route_key(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView
     return pool.epoch, tuple(sources)
 
 
-def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> tuple[Source, ...]:
+def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerView]) -> Sources:
     """The producer ranks that this pool reads from, and those that wait for its claim all the same.
 
     Raises:
-        BadRequest: `INCOMPATIBLE`, the two layouts do not fit; the text names the field and both values.
+        BadRequest: `INCOMPATIBLE`, the layouts do not fit; the text names the field and both values.
 
     """
     pools = [views[rank.address].pools[rank.pool] for rank in ranks]
@@ -61,7 +81,12 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
     for theirs, ours in aligned:
         plan.check_compatible(theirs, ours)
     routing = plan.route([theirs for theirs, _ in aligned], pool.spec)
-    planners = {share.source: Planner(*aligned[share.source], share) for share in routing.shares}
+    planners: dict[int, Planner] = {}
+    descriptors = 0
+    for share in routing.shares:
+        planners[share.source] = planner = Planner(*aligned[share.source], share)
+        descriptors += planner.of_a_block
+        plan.check_runs(f"{len(planners)} of {len(routing.shares)} ranks", descriptors, limits.MAX_ROUTE_DESCRIPTORS)
     involved = sorted(planners.keys() | set(routing.releases))
     return tuple(
         Source(
@@ -127,6 +152,8 @@ class Told:
 
 def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> bool:
     """Whether the plan of a read takes longer than the loop should: it is made on a thread."""
+    if source.planner is not None and source.planner.strides > limits.MAX_STRIDES_AT_ONCE:
+        return True
     return _most(source, told, wanted, groups) > limits.MAX_PLANNED_AT_ONCE
 
 

@@ -219,7 +219,8 @@ class Transfers(Component):
         try:
             if not told and not self._reroute(transfer, grant):
                 transfer.early_grant = grant
-                call(self._handshake.need, transfer.address, stale=True)
+                if transfer.pull.routing is None:  # otherwise it waits for a route, and not for word from the peer
+                    call(self._handshake.need, transfer.address, stale=True)
                 return
             grows = not transfer.told.whole
             planned = not grows and self._plans.plan(transfer)
@@ -263,8 +264,14 @@ class Transfers(Component):
             if transfer.address == address and transfer.early_grant is not None:
                 self._granted(transfer, transfer.early_grant)
 
+    def rerouted(self, pull: Pull) -> None:
+        """Uses the grants that waited for a route of this pull."""
+        for transfer in pull.transfers:
+            if transfer.early_grant is not None:
+                self._granted(transfer, transfer.early_grant)
+
     def _reroute(self, transfer: Transfer, grant: Grant) -> bool:
-        """Routes anew, to the pool that is granted; False if the peer has not told us about it.
+        """Routes anew, to the pool that is granted; False if the peer has not told us about it, or if that takes long.
 
         Raises:
             KvdError: that pool does not fit.
@@ -280,7 +287,10 @@ class Transfers(Component):
         self._plans.drop(transfer)
         self._plans.ended(transfer)
         pull.views[rank.address] = view
-        sources = {source.rank: source for source in self._producers.sources(pull)}
+        found = self._producers.sources(pull)
+        if found is None:
+            return False
+        sources = {source.rank: source for source in found}
         transfer.source = sources.get(transfer.source.rank, transfer.source)
         return True
 

@@ -23,7 +23,7 @@ from kvd.engines.vllm.cache_config import check_supported, windows, worker_cache
 from kvd.engines.vllm.kernels import Kernels
 from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
-from kvd.engines.vllm.parallel import is_replica, rank_of, ranks_of
+from kvd.engines.vllm.parallel import has_replicas, is_replica, rank_of, ranks_of
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.replica import ReplicaSide
 from kvd.engines.vllm.scheduler import SchedulerSide
@@ -68,6 +68,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     share=settings.turn_share,
                     every=settings.every_turn,
                     recompute=self._kv_transfer_config.kv_load_failure_policy == "recompute",
+                    copies=has_replicas(vllm_config),
                 ),
             )
         elif self._is_replica:

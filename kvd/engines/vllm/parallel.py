@@ -35,6 +35,12 @@ def is_replica(vllm_config: Any) -> bool:
     return context > 0
 
 
+def has_replicas(vllm_config: Any) -> bool:
+    """Whether the engine has such workers."""
+    parallel = vllm_config.parallel_config
+    return _is_replicated(parallel) and bool(parallel.prefill_context_parallel_size > 1)
+
+
 def _place(vllm_config: Any) -> tuple[int, int, int]:
     """The worker's pipeline stage, which copy of the stage's cache it belongs to, and its number in that copy.
 

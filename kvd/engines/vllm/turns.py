@@ -30,6 +30,13 @@ class TurnPolicy:
     every: bool = False
     recompute: bool = True
     """Whether vLLM computes what could not be loaded. If not, nothing is pulled that may as well be computed."""
+    copies: bool = False
+    """Whether workers have copies of others' caches. Nothing can be pulled into those, so nothing is pulled."""
+
+    @property
+    def pulls(self) -> bool:
+        """Whether a prefill pulls what an earlier turn left."""
+        return self.recompute and not self.copies
 
 
 def is_complete(request: Any) -> bool:
@@ -56,9 +63,9 @@ class Turns:
         if not turn_params.is_turn(request.kv_transfer_params):
             return None
         offered = turn_params.read(request.kv_transfer_params, prompt, whole=self._whole)
-        if self._policy.recompute:
+        if self._policy.pulls:
             return offered
-        if not self._warned:
+        if not (self._policy.recompute or self._warned):
             self._warned = True
             text = "earlier turns are computed again: their blocks are pulled with kv_load_failure_policy 'recompute'"
             logger.warning(text + ", this engine has 'fail'")
@@ -72,7 +79,7 @@ class Turns:
         """`external` tokens of it are pulled."""
         if external:
             self._pulled.add(request)
-        elif not self._policy.recompute:
+        elif not self._policy.pulls:
             self._outcomes.append("policy")
         else:
             self._outcomes.append("cached" if offered.tokens else "differs")

@@ -94,6 +94,17 @@ def test_a_read_begins_once_its_plan_is_made_and_its_claim_is_renewed_until_then
     assert is_idle(stage)
 
 
+def test_a_small_read_between_layouts_of_many_strides_is_planned_on_a_thread_too(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STRIDES_AT_ONCE", 0)
+    pull_big(stage, blocks=BIG[:1])
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 1, 5))
+    assert stage.reads == []
+    make_plan(stage)
+    assert len(stage.reads) == 1
+    assert is_idle(stage)
+
+
 def test_a_plan_that_is_made_before_the_grant_is_used_with_it(stage):
     pull_big(stage)
     stage.peer_says(welcome_of())

@@ -107,6 +107,7 @@ def test_another_dynamo_is_left_alone_with_a_warning(
 
 TICKET = "kvd1.k5Sq-_8A"
 OFFER = "kvdo1.b7TzXw-_"
+TURN = "kvdt1.0123abcd"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ OFFER = "kvdo1.b7TzXw-_"
         (f"cut short: {TICKET[:7]}", (), "cut short: kvd1.(not shown)"),
         (f"two: {TICKET}, {TICKET}", (), "two: kvd1.(not shown), kvd1.(not shown)"),
         ("params: %s", ({"kvd_offer": OFFER},), "params: {'kvd_offer': 'kvd1.(not shown)'}"),
+        ("params: %s", ({"kvd_turn": TURN},), "params: {'kvd_turn': 'kvd1.(not shown)'}"),
         ("%d", ("no number",), None),
         ("100 %% of %s", ("nothing",), "100 % of nothing"),
     ],

@@ -168,6 +168,7 @@ def test_a_pull_that_fails_is_computed_and_counted() -> None:
         ([9, *SEQUENCE], 0, {}, "differs"),
         ([*SEQUENCE, 1], 256, {}, "cached"),
         ([*SEQUENCE, 1], 0, {"recompute": False}, "policy"),
+        ([*SEQUENCE, 1], 0, {"copies": True}, "policy"),
     ],
 )
 def test_what_is_not_pulled_is_let_go_of_and_counted(

@@ -26,10 +26,10 @@ def start(daemons: Daemons, configurations: Any) -> Iterator[Callable[..., Engin
     """Starts an engine that computes what it cannot load, with a daemon for each rank."""
     with ExitStack() as stack:
 
-        def engine(name: str, kind: str, tp_size: int = 1, **settings: Any) -> Engine:
+        def engine(name: str, kind: str, tp_size: int = 1, copies: int = 1, **settings: Any) -> Engine:
             daemons.start(*(f"{name}{rank}" for rank in range(tp_size)))
             settings["socket"] = daemons.socket(name + "{rank}")
-            made = Engine(configurations(kind), kind, settings, tp_size, policy="recompute")
+            made = Engine(configurations(kind), kind, settings, tp_size, copies=copies, policy="recompute")
             return stack.enter_context(closing(made))
 
         yield engine
@@ -95,6 +95,18 @@ def test_a_turn_that_is_given_up_is_free_again_and_its_pull_fails(start: Callabl
     prefill.run_until(lambda: "next" in prefill.received)
     assert prefill.failed == {"next"}
     assert prefill.scheduler.get_kv_connector_stats().data["turns"] == ["gone"]
+
+
+def test_a_turn_is_computed_where_workers_have_copies_of_others_caches(start: Callable[..., Engine]) -> None:
+    decode, prefill = start("d", "llama", turn_share=0.9), start("p", "llama", copies=2)
+    manager = Manager()
+    decode.scheduler.bind_kv_cache_manager(manager)
+    manager.take("turn", [1, 2, 3, 4])
+    params = decode.answered("turn", SEQUENCE, ASKED, manager)
+    prefill.decode("next", [*SEQUENCE, 9], params, [[8, 7, 6, 5]])
+    decode.run_until(lambda: prefill.step() or bool(manager.freed))
+    assert not prefill.failed | prefill.received
+    assert prefill.scheduler.get_kv_connector_stats().data["turns"] == ["policy"]
 
 
 def test_an_engine_that_was_killed_after_its_answer_loses_no_turn(start: Callable[..., Engine]) -> None:

@@ -1,0 +1,245 @@
+"""Routes are worked out once; those that take long leave the loop, and everybody else's pulls go on."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from kvd import limits
+from kvd.actors.gateway.admission import Rule
+from kvd.actors.scheduler import known_routes
+from kvd.actors.scheduler.known_routes import KnownRoutes
+from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.net.interface import WorkerFrame
+from kvd.protocol import codec
+from kvd.protocol.peer import Claim, Grant, Settle
+from kvd.protocol.types import Span
+from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
+from tests.actors.stage import Stage, ids, make_ticket, welcome_of
+
+SHORT = 1 << 20
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A stage on which all routes are long; `works` has those that the thread was given."""
+    return routing(Stage(), monkeypatch)
+
+
+def routing(stage, monkeypatch):
+    stage.works = deque()
+    routes(stage)._background = lambda work, done: stage.works.append((work, done))
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
+    stage.attach()
+    return stage
+
+
+def routes(stage):
+    return stage.actors.scheduler._producers._routes
+
+
+def is_idle(stage):
+    return not stage.works and not routes(stage)._waiting and routes(stage)._making is None
+
+
+def make_route(stage):
+    """The thread works out the route that it was given; returns the name of the pool that it leads to."""
+    work, done = stage.works.popleft()
+    try:
+        result = work()
+    except KvdError as error:
+        result = error
+    done(result)
+    stage.run()
+    return work.args[0].name
+
+
+def pull_of(stage, worker, name, blocks=(2, 3)):
+    spans = (Span(0, 0, ids(*blocks)),)
+    assert stage.request(Pull(2, name, make_ticket(), spans, 30.0), bytes([worker]) * 16) == []
+
+
+def test_a_pull_waits_for_a_long_route_while_those_of_others_go_on(stage, monkeypatch):
+    stage.attach("v", connection=2)
+    pull_of(stage, 1, "long")
+    stage.peer_says(welcome_of())
+    assert len(stage.works) == 1
+    pull_of(stage, 1, "too", blocks=(4, 5))
+    assert len(stage.works) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "MAX_ROUTED_AT_ONCE", SHORT)
+        pull_of(stage, 2, "short")
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["short"]
+    make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["short", "long", "too"]
+    pull_of(stage, 1, "again", blocks=(6, 7))
+    assert stage.asks(Claim)[-1].consumer == "again"
+    assert is_idle(stage)
+
+
+@pytest.mark.parametrize("at_once", [0, SHORT], ids=["long", "short"])
+def test_what_does_not_fit_is_found_out_once(stage, monkeypatch, at_once):
+    asked = []
+
+    def make(*_):
+        asked.append(1)
+        raise BadRequest(ErrorCode.INCOMPATIBLE, "head sizes differ")
+
+    monkeypatch.setattr(known_routes, "make_route", make)
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", at_once)
+    for number in range(1, 4):
+        pull_of(stage, 1, f"p{number}")
+        stage.peer_says(welcome_of())  # a layout that does not fit is asked for again
+        while stage.works:
+            make_route(stage)
+        assert [(item.code, item.text) for item in stage.notified] == [("incompatible", "head sizes differ")] * number
+    assert len(asked) == 1
+    assert is_idle(stage)
+
+
+def test_users_take_turns_however_many_routes_they_wait_for(monkeypatch):
+    users = {1000: "a1 a2 a3", 1001: "b1", 1002: "c1"}
+    stage = routing(Stage(rules=[Rule(("*",), uid=uid) for uid in users]), monkeypatch)
+    of_worker = {name: uid for uid, names in users.items() for name in names.split()}
+    for number, (name, uid) in enumerate(of_worker.items(), 2):
+        stage.attach(name, connection=number, uid=uid)
+        request = Pull(2, "p", make_ticket(), (Span(0, 0, ids(2, 3)),), 30.0)
+        stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(request), uid))
+        stage.run()
+    stage.peer_says(welcome_of())
+    begun = []
+    while stage.works:
+        assert len(stage.works) == 1
+        begun.append(make_route(stage))
+    assert begun == ["a1", "a2", "b1", "c1", "a3"]
+    assert len(stage.asks(Claim)) == 5
+    assert is_idle(stage)
+
+
+def test_a_user_waits_for_so_many_routes(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTES_WAITING", 1)
+    for number in (2, 3):
+        stage.attach(f"w{number}", connection=number)
+    for number in (1, 2, 3):
+        pull_of(stage, number, f"p{number}")
+    stage.peer_says(welcome_of())
+    [refused] = stage.notified
+    assert (refused.request, refused.code) == ("p3", "overloaded")
+    while stage.works:
+        make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p1", "p2"]
+
+
+def test_a_pull_that_is_cancelled_meanwhile_tells_its_producer_once_the_route_is_known(stage):
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    stage.request(Cancel(5, "p"))
+    assert stage.notified == [Cancelled("p", quarantined=False)]
+    make_route(stage)
+    stage.run(0.1)
+    assert len(stage.asks(Settle)) == 1
+    assert stage.asks(Claim) == []
+
+
+def test_a_pull_whose_time_is_over_meanwhile_fails_once_and_the_route_is_kept_for_others(stage):
+    stage.pull(timeout=1.0)
+    stage.peer_says(welcome_of())
+    stage.run(1.0)
+    [failed] = stage.notified
+    assert (type(failed), failed.code) == (Failed, "deadline")
+    make_route(stage)
+    assert len(routes(stage)) == 1
+    assert stage.asks(Claim) == []
+
+
+def test_a_pull_whose_producer_is_lost_meanwhile_fails_and_nothing_of_the_route_is_kept(stage):
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    stage.run(5.0)
+    [failed] = stage.notified
+    assert (type(failed), failed.code) == (Failed, "peer_lost")
+    make_route(stage)
+    assert len(routes(stage)) == 0
+    assert is_idle(stage)
+
+
+def test_what_waits_behind_a_route_is_not_made_once_its_producer_is_lost(stage):
+    stage.attach("v", connection=2)
+    for worker in (1, 2):
+        pull_of(stage, worker, f"p{worker}")
+    stage.peer_says(welcome_of())
+    stage.run(5.0)
+    assert len(stage.notified) == 2
+    make_route(stage)
+    assert is_idle(stage)
+
+
+def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_that(stage):
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    make_route(stage)
+    stage.peer_says(Grant(1, 7, 2, 5))
+    stage.peer_says(welcome_of(epoch=2))
+    assert stage.reads == []
+    make_route(stage)
+    assert len(stage.reads) == 1
+    assert is_idle(stage)
+
+
+def test_a_block_may_take_so_many_descriptors_of_all_ranks(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTE_DESCRIPTORS", 0)
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    make_route(stage)
+    [failed] = stage.notified
+    assert failed.code == "incompatible"
+    assert failed.text.startswith("1 of 1 ranks: one block would take ")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The ranks of each route that was worked out."""
+    made = []
+
+    def make(_pool, ranks, _views):
+        made.append(ranks)
+        planners = [SimpleNamespace(of_a_block=2048 if rank == "many" else 1) for rank in ranks]
+        return tuple(SimpleNamespace(planner=planner) for planner in planners)
+
+    monkeypatch.setattr(known_routes, "route_key", lambda _pool, ranks, _views: (1, ranks))
+    monkeypatch.setattr(known_routes, "make_route", make)
+    monkeypatch.setattr(known_routes, "is_long", lambda _pools: False)
+    return made
+
+
+def of_ranks(*ranks):
+    return SimpleNamespace(pool=SimpleNamespace(uid=0), ticket=SimpleNamespace(ranks=ranks), views={}, routing=None)
+
+
+def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
+    known = KnownRoutes(None, None, None)
+    for ranks in (("a",), ("b",), ("c", "d"), ("a",)):
+        assert len(known.find(of_ranks(*ranks))) == len(ranks)
+    assert made == [("a",), ("b",), ("c", "d")]
+    known.find(of_ranks("e"))
+    assert len(known) == 3
+    known.find(of_ranks("a"))
+    assert len(made) == 4
+    known.find(of_ranks("b"))
+    assert made[-1] == ("b",)
+    for number in range(100):
+        known.find(of_ranks(number, "x", "y"))
+    assert len(known) == 1
+    known.find(of_ranks(*range(9)))
+    assert len(known) == 1
+
+
+def test_ranks_whose_blocks_take_many_descriptors_count_as_several(made, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
+    known = KnownRoutes(None, None, None)
+    known.find(of_ranks("a"))
+    known.find(of_ranks("many"))
+    assert len(known) == 2
+    known.find(of_ranks("b"))
+    assert len(known) == 2
