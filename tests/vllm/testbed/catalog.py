@@ -14,7 +14,7 @@ WINDOW: Final = 64
 BLOCK: Final = 32
 """Tokens a block: the least that vLLM's CPU kernels take. With latent attention they take 16, and nothing else."""
 
-MODELS: Final = ("llama", "gemma", "deepseek", "qwen-next", "granite", "bench", "eagle")
+MODELS: Final = ("llama", "gemma", "llama4", "deepseek", "qwen-next", "granite", "bench", "eagle")
 
 FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek": ("--block-size", "16", "--max-num-seqs", "1", "--attention-backend", "CPU_MLA"),
@@ -25,7 +25,7 @@ FLAGS: Final[dict[str, tuple[str, ...]]] = {
 prefix cache of Mamba2's states vLLM's CPU kernels fail at the first prompt of several blocks."""
 
 
-GROUPS: Final = {"gemma": 6}
+GROUPS: Final = {"gemma": 6, "llama4": 4}
 """KV-cache groups, where there are several: a request takes blocks for each of them."""
 
 STATE_TOKENS: Final = {"qwen-next": 288, "granite": 64}

@@ -1,4 +1,4 @@
-"""Tiny models of six architectures and a drafter, written to disk so that a real vLLM runs them without a download.
+"""Tiny models of seven architectures and a drafter, written to disk so that a real vLLM runs them without a download.
 
 Run as `python -m tests.vllm.testbed.models FOLDER NAME...`. Weights are random but of the scale that a trained
 model has: with vLLM's own dummy weights (within 0.001) attention hardly matters, and wrong KV would go unnoticed.
@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV2Config,
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
+    Llama4TextConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -60,6 +61,26 @@ def _gemma() -> PretrainedConfig:
         sliding_window=WINDOW,
         tie_word_embeddings=False,
         layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        initializer_range=0.2,
+        **_COMMON,
+    )
+
+
+def _llama4() -> PretrainedConfig:
+    """Three layers that attend within a chunk of tokens to one that attends to all; three query heads to a KV head."""
+    layers = 4
+    return Llama4TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=32,
+        attention_chunk_size=WINDOW,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
         initializer_range=0.2,
         **_COMMON,
     )
@@ -153,6 +174,7 @@ def _bench() -> PretrainedConfig:
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "gemma": _gemma,
+    "llama4": _llama4,
     "deepseek": _deepseek,
     "qwen-next": _qwen_next,
     "granite": _granite,
