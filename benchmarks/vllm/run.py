@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.vllm.groups import place
-from benchmarks.vllm.servers import MODEL, PLACEMENTS, resume, suspend
+from benchmarks.vllm.servers import MODEL, PLACEMENTS, as_users_run, resume, suspend
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.http import HttpError
@@ -105,8 +105,7 @@ def _pairs(models: Path, folder: Path, groups: Sequence[str], stack: contextlib.
     for group in groups:
         ours.append(KvdPair(folder / f"kvd-{group}", models, MODEL, blocks=BLOCKS))
         place(group, ours[-1], stack)
-        for daemon in ours[-1].daemons.values():
-            daemon.settings = {}  # as users run them: the test bed's lose no peer, however late it answers
+        as_users_run(ours[-1])
         if group != "session":
             ours[-1].title = f"kvd, {group}"
     return [

@@ -14,7 +14,7 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.processes import ProcessEndedError
 from tests.vllm.testbed.catalog import write_models
 from tests.vllm.testbed.http import HttpError
-from tests.vllm.testbed.pair import Pair
+from tests.vllm.testbed.pair import KvdPair, Pair
 
 MODEL: Final = "bench"
 TOKEN_BYTES: Final = 131_072
@@ -44,6 +44,12 @@ def model_folder(command: str) -> Iterator[Path]:
         text = f"ended before the last round: {why}; the servers' logs are in {folder}"
         raise Unavailable(ErrorCode.CANCELLED, text) from error
     shutil.rmtree(folder)
+
+
+def as_users_run(pair: KvdPair) -> None:
+    """Takes the test bed's settings away, with which daemons lose no peer, however late it answers."""
+    for daemon in pair.daemons.values():
+        daemon.settings = {}
 
 
 def suspend(pair: Pair) -> None:

@@ -8,7 +8,6 @@ prefill server computes for it, by vLLM's own metrics.
 
 import argparse
 import asyncio
-import contextlib
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Final
 
 from benchmarks.command import make_parser, run
 from benchmarks.vllm.report import Estimate, cell, estimate
-from benchmarks.vllm.servers import MODEL, model_folder, resume
+from benchmarks.vllm.servers import MODEL, as_users_run, model_folder, resume
 from kvd.bench.report import progress, write_json
 from kvd.errors import BadRequest, ErrorCode, refusal
 from tests.vllm.testbed.conversation import Conversation, Talking
@@ -69,24 +68,27 @@ WARMING: Final = Plan(turns=2, asked=200, answered=100, rounds=1, seconds=0)
 async def measure(folder: Path, plan: Plan, advance: Callable[[], None]) -> list[Turn]:
     """Measures until `rounds` or `seconds` are over; of the turns only rounds that ended for all of them count."""
     talking = Talking(folder, folder, MODEL)
+    as_users_run(talking.pair)
     without = RouterProcess(folder, talking.pair.prefill, talking.pair.decode, "--single-turn", name="router-single")
     routers = {KEPT: talking.router, COMPUTED: without}
     services = [*talking.pair.services, *routers.values()]
     turns = [Turn() for _ in range(plan.turns)]
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(plan.seconds):
-                await start_all(services)
-                resume(talking.pair, "pinned")
-                await _round(talking, routers, [Turn(), Turn()], WARMING, number=0, advance=lambda: None)
-                advance()
-                for number in range(1, 1 + plan.rounds):
-                    found = [Turn() for _ in turns]
-                    await _round(talking, routers, found, plan, number=number, advance=advance)
-                    for turn, more in zip(turns, found, strict=True):
-                        for way in routers:
-                            turn.first_token[way] += more.first_token[way]
-                            turn.prefilled[way] += more.prefilled[way]
+        async with asyncio.timeout(plan.seconds) as limit:
+            await start_all(services)
+            resume(talking.pair, "pinned")
+            await _round(talking, routers, [Turn(), Turn()], WARMING, number=0, advance=lambda: None)
+            advance()
+            for number in range(1, 1 + plan.rounds):
+                found = [Turn() for _ in turns]
+                await _round(talking, routers, found, plan, number=number, advance=advance)
+                for turn, more in zip(turns, found, strict=True):
+                    for way in routers:
+                        turn.first_token[way] += more.first_token[way]
+                        turn.prefilled[way] += more.prefilled[way]
+    except TimeoutError:
+        if not limit.expired():  # a turn was not kept, or a server is not up
+            raise
     finally:
         stop_all(services)
     return turns

@@ -124,6 +124,23 @@ async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_to
     assert after["gone"] - before["gone"] + late == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma", "llama4"])
+async def test_windows_travel_back_with_all_of_a_turn(shared: Shared, model: str) -> None:
+    talking = await shared.compared(model)
+    talk, kept = conversation(talking), await talking.turns("kept")
+    said = []
+    for number in range(3):
+        before, body = await talking.prefilled(), talk.body()
+        said.append((body, await talk.turn(body)))
+        after = await talking.prefilled()
+        await talking.asked(kept + number + 1)
+        assert after["local_compute"] - before["local_compute"] <= ASKED + 1
+        assert after["pulled"] - before["pulled"] == (number > 0)
+    for body, got in said:
+        assert_same(got, await alone(talking, body))
+
+
 WORDS = [token for token in range(2, VOCABULARY) if not str(token).startswith("1")]
 """Of the others the tokenizer takes what begins with `t1` for that token, which is special, and a rest."""
 

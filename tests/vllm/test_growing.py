@@ -10,7 +10,7 @@ import pytest_asyncio
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
-from tests.vllm.testbed.catalog import BLOCK, LATENT, UNCACHED, WINDOW, make_prompt
+from tests.vllm.testbed.catalog import BLOCK, GROUPS, LATENT, STATE_TOKENS, UNCACHED, WINDOW, make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body
 from tests.vllm.testbed.pair import KvdPair
 from tests.vllm.testbed.servers import Server, scrape
@@ -62,7 +62,10 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "deepseek", "granite"))],
+    params=[
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "llama4", "deepseek", "granite")),
+    ],
 )
 def model(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -92,6 +95,22 @@ async def test_blocks_are_read_before_the_prefill_has_ended(served: Served) -> N
         return await served.metric("decode", "kvd_read_duration_seconds_count") > before + 1
 
     await until(shows)
+
+
+async def test_layers_that_attend_to_all_tokens_move_with_each_and_windows_and_states_once(served: Served) -> None:
+    """By the bytes of prompts that differ by a chunk: as many as if one server is asked after the other."""
+
+    async def moved(tokens: int, *, early: bool) -> float:
+        prompt, before = make_prompt(tokens, seed=next(_seeds)), await served.metric("decode", "kvd_read_bytes_total")
+        await (served.pair.complete_early if early else served.pair.complete)(prompt, TOKENS)
+        return await served.metric("decode", "kvd_read_bytes_total") - before
+
+    shorter, longer = [await moved(chunks * CHUNK, early=True) for chunks in (2, 3)]
+    assert [shorter, longer] == [await moved(chunks * CHUNK, early=False) for chunks in (2, 3)]
+    with_each_chunk = longer - shorter
+    assert with_each_chunk > 0
+    once = shorter - 2 * with_each_chunk
+    assert (once > 0) == (served.model in {*GROUPS, *STATE_TOKENS})
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])

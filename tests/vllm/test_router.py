@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,8 +21,9 @@ from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, complete, make_body, prefill
 from tests.vllm.testbed.http import post
-from tests.vllm.testbed.pair import KvdPair
+from tests.vllm.testbed.pair import KvdPair, NixlPair
 from tests.vllm.testbed.servers import RouterProcess, scrape
+from tests.vllm.testbed.service import start_all, stop_all
 from tests.vllm.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -122,3 +124,17 @@ async def test_an_offer_that_no_decode_server_took_is_released(routed: Routed) -
             cleanup.release(request, params, tried=(), refused_by=None)
             await cleanup.close()
     await routed.nothing_is_held()
+
+
+@pytest.mark.slow
+async def test_vllms_own_connector_moves_blocks_between_servers_behind_it(models: Path, tmp_path: Path) -> None:
+    pair = NixlPair(tmp_path, models, MODEL)
+    router = RouterProcess(tmp_path, pair.prefill, pair.decode)
+    body = make_body(MODEL, make_prompt(500, seed=6), TOKENS)
+    try:
+        await start_all([*pair.services, router])
+        got = await complete(router.url, body)
+        assert (await scrape(pair.decode)).total("vllm:nixl_bytes_transferred_sum") > 0
+        assert_same(got, await complete(pair.decode.url, body | {"cache_salt": "alone"}))
+    finally:
+        stop_all([*pair.services, router])

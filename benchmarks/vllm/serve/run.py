@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.vllm.serve.bench import Bench, bench_serve
-from benchmarks.vllm.servers import MODEL, resume
+from benchmarks.vllm.servers import MODEL, as_users_run, resume
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body
 from tests.vllm.testbed.http import HttpError
@@ -98,9 +98,8 @@ class System:
             self.url = server.url
             return
         if name == "kvd":
-            self._pair = KvdPair(folder, models, MODEL, policy="recompute", blocks=BLOCKS)
-            for daemon in self._pair.daemons.values():
-                daemon.settings = {}  # as users run them: the test bed's lose no peer, however late it answers
+            self._pair = pair = KvdPair(folder, models, MODEL, policy="recompute", blocks=BLOCKS)
+            as_users_run(pair)
         else:
             self._pair = NixlPair(folder, models, MODEL, blocks=BLOCKS)
         router = RouterProcess(folder, self._pair.prefill, self._pair.decode)
