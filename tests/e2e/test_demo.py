@@ -19,9 +19,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_the_demo_gives_the_tokens_of_a_single_engine(monkeypatch, flags):
+GPU = ("--device", "cuda:0", "--producer-tp", "2", "--consumer-tp", "1")
+
+
+def gives_the_tokens_of_a_single_engine(monkeypatch, flags):
     for name, seconds in NEVER_LOST.items():
         monkeypatch.setenv(f"KVD_{name.upper()}", seconds)
     command = [sys.executable, "-m", "kvd.cli.main", "demo", "--requests", "6", "--tokens", "3", "--json", *flags]
@@ -31,3 +32,16 @@ def test_the_demo_gives_the_tokens_of_a_single_engine(monkeypatch, flags):
     assert report["total"]["tokens_equal"]
     assert len(report["requests"]) == 6
     assert all(request["bytes"] > 0 for request in report["requests"])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_the_demo_gives_the_tokens_of_a_single_engine(monkeypatch, flags):
+    gives_the_tokens_of_a_single_engine(monkeypatch, flags)
+
+
+@pytest.mark.slow
+def test_the_demo_gives_the_same_tokens_with_its_pools_on_a_gpu(monkeypatch, standin):
+    for name, value in standin.environment.items():
+        monkeypatch.setenv(name, value)
+    gives_the_tokens_of_a_single_engine(monkeypatch, GPU)
