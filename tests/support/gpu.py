@@ -35,10 +35,10 @@ def standin_machine(folder: Path) -> Iterator[StandinDriver]:
 
 
 MEMORIES: Final = {
-    "host to host": ("cpu", "cpu"),
-    "gpu to gpu": ("cuda:0", "cuda:0"),
-    "gpu to host": ("cuda:0", "cpu"),
-    "host to gpu": ("cpu", "cuda:0"),
+    "host-to-host": ("cpu", "cpu"),
+    "gpu-to-gpu": ("cuda:0", "cuda:0"),
+    "gpu-to-host": ("cuda:0", "cpu"),
+    "host-to-gpu": ("cpu", "cuda:0"),
 }
 """The devices of a producer's pools and of a consumer's."""
 
