@@ -111,7 +111,7 @@ test-all: test-untimed test-timed
 
 test-untimed: setup setup-vllm setup-sglang
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
-	  test-vllm-all test-sglang-all
+	  test-vllm-all test-sglang-all test-across
 
 test-untimed-pure: setup
 	$(BIN)/python -m pytest -m "not timed and not real"

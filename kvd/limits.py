@@ -529,24 +529,28 @@ MAX_NOTIFICATIONS_AT_ONCE: Final = 256
 """Such messages that the transport's process passes on between two looks at its reads, and that the daemon takes from
 it in one turn of its loop; both drop what comes above it."""
 
-STAGING_WINDOWS: Final = 16
-"""Windows of `SLICE_BYTES` of pinned host memory by which others read a daemon's GPU pools, and as many slots by which
-it reads into them: 128 MiB in all. Four readers have what fills a network; more take turns."""
+STAGING_WINDOWS: Final = 64
+"""Windows of `SLICE_BYTES` of pinned host memory by which others read a daemon's GPU pools: 256 MiB in all."""
+
+STAGING_SHARE: Final = 4
+"""A pool gets the fourth part of the windows that no other pool has, one at least: 16 if it is the only one, 64 MiB.
+Four readers have what fills a network; more take turns. After 15 pools there is none left, and one more is refused."""
+
+STAGING_SLOTS: Final = 16
+"""Slots of `SLICE_BYTES` of pinned host memory by which a daemon reads from others into its GPU pools: 64 MiB."""
 
 MAX_STAGED_SLICES: Final = 4
 """Slices of one reader for which it has a window at one peer, or waits for one: one is copied while others travel."""
 
-MAX_STAGED_REQUESTS: Final = 4096
-"""Requests of all readers that wait for a window, of 8 KiB each at most; others are dropped, and asked for again."""
+MAX_STAGED_REQUESTS: Final = 1024
+"""Requests of all readers of one pool that wait for a window, of 8 KiB each at most; others are dropped, and asked for
+again."""
 
 WINDOW_SECONDS: Final = 30.0
 """How long a reader may have a window while others wait: 16 MiB, four windows, at 5 Mbit/s. It was killed otherwise."""
 
-WINDOW_SHARE_SECONDS: Final = 1.0
-"""The same while readers of another pool wait that have fewer windows: whoever asked first would have them all."""
-
 STAGED_REFUSALS: Final = 64
-"""Requests that were refused of which the board tells, the latest: they get no window."""
+"""Requests that were refused of which a pool's board tells, the latest: they get no window."""
 
 MAX_SETTLED: Final = 256
 """Ended reads in one message to their producer; 200 bytes each."""

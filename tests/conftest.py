@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
 
+from tests.support.gpu import MEMORIES, machine_with, standin_machine  # noqa: E402 - after its asserts are registered
+
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1_000)
 settings.load_profile("same")
 """The same examples on every machine, however slow it is; `--hypothesis-profile=random` looks for new ones."""
 
-STARTS_PROCESSES = {"fleet", "standin"}
+STARTS_PROCESSES = {"fleet", "standin", "devices"}
 """Fixtures that do."""
 REAL_SECONDS = 300
 """The time limit of a test that starts processes, unless it has one of its own."""
@@ -78,10 +80,15 @@ def fleet(tmp_path):
         yield started
 
 
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * ("gpu" in name)) for name in MEMORIES])
+def devices(request, tmp_path_factory):
+    """Those of a producer's pools and of a consumer's, which others take to be on another host."""
+    with machine_with(MEMORIES[request.param], tmp_path_factory.mktemp("standin")):
+        yield MEMORIES[request.param]
+
+
 @pytest.fixture
 def standin(tmp_path_factory):
     """A machine with a stand-in GPU. Processes that are started with its `environment` use it."""
-    from tests.support.gpu import standin_machine  # noqa: PLC0415 - after its asserts are registered
-
     with standin_machine(tmp_path_factory.mktemp("standin")) as driver:
         yield driver

@@ -31,18 +31,18 @@ def speeds(*, quick: bool) -> dict[str, Any]:
     rows = []
     with gpu.current(), Stream(gpu) as stream:
         one = np.array([total], np.uint64)
-        whole = _median(rounds, _copy, stream, _at(target), _at(source), one)
+        whole = median(rounds, _copy, stream, _at(target), _at(source), one)
         for size in SIZES:
             row: dict[str, Any] = {"block": size}
             for way, step in (("adjacent", 1), ("scattered", 2)):
                 offsets = np.arange(total // size, dtype=np.uint64) * np.uint64(size * step)
                 lengths = np.full(len(offsets), size, np.uint64)
                 here, there = _at(target) + offsets, _at(source) + offsets
-                row[f"{way} GB/s"] = total / _median(rounds, _in_slices, stream, here, there, lengths) / 1e9
+                row[f"{way} GB/s"] = total / median(rounds, _in_slices, stream, here, there, lengths) / 1e9
                 row[f"{way} of one copy"] = row[f"{way} GB/s"] / (total / whole / 1e9)
             rows.append(row)
         little = np.array([16 * KIB], np.uint64)
-        single = _median(7 * rounds, _copy, stream, _at(target), _at(source), little)
+        single = median(7 * rounds, _copy, stream, _at(target), _at(source), little)
     return {
         "batched": has_batches(),
         "one copy of all, GB/s": total / whole / 1e9,
@@ -69,8 +69,8 @@ def host(*, quick: bool) -> dict[str, Any]:
                 except DeviceError as error:
                     raise Skipped(f"host memory cannot be pinned: {error.text}") from error
             here, there = _at(pool) + offsets, _at(memory) + offsets
-            out = _median(rounds, _in_slices, stream, here, there, lengths)
-            back = _median(rounds, _in_slices, stream, there, here, lengths)
+            out = median(rounds, _in_slices, stream, here, there, lengths)
+            back = median(rounds, _in_slices, stream, there, here, lengths)
             rows.append(
                 {"pinned": pinned, "out of the GPU, GB/s": total / out / 1e9, "into it, GB/s": total / back / 1e9}
             )
@@ -94,7 +94,7 @@ def _in_slices(stream: Stream, targets: Words, sources: Words, lengths: Words) -
         _copy(stream, targets[part], sources[part], lengths[part])
 
 
-def _median(rounds: int, action: Callable[..., None], *arguments: object) -> float:
+def median(rounds: int, action: Callable[..., None], *arguments: object) -> float:
     """The median of its seconds; the first time does not count."""
     action(*arguments)
     taken = []

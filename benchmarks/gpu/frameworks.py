@@ -1,6 +1,9 @@
 """What frameworks make of a pool; skipped where they are not installed."""
 
 import importlib.util
+import json
+import subprocess
+import sys
 from typing import Any
 
 from benchmarks.gpu.steps import Skipped
@@ -34,6 +37,19 @@ def torch(*, quick: bool) -> dict[str, Any]:  # noqa: ARG001
     if seen != {3}:
         raise AssertionError(f"the maker sees {seen} where a graph added 1 three times")
     return {"torch": framework.__version__, "a graph over imported memory": "valid, its bytes are the maker's"}
+
+
+def demo(*, quick: bool) -> dict[str, Any]:
+    """Two engines that compute on the CPU, with their pools on the GPU."""
+    if importlib.util.find_spec("torch") is None:
+        raise Skipped("torch is not installed")
+    amount = ("--requests", "4", "--tokens", "3") if quick else ("--requests", "16", "--tokens", "8")
+    command = [sys.executable, "-m", "kvd.cli.main", "demo", "--device", "cuda:0", "--json", *amount]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    if ran.returncode:
+        raise AssertionError(f"status {ran.returncode}: {ran.stderr[-1200:]}")
+    total = json.loads(ran.stdout)["total"]
+    return {"requests": int(amount[1]), **total}
 
 
 def vllm(*, quick: bool) -> dict[str, Any]:  # noqa: ARG001

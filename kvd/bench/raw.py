@@ -13,12 +13,15 @@ from kvd.transport.nixl.ucx import open_agent
 
 
 class RawAgent:
-    """A NIXL agent over a pool that this process has mapped; `devices` as `kvd.transport.nixl.ucx` takes them."""
+    """A NIXL agent over memory of this process, of NIXL's kind `memory`; `devices` as `choose_settings` takes them."""
 
-    def __init__(self, name: str, base: int, size: int, devices: Collection[str] | None = None) -> None:
+    def __init__(
+        self, name: str, base: int, size: int, devices: Collection[str] | None = None, *, memory: str = "DRAM"
+    ) -> None:
         self.base = base
+        self._memory = memory
         self._agent: Any = open_agent(name, devices)
-        self._agent.register_memory(np.array([[base, size, 0]], dtype=np.uint64), mem_type="DRAM")
+        self._agent.register_memory(np.array([[base, size, 0]], dtype=np.uint64), mem_type=memory)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -58,9 +61,9 @@ class RawAgent:
         """A transfer of `descriptors` from prepared lists, as NIXL intends it."""
         agent = self._agent
         local = agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", _rows(self.base, descriptors.dst, descriptors), mem_type="DRAM"
+            "NIXL_INIT_AGENT", _rows(self.base, descriptors.dst, descriptors), mem_type=self._memory
         )
-        remote = agent.prep_xfer_dlist(peer, _rows(remote_base, descriptors.src, descriptors), mem_type="DRAM")
+        remote = agent.prep_xfer_dlist(peer, _rows(remote_base, descriptors.src, descriptors), mem_type=self._memory)
         every = np.arange(descriptors.count, dtype=np.int32)
         handle = agent.make_prepped_xfer("READ", local, every, remote, every)
         yield handle

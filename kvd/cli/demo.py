@@ -55,6 +55,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--block-size", type=_at_least(1), default=16, metavar="N", help="tokens per block")
     parser.add_argument("--producer-block-size", type=_at_least(1), metavar="N", help="of the prefill engine")
     parser.add_argument("--consumer-block-size", type=_at_least(1), metavar="N", help="of the decode engine")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="where the pools are: cpu, or cuda:N; engines compute on the CPU",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the prompts")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
@@ -110,7 +116,7 @@ def _demo(args: argparse.Namespace, folder: Path, console: Console) -> tuple[Rep
     ]
     traffic = Traffic(*(engine_specs(model, config) for config in configs))
     with _progress(console) as progress:
-        lines = _serve(configs, folder, requests, args.tokens, progress)
+        lines = _serve(configs, folder, requests, args, progress)
         single = SingleEngine(model, longest + args.tokens)
         expected = []
         for prompt in progress.track(prompts, description="by a single engine"):
@@ -120,19 +126,20 @@ def _demo(args: argparse.Namespace, folder: Path, console: Console) -> tuple[Rep
 
 
 def _serve(
-    configs: list[EngineConfig], folder: Path, requests: list[Request], count: int, progress: Progress
+    configs: list[EngineConfig], folder: Path, requests: list[Request], args: argparse.Namespace, progress: Progress
 ) -> list[Timeline]:
-    """Runs daemons and engines until every one of `requests` has its `count` tokens; then a long prompt both ways."""
+    """Runs daemons and engines until every one of `requests` has its tokens; then a long prompt both ways."""
     starting = progress.add_task("two daemons, two engines", total=1)
     steps = {step: progress.add_task(step, total=len(requests)) for step in ("prefilled", "pulled", "decoded")}
     tracing = progress.add_task("a long prompt", total=1)
     with Processes(folder) as processes:
-        daemons = [processes.start_daemon(f"{config.name}-daemon", config.socket) for config in configs]
+        device = "--device", args.device
+        daemons = [processes.start_daemon(f"{config.name}-daemon", config.socket, *device) for config in configs]
         prefill, decode = (_start_engine(processes, config) for config in configs)
         with closing(Router(prefill, decode, daemons, lambda step: progress.advance(steps[step]))) as router:
             router.start()
             progress.advance(starting)
-            router.run(requests, count)
+            router.run(requests, args.tokens)
             router.stop()
         prefilling, decoding = configs
         lines = traced(prefilling, decoding, ModelConfig().vocab)

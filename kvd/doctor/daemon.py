@@ -6,7 +6,7 @@ import os
 import pwd
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from kvd.net.inquiry import Inquiry
 from kvd.net.unix import Credentials, credentials
 from kvd.protocol.address import POOLS
 from kvd.protocol.status import PeerStatus, decode
-from kvd.transport.path import how_staged
+from kvd.transport.path import STAGED, how_read
 
 _SAME_USER: Final = (
     "nothing, where they trust each other; else run each as a user of its own, with keys "
@@ -57,17 +57,17 @@ def check_daemon(path: str, timeout: float) -> list[Finding]:
     for name, reason in sorted(status.not_ready.items()):
         findings.append(Finding("daemon", Level.BROKEN, f"not ready, {name}: {reason}", "see `kvd status` and its log"))
     findings.extend(_unreached(peer) for peer in status.handshake if peer.unreached_seconds is not None)
-    findings.extend(
-        Finding(f"peer {peer.daemon}", Level.NOTE, f"{peer.path}: {staged}")
-        for peer in status.handshake
-        if (staged := how_staged(peer.path))
-    )
-    findings.extend(
-        Finding(f"peer {peer.daemon}", Level.SLOW, f"{peer.path}: {peer.slow}", _SLOW)
-        for peer in status.handshake
-        if peer.slow
-    )
+    findings.extend(finding for peer in status.handshake for finding in _ways(peer))
     return findings
+
+
+def _ways(peer: PeerStatus) -> Iterator[Finding]:
+    """How a peer is read."""
+    subject, staged = f"peer {peer.daemon}", STAGED & set(peer.path.split())
+    if staged or (peer.path and not peer.slow):
+        yield Finding(subject, Level.NOTE if staged else Level.OK, f"{peer.path}: {how_read(peer.path)}")
+    if peer.slow:
+        yield Finding(subject, Level.SLOW, f"{peer.path}: {peer.slow}", _SLOW)
 
 
 def _unreached(peer: PeerStatus) -> Finding:

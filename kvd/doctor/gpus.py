@@ -1,10 +1,12 @@
 """GPUs: whether pools can be on them, and whether their memory outlives its users."""
 
+from kvd.cuda.copies import pin, unpin
 from kvd.cuda.device import Device, device
 from kvd.cuda.driver import call
 from kvd.doctor.finding import Finding, Level
-from kvd.errors import Unavailable
+from kvd.errors import DeviceError, Unavailable
 from kvd.memory.cuda import CudaProvider
+from kvd.memory.memfd import Backing, MemfdProvider
 from kvd.units import size
 
 _PERSISTENCE_FIX = "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1"
@@ -31,7 +33,7 @@ def _check(ordinal: int, bad: Level) -> list[Finding]:
     findings = [Finding(f"GPU {ordinal}", Level.OK, f"{text}network cards {reach} it")]
     if gpu.uuid.startswith("MIG-"):
         findings.append(Finding(f"GPU {ordinal}", Level.NOTE, "a MIG instance, on which kvd was never tried"))
-    return [*findings, _check_network(gpu), _check_persistence(gpu)]
+    return [*findings, _check_network(gpu), _check_pinning(gpu), _check_persistence(gpu)]
 
 
 def _check_network(gpu: Device) -> Finding:
@@ -44,6 +46,24 @@ def _check_network(gpu: Device) -> Finding:
     )
     text = f"other hosts read pools on it, and it from them, by way of pinned host memory: the driver {driver}"
     return Finding(f"GPU {gpu.ordinal} network", Level.NOTE, text)
+
+
+def _check_pinning(gpu: Device) -> Finding:
+    """Whether it copies to and from host memory by itself: pools of other daemons, and what other hosts read."""
+    subject = f"GPU {gpu.ordinal} pinned memory"
+    memory = MemfdProvider(Backing.PLAIN).allocate("doctor", 1)
+    try:
+        pin(gpu, memory.base, memory.length, writable=True)
+    except DeviceError as error:
+        fix = (
+            "raise the limit on locked memory (`ulimit -l`, LimitMEMLOCK=, IPC_LOCK); the daemon's log names each pool"
+        )
+        return Finding(subject, Level.SLOW, f"host memory cannot be pinned: {error.text}; it is copied twice", fix)
+    else:
+        unpin(gpu, memory.base)
+        return Finding(subject, Level.OK, "host memory can be pinned")
+    finally:
+        memory.free()
 
 
 def _check_persistence(gpu: Device) -> Finding:

@@ -41,7 +41,7 @@ class Region(Struct, frozen=True, gc=False):
     """`size` bytes at address `base` of this process.
 
     `descriptor` maps to the same bytes, `length` of them, in other processes; -1 if nothing does. `device` is the UUID
-    of the GPU that has them; empty for host memory.
+    of the GPU that has them; empty for host memory. What is `hidden` is read into only: no metadata tells of it.
     """
 
     base: int
@@ -49,6 +49,7 @@ class Region(Struct, frozen=True, gc=False):
     descriptor: int = -1
     device: str = ""
     length: int = 0
+    hidden: bool = False
 
 
 class ReadRequest(Struct, frozen=True, gc=False):
@@ -77,7 +78,7 @@ class ReadRequest(Struct, frozen=True, gc=False):
 
 
 class Registered(Struct, frozen=True, gc=False, tag=True):
-    """Memory is registered. `metadata` is what peers need to reach everything this agent has registered now."""
+    """Memory is registered. `metadata` is what peers need to reach all that is registered now, and not hidden."""
 
     pool: int
     metadata: OwnMetadata

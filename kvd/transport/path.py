@@ -11,6 +11,7 @@ STAGED_THERE: Final = "staged/there"
 """The peer's pools are on a GPU, and it copies them into its host memory for us."""
 STAGED_HERE: Final = "staged/here"
 """Ours are, and get the bytes out of our host memory."""
+STAGED: Final = {STAGED_THERE, STAGED_HERE}
 
 
 class Kind(StrEnum):
@@ -37,6 +38,14 @@ _PREFIXES: Final = (
     (Kind.TCP, ("tcp",)),
 )
 
+_CARRIERS: Final = {
+    Kind.RDMA: "by RDMA",
+    Kind.TCP: "over TCP",
+    Kind.CMA: "by the kernel within this host",
+    Kind.SHM: "by shared memory within this host",
+    Kind.UNKNOWN: "by a way that UCX does not tell",
+}
+
 
 def kind_of(path: str) -> Kind:
     """The best kind among the transports of `path`."""
@@ -51,13 +60,16 @@ def _transports(path: str) -> set[str]:
     return {entry.partition("/")[0] for entry in path.split()}
 
 
-def how_staged(path: str) -> str:
-    """Where the bytes of `path` go by way of host memory, and why; empty if nowhere."""
-    places = path.split()
+def how_read(path: str) -> str:
+    """How the bytes of `path` come, of all the ways that there are, and why that way; empty if nobody knows yet."""
+    kind, places = kind_of(path), path.split()
+    if not path or kind is Kind.COPY:
+        return path and "copied within this host"
     sides = [side for entry, side in ((STAGED_THERE, "of the peer"), (STAGED_HERE, "of this host")) if entry in places]
     if not sides:
-        return ""
-    return f"by way of pinned host memory {' and '.join(sides)}, as kvd registers no GPU's memory with the network"
+        return f"{_CARRIERS[kind]}, straight out of the peer's host memory into that of this host"
+    why = "as kvd registers no GPU's memory with network cards"
+    return f"{_CARRIERS[kind]}, by way of pinned host memory {' and '.join(sides)}, {why}"
 
 
 def why_slow(path: str, *, rdma_here: bool) -> str | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.across.pairs import INTERPRETERS, Shared
-from tests.serving.shared import TEST_SECONDS, report_and_replace, stopped_in_the_end
+from tests.serving.shared import mark_real, report_and_replace, stopped_in_the_end
 from tests.vllm.testbed.catalog import write_models
 
 HERE = Path(__file__).parent
@@ -14,8 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [engine for engine, interpreter in INTERPRETERS.items() if not interpreter.exists()]
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.real)
-            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+            mark_real(item, "vllm", "make test-across")
             if missing:
                 item.add_marker(pytest.mark.skip(reason=f"needs {missing}: make setup-vllm setup-sglang"))
 

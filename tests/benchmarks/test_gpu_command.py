@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real
 
 QUICK = ["driver", "memory", "pulls", "kills", "vllm"]
 """Steps whose dry run takes seconds. `copies` and `pinned` are copies alone, `tests` are of this repository, and torch
-takes long to import."""
+takes long to import, as does NIXL."""
 
 
 def dry_run(standin, folder: Path, *steps: str) -> tuple[int, dict, str]:
@@ -47,6 +47,15 @@ def test_a_dry_run_answers_what_can_be_asked_and_names_each_step_that_a_gpu_must
 
 
 @pytest.mark.slow
+def test_a_dry_run_of_the_demo_and_of_nixl_alone_compares_tokens_and_bytes(standin, tmp_path):
+    status, document, _ = dry_run(standin, tmp_path, "demo", "nixl")
+    assert status == 0, document
+    demo, raw = (step["answers"] for step in document["steps"])
+    assert demo["tokens_equal"] is True
+    assert len(raw["blocks"]) == 5
+
+
+@pytest.mark.slow
 def test_a_dry_run_of_the_copies_has_a_figure_for_each_size(standin, tmp_path):
     standin.set(delay_us=0)
     status, document, _ = dry_run(standin, tmp_path, "copies", "pinned")
@@ -67,6 +76,14 @@ def test_a_gpu_that_is_not_there_fails_its_steps_and_the_report_says_why(standin
 def test_a_step_for_which_no_time_is_left_is_skipped():
     result = run_step("memory", time.monotonic() - 1, quick=True)
     assert (result.status, result.reason) == ("skipped", "no time was left")
+
+
+def test_the_report_of_a_dry_run_names_every_step_as_one_that_a_gpu_must_repeat():
+    ended = {"status": "passed", "seconds": 1.0, "answers": {}, "reason": ""}
+    steps = [{"step": name, "question": step.question, **ended} for name, step in STEPS.items()]
+    text = markdown({"standin": True, "steps": steps})
+    for name, step in STEPS.items():
+        assert f"| {name} | {step.question} | passed | 1.0 | to be repeated |" in text
 
 
 def test_steps_that_failed_on_a_gpu_are_to_be_repeated_and_others_are_answered():

@@ -1,17 +1,34 @@
 """What the doctor says of GPUs."""
 
+from unittest.mock import patch
+
 from cuda.bindings import nvml
 
 from kvd.cuda.device import device
 from kvd.doctor.finding import Level
 from kvd.doctor.gpus import check_gpus
+from kvd.errors import DeviceError, ErrorCode
 from tests.support.gpu import over_standin
+
+
+@over_standin()
+def test_whether_host_memory_can_be_pinned_is_tried_and_said():
+    [finding] = [finding for finding in check_gpus("cuda:0") if finding.subject == "GPU 0 pinned memory"]
+    assert (finding.level, finding.text) == (Level.OK, "host memory can be pinned")
+    refused = DeviceError(ErrorCode.OVERLOADED, "cuMemHostRegister: too much", "CUDA_ERROR_OUT_OF_MEMORY")
+    with patch("kvd.doctor.gpus.pin", side_effect=refused):
+        [finding] = [finding for finding in check_gpus("cuda:0") if finding.subject == "GPU 0 pinned memory"]
+    assert (finding.level, finding.text) == (
+        Level.SLOW,
+        "host memory cannot be pinned: cuMemHostRegister: too much; it is copied twice",
+    )
+    assert "ulimit -l" in finding.fix
 
 
 @over_standin(device_count=2)
 def test_a_gpu_that_can_have_pools_is_shown_with_its_uuid_and_whether_network_cards_reach_it():
     findings = check_gpus("cuda:0")
-    assert [finding.subject for finding in findings if finding.level is Level.OK] == ["GPU 0", "GPU 1"]
+    assert [finding.subject for finding in findings if "memory can be shared" in finding.text] == ["GPU 0", "GPU 1"]
     assert "GPU-" in findings[0].text
     assert "network cards reach it" in findings[0].text
 

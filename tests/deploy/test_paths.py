@@ -5,7 +5,7 @@ import pytest
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
 from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
-from kvd.transport.path import Kind, how_staged, kind_of, why_slow
+from kvd.transport.path import Kind, how_read, kind_of, why_slow
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE
 
@@ -35,11 +35,18 @@ def test_tcp_is_slow_where_rdma_could_be() -> None:
     assert why_slow("", rdma_here=True) is None
 
 
-def test_a_path_by_way_of_host_memory_is_said_to_be_one_and_on_which_side():
-    assert how_staged("tcp/eth0") == ""
-    assert "host memory of the peer, as" in how_staged("tcp/eth0 staged/there")
-    assert "host memory of this host, as" in how_staged("tcp/eth0 staged/here")
-    assert "host memory of the peer and of this host, as" in how_staged("tcp/eth0 staged/there staged/here")
+def test_each_way_that_bytes_come_is_named_with_its_reason() -> None:
+    assert how_read("") == ""
+    assert "by a way that UCX does not tell" in how_read("something/new")
+    assert how_read("copy/memory") == "copied within this host"
+    straight = "straight out of the peer's host memory into that of this host"
+    assert how_read("tcp/eth0") == f"over TCP, {straight}"
+    assert how_read("rc_mlx5/mlx5_0:1 tcp/eth0") == f"by RDMA, {straight}"
+    assert "over TCP, by way of pinned host memory of the peer, as" in how_read("tcp/eth0 staged/there")
+    assert "over TCP, by way of pinned host memory of this host, as" in how_read("tcp/eth0 staged/here")
+    assert "by RDMA, by way of pinned host memory of the peer and of this host, as kvd registers no GPU's memory" in (
+        how_read("rc_mlx5/mlx5_0:1 staged/there staged/here")
+    )
     assert kind_of("tcp/eth0 staged/there") is Kind.TCP
 
 

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from kvd.net.unix import readable
-from tests.support.elsewhere import elsewhere, network_settings
+from tests.support.elsewhere import network_settings
 from tests.support.fleet import until
 from tests.support.patience import PATIENCE
 from tests.support.ports import listening, own_address
@@ -72,11 +72,10 @@ def test_what_is_copied_within_the_host_goes_on_while_the_transports_to_other_ho
         assert not daemon.child.wait(0)
 
 
-def test_the_next_pull_over_the_network_arrives_whichever_transport_has_been_killed(fleet, tmp_path):
-    daemons = []
-    for name in ("p", "d"):
-        within, settings = elsewhere(tmp_path, name)
-        daemons.append(fleet.daemon(name, within=within, heartbeat="0.5", **settings))
+def test_the_next_pull_over_the_network_arrives_whichever_transport_has_been_killed(fleet, devices):
+    daemons = [
+        fleet.far_daemon(name, heartbeat="0.5", device=device) for name, device in zip("pd", devices, strict=True)
+    ]
     prefill, decode = (fleet.worker(daemon, daemon.name, blocks=BLOCKS) for daemon in daemons)
     arrives(prefill, decode, "first", 1)
     assert {peer["path"] for peer in decode.call("status")["handshake"]} != {"copy/memory"}

@@ -15,7 +15,6 @@ MEGABITS = 20
 BLOCKS, BLOCK_BYTES = 128, 1 << 19
 LONG, SHORT = list(range(64)), list(range(64, 128))
 """Blocks of two pulls that run beside each other: 32 MiB each, 13 s over a link that is throttled."""
-HALF = len(LONG) // 2
 OPEN_END = 600.0
 """Seconds for a pull whose deadline is not what ends it."""
 
@@ -24,6 +23,7 @@ class Stage:
     def __init__(self, fleet, hosts, daemons):
         self.hosts, self.daemons = hosts, daemons
         self._fleet = fleet
+        self.on_gpu = {name for name, daemon in daemons.items() if daemon.flags.get("device", "cpu") != "cpu"}
         self.workers = {name: self._attach(name) for name in daemons}
         self._turn = 0
 
@@ -42,8 +42,10 @@ class Stage:
         self.workers[consumer].call("pull", name=name, ticket=ticket, ids=ids, timeout=timeout)
         return name, value
 
-    def pull_in_mid_transfer(self, producer, consumer, below=HALF):
-        """A pull of which some blocks have landed, fewer than so many."""
+    def pull_in_mid_transfer(self, producer, consumer):
+        """A pull of which some blocks have landed, and many have not."""
+        # By way of a GPU's windows or slots half of the blocks land together: four slices of eight.
+        below = len(LONG) if self.on_gpu & {producer, consumer} else len(LONG) // 2
         for _ in until(f"{consumer} reads in mid-transfer"):
             name, value = self.pull(producer, consumer, OPEN_END)
             for _ in until("the first blocks have landed"):
@@ -54,6 +56,11 @@ class Stage:
                 return name
             self.arrived(consumer, name, value)
         raise AssertionError("unreachable")
+
+    def path(self, consumer, producer, network):
+        """What carries the bytes between the two, over that network."""
+        staged = (("staged/there", producer), ("staged/here", consumer))
+        return " ".join([network, *(place for place, name in staged if name in self.on_gpu)])
 
     def arrived(self, consumer, name, value):
         ended = self.workers[consumer].outcome(name)

@@ -9,21 +9,18 @@ from benchmarks.hosts.namespaces import Hosts
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.finding import Level
 from tests.hosts.stage import BLOCKS, HEARTBEAT, LONG, MEGABITS, OPEN_END, PORT, SHORT, Stage
-from tests.support.fleet import Fleet, until
+from tests.support.fleet import Fleet, send, until
+from tests.support.gpu import MEMORIES, machine_with
+from tests.support.keyring import Keyring
 from tests.support.patience import PATIENCE
 from tests.support.transports import transport_of
 
-PAIRS = {"gpu to gpu": ("cuda:0", "cuda:0"), "gpu to host": ("cuda:0", "cpu"), "host to gpu": ("cpu", "cuda:0")}
 
-
-@pytest.fixture(params=PAIRS)
-def pair(request, standin, monkeypatch, tmp_path):
+@pytest.fixture(params=[name for name in MEMORIES if "gpu" in name])
+def pair(request, tmp_path):
     """A producer and two consumers, each on a host of its own."""
-    standin.set(cpu_visible=1)
-    for name, value in standin.environment.items():
-        monkeypatch.setenv(name, value)
-    source, target = PAIRS[request.param]
-    with Hosts("p0", "d0", "d1") as hosts, Fleet(tmp_path) as fleet:
+    source, target = devices = MEMORIES[request.param]
+    with machine_with(devices, tmp_path), Hosts("p0", "d0", "d1") as hosts, Fleet(tmp_path) as fleet:
         daemons = {
             host.name: fleet.daemon(
                 host.name,
@@ -57,9 +54,7 @@ def test_blocks_move_between_hosts_whatever_memory_they_are_in(pair):
     stage = pair
     for consumer in ("d0", "d1"):
         scattered(stage, consumer)
-    places = {"p0": "staged/there", "d0": "staged/here"}
-    staged = [place for name, place in places.items() if stage.daemons[name].flags["device"] != "cpu"]
-    assert stage.peer("d0", "p0")["path"] == " ".join(["tcp/eth0", *staged])
+    assert stage.peer("d0", "p0")["path"] == stage.path("d0", "p0", "tcp/eth0")
     found = [finding for finding in check_daemon(str(stage.daemons["d0"].socket), PATIENCE) if "p0" in finding.subject]
     [finding] = found
     assert finding.level is Level.NOTE
@@ -110,7 +105,7 @@ KILLS = {
 def test_a_kill_in_mid_transfer_costs_its_own_pulls_and_leaves_no_window_taken(pair, part, victim):
     stage = pair
     stage.hosts["p0"].throttle(MEGABITS)
-    torn = stage.pull_in_mid_transfer("p0", "d0", len(LONG))  # four slices of eight blocks land together
+    torn = stage.pull_in_mid_transfer("p0", "d0")
     spared, value = stage.pull("p0", "d1", OPEN_END, SHORT)
     KILLS[part](stage, victim)
     stage.hurry()
@@ -138,7 +133,7 @@ def test_readers_of_one_gpu_take_turns(pair):
     """A short pull of one host lands in the middle of a long one of another."""
     stage = pair
     stage.hosts["p0"].throttle(MEGABITS)
-    long = stage.pull_in_mid_transfer("p0", "d0", len(LONG))  # four slices of eight blocks land together
+    long = stage.pull_in_mid_transfer("p0", "d0")
     producer, other = stage.workers["p0"], stage.workers["d1"]
     producer.call("fill", ids=[127], value=9)
     other.call("pull", name="short", ticket=producer.call("offer", name="short", ids=[127]), ids=[3], timeout=PATIENCE)
@@ -147,3 +142,63 @@ def test_readers_of_one_gpu_take_turns(pair):
     assert any(transfer == "reading" for transfer in stage.workers["d0"].call("status")["scheduler"]["transfers"])
     stage.hurry()
     assert stage.workers["d0"].outcome(long)["kind"] == "Done"
+
+
+SMALL = {"blocks": 16, "block_bytes": 1 << 16}
+FIRST, LAST = [0, 1, 2], [13, 14, 15]
+
+
+@pytest.fixture
+def rights(tmp_path):
+    """Two pools on a GPU, `one` and `two`, and a consumer for each, on its own host, which may read that one alone."""
+    devices = {"p0": "cuda:0", "d0": "cuda:0", "d1": "cpu"}
+    with (
+        machine_with(tuple(devices.values()), tmp_path),
+        Hosts(*devices) as hosts,
+        Fleet(tmp_path) as fleet,
+    ):
+        ring = Keyring(fleet, tmp_path)
+        start = {name: ring.daemon(name) for name in devices}
+        ring.write("p0", "d0 one", "d1 two")
+        daemons = {
+            host.name: start[host.name](
+                within=host.within,
+                listen=f"tcp://{host.address}:{PORT}",
+                unprotected_transport=host.address,
+                device=devices[host.name],
+            )
+            for host in hosts
+        }
+        pools = {name: fleet.worker(daemons["p0"], name, **SMALL) for name in ("one", "two")}
+        readers = {name: fleet.worker(daemons[name], name, **SMALL) for name in ("d0", "d1")}
+        yield ring, daemons["p0"], pools, readers
+
+
+def test_two_hosts_read_one_pool_each_of_a_gpu_and_nothing_of_the_other_one(rights):
+    ring, producer, pools, readers = rights
+    turns = iter(range(100))
+
+    def pull(pool, reader):
+        name, value = f"{pool}-{next(turns)}", 10 + next(turns)
+        pools[pool].call("fill", ids=FIRST, value=value)
+        readers[reader].call("clear")
+        ticket = pools[pool].call("offer", name=name, ids=FIRST)
+        readers[reader].call("pull", name=name, ticket=ticket, ids=LAST)
+        ended = readers[reader].outcome(name)
+        assert readers[reader].call("values", ids=LAST) == [value if ended["kind"] == "Done" else 0] * len(LAST)
+        return ended
+
+    own = {"d0": "one", "d1": "two"}
+    for reader, pool in own.items():
+        assert pull(pool, reader)["kind"] == "Done"
+    for reader, pool in (("d0", "two"), ("d1", "one")):
+        ended = pull(pool, reader)
+        assert ended["kind"] == "Failed", ended
+        assert pool in ended["text"]
+    ring.write("p0", "d0 nothing", "d1 two")
+    send(producer.child, signal.SIGHUP)
+    for _ in until("the pool has new keys"):
+        if '"pool registered anew"' in producer.log.read_text():
+            break
+    assert pull("one", "d0")["kind"] == "Failed"
+    assert pull("two", "d1")["kind"] == "Done"

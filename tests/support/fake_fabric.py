@@ -57,13 +57,17 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """Random faults; each number is the probability for one read, or for one `add_peer`."""
+    """Random faults; each number is the probability for one read, or for one `add_peer`.
+
+    If `blank`, what is registered no longer reads as zeros, as where no keys are checked, and does not fail.
+    """
 
     random: random.Random
     slow: float = 0.0
     stuck: float = 0.0
     fails: float = 0.0
     add_peer: float = 0.0
+    blank: bool = False
 
     def of_read(self) -> Fault:
         """Draws once for each kind of fault, so that no draw depends on another's outcome."""
@@ -334,7 +338,7 @@ class FakeFabric:
             self._parked.append(flight)
         elif read.fault.fails and half_way:
             reader.slice_ended(flight, "a fault was injected")
-        elif not serving.exposes(flight):
+        elif not serving.exposes(flight) and not self.faults.blank:
             reader.slice_ended(flight, f"agent {agent!r} has not registered the memory read")
         else:
             self._copy(flight)
@@ -352,13 +356,16 @@ class FakeFabric:
     def _copy(self, flight: Flight) -> None:
         """Lands the bytes of one step: the slice's bytes in the order of its descriptors, a quarter at a time."""
         piece, read, request = flight.piece, flight.read, flight.read.request
+        serving = self.serving(read)
+        blank = self.faults.blank and serving is not None and not serving.exposes(flight)
         first, last = (piece.bytes * step // STEPS for step in (flight.step, flight.step + 1))
         at = 0
         for index in range(piece.start, piece.stop):
             length = int(piece.chunk.length[index])
             start, stop = max(first - at, 0), min(last - at, length)
             if start < stop:
-                source = self._source(read, int(piece.chunk.src[index]) + start, stop - start)
+                offset = int(piece.chunk.src[index]) + start
+                source = 0 if blank else self._source(read, offset, stop - start)
                 self.view(request.local_base + int(piece.chunk.dst[index]) + start, stop - start)[:] = source
             at += length
         read.landed += last - first

@@ -52,6 +52,7 @@ class FakeTransport:
         self._fabric = fabric
         self._on_event: Callable[[NetworkEvent], None]
         self._pools: dict[int, Place] = {}
+        self._hidden: set[int] = set()
         self._registrations = 0
         self._metadata = self._describe()
         self._slices = SliceQueue()
@@ -76,7 +77,7 @@ class FakeTransport:
 
     def register(self, pool: int, region: Region) -> None:
         """Registers memory; answered by `Registered` or `RegisterFailed`."""
-        self._soon(self._register, pool, region.base, region.size)
+        self._soon(self._register, pool, region)
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
@@ -190,18 +191,21 @@ class FakeTransport:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _register(self, pool: int, base: int, size: int) -> None:
+    def _register(self, pool: int, region: Region) -> None:
         try:
-            self._fabric.view(base, size)
+            self._fabric.view(region.base, region.size)
         except InternalError as error:
             self._emit(RegisterFailed(pool, str(error)))
         else:
             self._registrations += 1
-            self._pools[pool] = Place(self._registrations, base, size)
+            self._pools[pool] = Place(self._registrations, region.base, region.size)
+            if region.hidden:
+                self._hidden.add(pool)
             self._emit(Registered(pool, self._describe()))
 
     def _deregister(self, pool: int) -> None:
         del self._pools[pool]
+        self._hidden.discard(pool)
         self._emit(Deregistered(pool, self._describe()))
 
     def _add_peer(self, agent: str, metadata: bytes) -> None:
@@ -308,7 +312,8 @@ class FakeTransport:
                 self._add_peer(agent, peer.again)
 
     def _describe(self, pools: tuple[int, ...] | None = None) -> bytes:
-        places = [place for pool, place in self._pools.items() if pools is None or pool in pools]
+        told = self._pools.keys() - self._hidden if pools is None else set(pools)
+        places = [place for pool, place in self._pools.items() if pool in told]
         return json.dumps([self._agent, places, self.process]).encode()
 
     def _soon(self, command: Callable[..., None], *arguments: Any) -> None:

@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -31,6 +32,29 @@ def standin_machine(folder: Path) -> Iterator[StandinDriver]:
         pytest.skip(str(error))
     with StandinDriver(libraries, folder / "control") as driver:
         yield driver
+
+
+MEMORIES: Final = {
+    "host-to-host": ("cpu", "cpu"),
+    "gpu-to-gpu": ("cuda:0", "cuda:0"),
+    "gpu-to-host": ("cuda:0", "cpu"),
+    "host-to-gpu": ("cpu", "cuda:0"),
+}
+"""The devices of a producer's pools and of a consumer's."""
+
+
+@contextmanager
+def machine_with(devices: tuple[str, ...], folder: Path) -> Iterator[StandinDriver | None]:
+    """If one of `devices` is a GPU, processes that are started have the stand-in's, whose memory the CPU sees."""
+    with ExitStack() as stack:
+        gpu = None
+        if any(device != "cpu" for device in devices):
+            gpu = stack.enter_context(standin_machine(folder))
+            gpu.set(cpu_visible=1)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, value in gpu.environment.items():
+                patch.setenv(name, value)
+        yield gpu
 
 
 def over_standin(

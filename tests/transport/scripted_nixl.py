@@ -84,6 +84,7 @@ class ScriptedNixl:
         return b"metadata"
 
     def get_reg_descs(self, regions: Any, mem_type: str) -> list[list[int]]:
+        assert len(regions), "NIXL's raises IndexError"
         found: list[list[int]] = regions.tolist()
         return found
 

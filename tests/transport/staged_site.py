@@ -7,24 +7,56 @@ import random
 import numpy as np
 
 from kvd import limits
-from kvd.errors import DeviceError, ErrorCode
+from kvd.errors import DeviceError, ErrorCode, KvdError
 from kvd.transport.interface import Region
-from kvd.transport.staged.arena import Arena, arena_bytes
+from kvd.transport.staged.arena import Buffers
 from kvd.transport.staged.transport import StagedTransport
 from tests.conformance.site import PRODUCED, Bytes, pattern
 from tests.support.fake_fabric import FakeFabric
 from tests.support.fake_transport import FakeTransport
 
 
+class FakeMemory:
+    """Memory of the fabric (a `kvd.transport.staged.arena.HostMemory`)."""
+
+    def __init__(self, fabric: FakeFabric, size: int, *, hidden: bool = False) -> None:
+        self._fabric = fabric
+        self.content = np.zeros(size, np.uint8)
+        self.region = Region(fabric.map(self.content), size, length=size, hidden=hidden)
+
+    def free(self) -> None:
+        self._fabric.unmap(self.region.base)
+
+
 class FakeGpu:
-    """Copies between addresses of the fabric, a turn of the loop later; while it is `held`, not at all."""
+    """Copies between addresses of the fabric, a turn of the loop later; while it is `held`, not at all.
+
+    `arenas` are the addresses of the memory that it has made and not freed.
+    """
 
     def __init__(self, fabric: FakeFabric) -> None:
         self._fabric = fabric
         self.held = False
         self.failure: DeviceError | None = None
+        self.shortage: KvdError | None = None
         self.copies = 0
+        self.arenas: list[int] = []
         self._waiting: list = []
+
+    def allocate(self, size, done) -> None:
+        self._fabric.loop.call_soon(self._allocate, size, done)
+
+    def _allocate(self, size, done) -> None:
+        if self.shortage is not None:
+            done(self.shortage)
+            return
+        memory = FakeMemory(self._fabric, size)
+        self.arenas.append(memory.region.base)
+        done(memory)
+
+    def free(self, memory) -> None:
+        self.arenas.remove(memory.region.base)
+        memory.free()
 
     def copy(self, targets, sources, lengths, done) -> None:
         self._waiting.append((targets, sources, lengths, done))
@@ -50,16 +82,20 @@ class End:
     """One agent: `gpu` if its pools are on one."""
 
     def __init__(self, fabric: FakeFabric, agent: str, *, on_gpu: bool) -> None:
-        windows = limits.STAGING_WINDOWS if on_gpu else 0
-        memory = np.zeros(arena_bytes(windows), np.uint8)
-        base = fabric.map(memory)
-        self.arena = Arena(Region(base, len(memory), length=len(memory)), memory, windows)
+        slots = limits.STAGING_SLOTS if on_gpu else 0
+        self.buffers = Buffers(FakeMemory(fabric, Buffers.size(slots), hidden=True), slots)
         self.gpu = FakeGpu(fabric) if on_gpu else None
         self.network = FakeTransport(agent, fabric)
-        self.transport = StagedTransport(self.network, self.arena, self.gpu, fabric.loop)
+        self.transport = StagedTransport(self.network, self.buffers, self.gpu, fabric.loop)
 
     def region(self, base: int, size: int) -> Region:
         return Region(base, size, device="GPU-fake" if self.gpu else "")
+
+    def arena_of(self, pool: int):
+        return self.transport._served._pools[pool].arena
+
+    def windows_of(self, pool: int):
+        return self.transport._served._pools[pool].server._windows
 
 
 class Producer:
@@ -72,7 +108,7 @@ class Producer:
         self._pools = itertools.count(1)
 
     async def open(self) -> "Producer":
-        await asyncio.sleep(0.001)  # its arena is registered
+        await asyncio.sleep(0.001)  # its buffers are registered
         self.metadata, self.base = await self.register_more(self.size, self.seed)
         return self
 

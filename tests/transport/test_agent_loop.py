@@ -10,7 +10,17 @@ from msgspec.structs import replace
 from kvd import limits
 from kvd.memory.mapping import Mapping
 from kvd.memory.memfd import MemfdProvider
-from kvd.transport.interface import Deregistered, Event, Landed, Notified, PeerAdded, PeerFailed, ReadFailed, Registered
+from kvd.transport.interface import (
+    Deregistered,
+    Described,
+    Event,
+    Landed,
+    Notified,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    Registered,
+)
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
@@ -217,7 +227,7 @@ def test_a_pool_lies_elsewhere_than_in_the_daemon_and_its_place_reads_as_zeros_o
     pool = MemfdProvider().allocate("pool", 4096)
     os.pwrite(pool.descriptor, b"bytes", 0)
     mapping = Mapping(pool.descriptor, pool.length)
-    run.tell("register", 1, pool.base, pool.size, mapping)
+    run.tell("register", 1, pool.base, pool.size, mapping, False)
     run.tell("deregister", 1)
     run.queue.pop(0)
     run.nixl.script.append(lambda: None)
@@ -228,11 +238,43 @@ def test_a_pool_lies_elsewhere_than_in_the_daemon_and_its_place_reads_as_zeros_o
     known, left = form.read(registered.metadata), form.read(deregistered.metadata)
     assert known is not None
     assert left is not None
-    assert known.addresses == {0: 0, pool.base: mapping.base}
-    assert left.addresses == {0: 0}
+    assert known.addresses == {pool.base: mapping.base}
+    assert left.addresses == {}
     assert mapping.base != pool.base
     assert ctypes.string_at(mapping.base, 5) == bytes(5)
     pool.close()
+
+
+def test_no_metadata_tells_of_memory_that_is_hidden() -> None:
+    run = Run()
+    pools = [MemfdProvider().allocate("pool", 4096) for _ in range(2)]
+    shown, hidden = (Mapping(pool.descriptor, pool.length) for pool in pools)
+    run.tell("register", 1, pools[0].base, 4096, shown, False)
+    run.tell("register", 2, pools[1].base, 4096, hidden, True)
+    run.queue.pop(0)
+    run.nixl.script.append(lambda: None)
+    run.go()
+    for event in run.events:
+        assert isinstance(event, Registered)
+        known = form.read(event.metadata)
+        assert known is not None
+        assert known.addresses == {pools[0].base: shown.base}
+        assert known.nixl == f"metadata of {[[shown.base, 4096, 0]]}".encode()
+    for pool in pools:
+        pool.close()
+
+
+def test_who_may_read_nothing_is_told_how_to_connect_and_of_no_memory() -> None:
+    run = Run()
+    run.tell("describe", (7,))
+    run.queue.pop(0)
+    run.nixl.script.append(lambda: None)
+    run.go()
+    [described] = run.events
+    assert isinstance(described, Described)
+    known = form.read(described.metadata)
+    assert known is not None
+    assert (known.nixl, known.addresses) == (b"metadata", {})
 
 
 def test_metadata_of_another_agent_never_reaches_nixl() -> None:

@@ -17,8 +17,8 @@ from kvd.transport.interface import (
     TransportDied,
 )
 from kvd.transport.staged import messages, reads
-from kvd.transport.staged.arena import Arena, arena_bytes
-from kvd.transport.staged.messages import Finished, StagedPool, Staging, State, Wanted, tag
+from kvd.transport.staged.arena import Buffers
+from kvd.transport.staged.messages import StagedPool, State, Wanted, heading, tag
 from kvd.transport.staged.reads import StagedPeer, StagedReads
 from kvd.transport.staged.windows import Windows, pieces
 from tests.conformance.site import Reader, blocks, pattern, table
@@ -26,11 +26,16 @@ from tests.simulator.virtual.loop import VirtualLoop
 from tests.transport.staged_site import StagedSite
 
 TABLE = np.array([0, 8], np.uint64).tobytes()
+TOKEN = b"t" * 16
 _numbers = itertools.count(1)
 
 
-def wanted(token=b"t" * 16):
+def wanted(token=TOKEN):
     return Wanted(b"s" * 16, next(_numbers), token, TABLE)
+
+
+def key_of(asked):
+    return asked.secret, asked.number
 
 
 def served(windows):
@@ -57,13 +62,13 @@ def test_readers_with_as_many_windows_take_turns():
         use = windows.next()
         windows.copied(use, 0.0)
         order.append(use.agent)
-        windows.finish(Finished(use.asked.secret, use.asked.number))
+        windows.finish(key_of(use.asked))
     assert order == ["a", "b", "a", "b"]
     assert (windows.in_use, windows.waiting) == (0, 0)
 
 
-def test_a_request_that_comes_twice_or_beyond_half_of_what_all_may_have_is_not_queued(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 4)
+def test_a_request_that_comes_twice_or_when_too_many_wait_is_not_queued(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 2)
     windows = Windows(0)
     first = wanted()
     assert windows.ask("r", first)
@@ -81,7 +86,7 @@ def test_a_reader_that_is_about_to_have_too_many_requests_loses_its_oldest():
     windows.ask("other", wanted())
     shown, copied = windows.next(), windows.next()
     windows.copied(shown, 0.0)
-    windows.finish(Finished(copied.asked.secret, copied.asked.number))
+    windows.finish(key_of(copied.asked))
     assert (shown.agent, copied.agent) == ("r", "other")
     assert windows.end_oldest("r") == shown.window  # which is to be wiped
     assert windows.end_oldest("r") is None  # there is room for one
@@ -113,32 +118,11 @@ def test_a_window_that_nobody_gives_back_is_taken_back_after_its_time():
     assert served(windows) == ["other"]
 
 
-def test_who_may_read_one_pool_keeps_no_reader_of_another_waiting_under_however_many_names():
-    windows, one, two = Windows(4), b"1" * 16, b"2" * 16
-    for number in range(8):
-        windows.ask(f"made-up-{number}", wanted(one))
-    for use in iter(windows.next, None):
-        windows.copied(use, 10.0)
-    windows.ask("honest", wanted(two))
-    assert windows.next_late() == 10.0 + limits.WINDOW_SHARE_SECONDS
-    freed = windows.take_back(10.0 + limits.WINDOW_SHARE_SECONDS)
-    assert len(freed) == 3, "until that pool has but one window more"
-    assert served(windows)[0] == "honest"
-
-
-def test_readers_of_one_pool_leave_half_of_the_places_in_the_queue_to_others(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_STAGED_REQUESTS", 4)
-    windows, one, two = Windows(1), b"1" * 16, b"2" * 16
-    assert [windows.ask(f"made-up-{number}", wanted(one)) for number in range(3)] == [True, True, False]
-    assert [windows.ask("honest", wanted(two)) for _ in range(2)] == [True, True]
-    assert not windows.ask("a third", wanted(b"3" * 16))
-
-
 def test_a_request_that_ends_while_it_is_copied_frees_its_window_only_afterwards():
     windows = Windows(1)
     windows.ask("r", wanted())
     use = windows.next()
-    assert windows.finish(Finished(use.asked.secret, use.asked.number)) is None
+    assert windows.finish(key_of(use.asked)) is None
     windows.ask("other", wanted())
     assert windows.next() is None
     assert not windows.copied(use, 0.0)
@@ -151,7 +135,7 @@ def test_a_request_is_ended_by_nobody_but_who_knows_its_secret():
     windows.ask("r", request)
     use = windows.next()
     windows.copied(use, 0.0)
-    assert windows.finish(Finished(b"guessed-" * 2, request.number)) is None
+    assert windows.finish((b"guessed-" * 2, request.number)) is None
     assert windows.in_use == 1
 
 
@@ -208,12 +192,14 @@ class Played:
     """
 
     def __init__(self):
-        memory = np.zeros(arena_bytes(0), np.uint8)
         self.loop, self.network, self.events = VirtualLoop(), [], []
         self.asked, self.finished = [], []
-        self.arena = Arena(Region(1 << 20, len(memory), length=len(memory)), memory, 0)
-        self.peer = StagedPeer("p", Staging(1 << 30, 2, {1 << 40: StagedPool(b"t" * 16, limits.MIB)}))
-        self.reads = StagedReads(self, self.arena, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
+        self.content = np.zeros(Buffers.size(0), np.uint8)
+        self.region = Region(1 << 20, len(self.content), length=len(self.content))
+        self.buffers = Buffers(self, 0)
+        self.peer = StagedPeer("p")
+        self.peer.learn({1 << 40: StagedPool(TOKEN, limits.MIB, 1 << 30, 3)})
+        self.reads = StagedReads(self, self.buffers, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
 
     def read(self, asked):
         self.network.append(asked)
@@ -226,13 +212,13 @@ class Played:
     def begin(self, number):
         self.reads.begin(ReadRequest(number, "p", 0, 1 << 40, table([(0, 0, 8)])), self.peer, into_gpu=False)
 
-    def end(self, asked, *lines):
-        """A read has landed; if it was of the board, these lines were there."""
+    def end(self, asked, *lines, head=None):
+        """A read has landed; if it was of the board, these lines were there behind its heading."""
         self.network.remove(asked)
-        if asked.local_base == self.arena.base:
+        if asked.local_base == self.buffers.base:
             row = int(asked.descriptors.dst[0])
-            board = b"".join(lines).ljust(messages.BOARD_BYTES, b"\0")
-            self.arena._memory[row : row + len(board)] = np.frombuffer(board, np.uint8)
+            board = b"".join((heading(TOKEN) if head is None else head, *lines)).ljust(messages.BOARD_BYTES, b"\0")
+            self.content[row : row + len(board)] = np.frombuffer(board, np.uint8)
         assert self.reads.ended(Landed(asked.read, 0.0))
 
 
@@ -302,14 +288,14 @@ async def opened(site, size=limits.MIB):
 
 
 def windows_of(producer):
-    return producer.end.transport._server._windows
+    return producer.end.windows_of(1)
 
 
 @pytest.mark.parametrize("target", [True, False])
 async def test_a_window_that_is_taken_back_in_mid_read_gives_nobody_other_bytes(target):
     """The reader finds no tag of its own after the last byte, and asks again."""
     producer, reader = await opened(StagedSite(source=True, target=target))
-    arena, network = producer.end.arena, reader.transport._network
+    arena, network = producer.end.arena_of(1), reader.transport._network
     plain, stolen = network.read, []
 
     def steal(request):
@@ -317,9 +303,9 @@ async def test_a_window_that_is_taken_back_in_mid_read_gives_nobody_other_bytes(
         if request.descriptors.bytes > messages.BOARD_BYTES and not stolen:
             stolen.extend(windows_of(producer).take_back(float("inf")))
             for window in stolen:
-                arena.write_line(window, b"")
+                arena.write_line(1 + window, b"")
                 start = messages.BOARD_BYTES + window * limits.SLICE_BYTES
-                arena._memory[start : start + limits.MIB] = 0xEE
+                arena.memory.content[start : start + limits.MIB] = 0xEE
 
     network.read = steal
     end = await reader.end(reader.read(producer, blocks(0, 16, 64 * limits.KIB)))
@@ -406,7 +392,7 @@ async def test_windows_are_free_once_the_process_has_ended_that_served_them(monk
 async def test_a_slice_whose_request_was_lost_is_asked_for_again(monkeypatch):
     monkeypatch.setattr(reads, "AGAIN_SECONDS", 0.01)
     producer, reader = await opened(StagedSite(source=True, target=True))
-    server = producer.end.transport._server
+    server = producer.end.transport._served
     hear, lost = server.hear, []
 
     def lose(agent, message):
@@ -427,7 +413,7 @@ async def test_a_slice_whose_request_was_lost_is_asked_for_again(monkeypatch):
 async def test_peers_that_stage_nothing_take_none_of_the_slots_that_reads_from_others_need():
     site, size = StagedSite(source=True, target=True), 4 * limits.SLICE_BYTES
     honest, reader = await opened(site, size)
-    slots = reader.transport._arena.slots
+    slots = reader.transport._buffers.slots
     hung = [await site.producer(size, number) for number in range(5)]
     stuck = []
     for producer in hung:
@@ -435,7 +421,7 @@ async def test_peers_that_stage_nothing_take_none_of_the_slots_that_reads_from_o
         await reader.add(producer)
         stuck.append(reader.read(producer, blocks(0, 4, limits.SLICE_BYTES)))
     await asyncio.sleep(0.01)
-    assert len(slots) == limits.STAGING_WINDOWS
+    assert len(slots) == limits.STAGING_SLOTS
     held, slots[:] = slots[1:], slots[:1]  # reads then wait for the one that is left
     end = await reader.end(reader.read(honest, blocks(0, 4, limits.SLICE_BYTES)))
     assert isinstance(end, Landed), end
@@ -444,7 +430,7 @@ async def test_peers_that_stage_nothing_take_none_of_the_slots_that_reads_from_o
     for read in stuck:
         reader.transport.abort(read)
         assert isinstance(await reader.end(read), ReadFailed)
-    assert len(slots) == limits.STAGING_WINDOWS
+    assert len(slots) == limits.STAGING_SLOTS
     assert not reader.transport._end.transport._reads._slotless
 
 
@@ -457,23 +443,23 @@ async def test_after_all_reads_no_window_slot_nor_row_is_taken():
         await reader.end(read)
     while windows_of(producer).in_use:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    arena = reader.transport._arena
-    assert len(arena.slots) == limits.STAGING_WINDOWS
-    assert not any(arena._memory[: messages.BOARD_BYTES])
+    assert len(reader.transport._buffers.slots) == limits.STAGING_SLOTS
+    board = producer.end.arena_of(1).memory.content[: messages.BOARD_BYTES]
+    assert not any(board[messages.LINE_BYTES :])
 
 
 async def test_requests_for_what_nobody_may_read_take_no_window_and_are_refused():
     producer, reader = await opened(StagedSite(source=True, target=False))
-    server = producer.end.transport._server
+    served = producer.end.transport._served
     for number in range(1000):
-        server.hear(f"made-up-{number}", wanted(b"?" * 16))
-    token = next(iter(server._by_token))
-    server.hear(
-        "beyond-its-end", Wanted(b"s" * 16, next(_numbers), token, np.array([limits.MIB, 1], np.uint64).tobytes())
-    )
+        served.hear(f"made-up-{number}", wanted(b"?" * 16))
+    [pool] = served.staged().values()
+    beyond = np.array([limits.MIB, 1], np.uint64).tobytes()
+    for number in range(1000):
+        served.hear(f"beyond-its-end-{number}", Wanted(b"s" * 16, next(_numbers), pool.token, beyond))
     assert (windows_of(producer).in_use, windows_of(producer).waiting) == (0, 0)
     read = reader.read(producer, blocks(0, 16, 64 * limits.KIB))
-    server.hear("made-up", wanted(b"?" * 16))
+    served.hear("made-up", wanted(b"?" * 16))
     assert isinstance(await reader.end(read), Landed)
 
 
@@ -494,7 +480,7 @@ async def test_a_pool_is_deregistered_once_the_gpu_copies_nothing_from_it():
     await reader.end(read)
     late = await reader.end(reader.read(producer, blocks(0, 1, 64 * limits.KIB)))
     assert isinstance(late, ReadFailed)
-    assert "it has no such bytes in a pool that we may read" in late.reason
+    assert "has not registered the memory read" in late.reason
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -1,4 +1,4 @@
-"""Staged reads in random worlds: readers and owners whose processes end, peers that are removed and added, aborts.
+"""Staged reads in random worlds: readers and owners whose processes end, pools that are registered anew, aborts.
 
 On a virtual clock, by seed. Each read ends once; what landed is what the owner has; nothing writes to its destination
 afterwards; and in the end nothing is taken.
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvd import limits
+from kvd.errors import InternalError
 from kvd.plan import Descriptors
-from kvd.transport.interface import Landed, PeerAdded, PeerFailed, ReadFailed, ReadRequest
-from kvd.transport.staged import arena, reads, server
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadFailed, ReadRequest, Registered
+from kvd.transport.staged import arena, messages, reads, server
 from kvd.transport.staged.windows import Windows
 from tests.simulator.virtual.loop import VirtualLoop
 from tests.support.fake_fabric import FakeFabric, Faults
@@ -33,7 +34,8 @@ def small(monkeypatch):
     for name, value in {
         "SLICE_BYTES": 4096,
         "SLICE_DESCRIPTORS": 8,
-        "STAGING_WINDOWS": 3,
+        "STAGING_WINDOWS": 12,
+        "STAGING_SLOTS": 3,
         "WINDOW_SECONDS": 0.01,
     }.items():
         monkeypatch.setattr(limits, name, value)
@@ -43,44 +45,71 @@ def small(monkeypatch):
 
 
 class Node:
-    """An agent with a pool."""
+    """An agent with pools of `BLOCKS` blocks."""
 
-    def __init__(self, world, name, *, on_gpu):
+    def __init__(self, world, name, *, on_gpu, pools=1):
         self.name = name
         self.end = End(world.fabric, name, on_gpu=on_gpu)
         if self.end.gpu is not None:
             self.end.gpu.copy = world.copy
         self.network, self.transport = self.end.network, self.end.transport
-        self.memory = np.full(BLOCKS * BLOCK, FREE, np.uint8)
-        self.base = world.fabric.map(self.memory)
+        self.pools = [np.full(BLOCKS * BLOCK, FREE, np.uint8) for _ in range(pools)]
+        self.bases = [world.fabric.map(pool) for pool in self.pools]
         self.transport.start(self.on_event)
-        self.transport.register(1, self.end.region(self.base, len(self.memory)))
+        for pool in range(pools):
+            self.register(pool)
+
+    def register(self, pool):
+        self.transport.register(pool, self.end.region(self.bases[pool], len(self.pools[pool])))
+
+    def blocks(self, pool=0):
+        return self.pools[pool].reshape(BLOCKS, BLOCK)
+
+
+class Owner(Node):
+    """Two pools, which are registered anew every now and then."""
+
+    def __init__(self, world, name, *, on_gpu):
+        self.registered = set()
+        super().__init__(world, name, on_gpu=on_gpu, pools=2)
+        for pool in self.pools:
+            pool[:] = np.frombuffer(world.random.randbytes(len(pool)), np.uint8)
 
     def on_event(self, event):
-        """Owners hear nothing that matters here."""
+        match event:
+            case Registered():
+                self.registered.add(event.pool)
+            case Deregistered():
+                self.register(event.pool)
+
+    def renew(self, pool):
+        if self.end.gpu is not None and pool in self.registered:
+            self.registered.remove(pool)
+            self.transport.deregister(pool)
 
 
 class Reader(Node):
     def __init__(self, world, name, *, on_gpu):
         self.world = world
-        self.knows = set()
+        self.knows = {}
+        """By name: the metadata that a peer was added with."""
         self.open = {}
-        """By number: whom it reads from, and (block there, block here) of each block."""
+        """By number: whom it reads from, of which pool, and (block there, block here) of each block."""
         self.free = set(range(BLOCKS))
         super().__init__(world, name, on_gpu=on_gpu)
 
     def on_event(self, event):
         match event:
             case PeerAdded():
-                self.knows.add(event.agent)
+                self.knows[event.agent] = event.metadata
             case PeerFailed():
-                self.knows.discard(event.agent)
+                self.knows.pop(event.agent, None)
             case Landed() | ReadFailed():
-                owner, pairs = self.open.pop(event.read)  # of which there is one, or it ends twice
-                blocks = self.memory.reshape(BLOCKS, BLOCK)
+                owner, pool, pairs = self.open.pop(event.read)  # of which there is one, or it ends twice
+                blocks = self.blocks()
                 for there, here in pairs:
                     if isinstance(event, Landed):
-                        assert np.array_equal(blocks[here], owner.memory.reshape(BLOCKS, BLOCK)[there]), event
+                        assert np.array_equal(blocks[here], owner.blocks(pool)[there]), event
                     blocks[here] = FREE
                     self.free.add(here)
                 self.world.landed += isinstance(event, Landed)
@@ -92,14 +121,14 @@ class Reader(Node):
         here = random.sample(sorted(self.free), count)
         self.free -= set(here)
         pairs = [(random.randrange(BLOCKS), block) for block in here]
-        number = next(self.world.numbers)
-        self.open[number] = owner, pairs
+        number, pool = next(self.world.numbers), random.randrange(2)
+        self.open[number] = owner, pool, pairs
         src, dst = (np.array(column, np.uint64) * np.uint64(BLOCK) for column in zip(*pairs, strict=True))
         table = Descriptors(src, dst, np.full(count, BLOCK, np.uint64))
-        self.transport.read(ReadRequest(number, owner.name, self.base, owner.base, table))
+        self.transport.read(ReadRequest(number, owner.name, self.bases[0], owner.bases[pool], table))
 
     def check_free(self):
-        blocks = self.memory.reshape(BLOCKS, BLOCK)[sorted(self.free)]
+        blocks = self.blocks()[sorted(self.free)]
         assert (blocks == FREE).all(), f"{self.name}: blocks were written to of which the reads had ended"
 
 
@@ -107,14 +136,13 @@ class World:
     def __init__(self, seed):
         self.random = random.Random(seed)  # noqa: S311 - dice, not secrets
         self.loop = VirtualLoop()
-        self.faults = Faults(self.random, slow=0.1, fails=0.05, add_peer=0.05)
+        blank = self.random.random() < 0.5
+        self.faults = Faults(self.random, slow=0.1, fails=0.05, add_peer=0.05, blank=blank)
         self.fabric = FakeFabric(self.loop, self.random, self.faults, bytes_per_second=8e6)
         self.numbers = itertools.count(1)
         self.landed = 0
         chance = self.random.random
-        self.owners = [Node(self, f"p{i}", on_gpu=chance() < 0.8) for i in range(self.random.randint(1, 2))]
-        for owner in self.owners:
-            owner.memory[:] = np.frombuffer(self.random.randbytes(len(owner.memory)), np.uint8)
+        self.owners = [Owner(self, f"p{i}", on_gpu=chance() < 0.8) for i in range(self.random.randint(1, 2))]
         self.readers = [Reader(self, f"r{i}", on_gpu=chance() < 0.5) for i in range(self.random.randint(1, 4))]
         self.go_on(0.01)
 
@@ -143,10 +171,12 @@ class World:
             if not network.down:
                 network.lose_process()
                 self.loop.call_later(self.random.random() * 0.01, network.gain_process)
-        elif what < 0.8:
+        elif what < 0.78:
             reader.transport.remove_peer(owner.name)
-            reader.knows.discard(owner.name)
-        elif owner.name not in reader.knows and owner.transport.metadata:
+            reader.knows.pop(owner.name, None)
+        elif what < 0.82:
+            owner.renew(self.random.randrange(2))
+        elif owner.transport.metadata not in (b"", reader.knows.get(owner.name)):
             reader.transport.add_peer(owner.name, owner.transport.metadata)
 
     def run(self):
@@ -157,12 +187,16 @@ class World:
                 reader.check_free()
         self.faults.slow = self.faults.fails = self.faults.add_peer = 0.0
         self.go_on(5.0)
+        for owner in self.owners:
+            assert owner.registered == {0, 1}
+            assert owner.end.gpu is None or len(owner.end.gpu.arenas) == 2
         for reader in self.readers:
             reader.check_free()
             assert reader.open == {}
-            staged, ours = reader.transport._reads, reader.end.arena
+            staged, ours = reader.transport._reads, reader.end.buffers
             assert (staged._reads, staged._handlers, staged._queue._queues) == ({}, {}, {})
-            assert (len(ours.slots), len(ours.rows)) == (ours.windows, arena.ROWS)
+            slots = limits.STAGING_SLOTS if reader.end.gpu else 0
+            assert (len(ours.slots), len(ours.rows)) == (slots, arena.ROWS)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -190,8 +224,8 @@ def nobody_looks_again_after_the_last_byte(monkeypatch):
         if isinstance(event, ReadFailed):
             self._part_ended(part, event.reason)
             return
-        if part.read.staged is not None:
-            self._finish(part)
+        if part.read.board is not None:
+            self._finish(part.read.board, part)
         self._arrived(part)
 
     monkeypatch.setattr(reads.StagedReads, "_came", came)
@@ -200,10 +234,10 @@ def nobody_looks_again_after_the_last_byte(monkeypatch):
 def windows_are_free_while_they_are_copied(monkeypatch):
     finish = Windows.finish
 
-    def finish_now(self, ended):
-        if (use := self._uses.get((ended.secret, ended.number))) is not None:
+    def finish_now(self, key):
+        if (use := self._uses.get(key)) is not None:
             use.copying = False
-        return finish(self, ended)
+        return finish(self, key)
 
     monkeypatch.setattr(Windows, "finish", finish_now)
     monkeypatch.setattr(Windows, "copied", lambda self, use, now: not use.ended)
@@ -213,12 +247,21 @@ def a_reader_with_too_many_requests_is_not_heard(monkeypatch):
     ask = Windows.ask
 
     def ask_less(self, agent, asked):
-        waiting = sum(name[1] == agent for name in self._queued.values())
+        waiting = sum(name == agent for name in self._queued.values())
         return waiting < limits.MAX_STAGED_SLICES and ask(self, agent, asked)
 
     monkeypatch.setattr(Windows, "ask", ask_less)
     monkeypatch.setattr(Windows, "end_oldest", lambda self, agent: None)
     monkeypatch.setattr(reads, "AGAIN_SECONDS", float("inf"))
+
+
+def arenas_are_freed_while_they_are_copied_to(monkeypatch):
+    monkeypatch.setattr(server.Server, "close", lambda self, ended: ended())
+
+
+def nobody_looks_whose_board_it_is(monkeypatch):
+    for module in (reads, server):
+        monkeypatch.setattr(module, "heading", lambda _token: bytes(messages.LINE_BYTES))
 
 
 MUTATIONS = (
@@ -227,6 +270,8 @@ MUTATIONS = (
     nobody_looks_again_after_the_last_byte,
     windows_are_free_while_they_are_copied,
     a_reader_with_too_many_requests_is_not_heard,
+    arenas_are_freed_while_they_are_copied_to,
+    nobody_looks_whose_board_it_is,
 )
 
 
@@ -236,6 +281,6 @@ def test_a_world_finds_that(monkeypatch, mutation):
     for seed in range(MOST):
         try:
             World(seed).run()
-        except (AssertionError, KeyError):
+        except (AssertionError, KeyError, InternalError):
             return
     pytest.fail(f"{MOST} worlds are as if nothing had changed")

@@ -2,9 +2,10 @@
 
 import sys
 
-from kvd.client import Blocks, DaemonError, Disconnected, Event, Reattached, Worker
+from kvd.client import Blocks, DaemonError, Disconnected, Done, Event, Reattached, Worker
 from kvd.engines.demo.blocks import BlockManager
 from kvd.engines.demo.engine import Engine
+from kvd.engines.demo.host_copy import HostCopy
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import Model, ModelConfig
 from kvd.engines.demo.paged import PagedCache
@@ -24,11 +25,18 @@ class AttachedEngine:
         model = Model(ModelConfig(seed=config.seed))
         self.blocks = BlockManager(config.num_blocks, config.block_tokens)
         self._workers: list[Worker] = []
+        self._copies: list[HostCopy] = []
+        """Of each rank's pool, if they are on a GPU."""
+        self._pulling: dict[tuple[int, str], list[int]] = {}
+        """The blocks that a rank pulls for a request."""
         ranks = []
-        for rank, spec in enumerate(engine_specs(model.config, config)):
+        specs = engine_specs(model.config, config)
+        for rank, spec in enumerate(specs):
             worker = Worker.attach(config.socket, name=f"{config.name}-{rank}", spec=spec, timeout=ATTACH_TIMEOUT)
             self._workers.append(worker)
-            ranks.append(PagedCache(worker.pool, spec))
+            if worker.device:
+                self._copies.append(HostCopy(worker, specs, rank))
+            ranks.append(PagedCache(self._copies[rank].content if worker.device else worker.pool, spec))
         self.engine = Engine(model, ranks)
 
     @property
@@ -38,7 +46,10 @@ class AttachedEngine:
 
     def offer(self, request: str, tokens: int, table: list[int]) -> str:
         """Offers the blocks of a prompt of `tokens` tokens; the ticket names every rank's offer."""
-        spans = self._spans(tokens, table)
+        ids = table[: self.blocks.blocks_for(tokens)]
+        for pool in self._copies:
+            pool.to_gpu(ids)
+        spans = _spans(ids)
         return ticket.join(
             worker.offer(request, tokens=tokens, blocks=spans, ttl=OFFER_TTL) for worker in self._workers
         )
@@ -57,8 +68,10 @@ class AttachedEngine:
 
     def pull(self, request: str, text: str, tokens: int, table: list[int]) -> None:
         """Pulls the KV of `tokens` tokens, each rank its own heads; each rank then has an outcome."""
-        for worker in self._workers:
-            worker.pull(request, text, blocks=self._spans(tokens, table), timeout=PULL_TIMEOUT)
+        ids = table[: self.blocks.blocks_for(tokens)]
+        for rank, worker in enumerate(self._workers):
+            self._pulling[rank, request] = ids
+            worker.pull(request, text, blocks=_spans(ids), timeout=PULL_TIMEOUT)
 
     def poll(self, timeout: float) -> list[Event]:
         """Events of all ranks; waits up to `timeout` seconds, shared among the ranks, for the first."""
@@ -70,13 +83,21 @@ class AttachedEngine:
                         f"rank {rank}: {event}\n"
                     )  # the log; outcomes of requests come as events of their own
                 else:
+                    self._ended(rank, event)
                     events.append(event)
         return events
+
+    def _ended(self, rank: int, event: Event) -> None:
+        if isinstance(event, Done):
+            ids = self._pulling.pop((rank, event.request))
+            if self._copies:
+                self._copies[rank].from_gpu(ids)
 
     def detach(self) -> None:
         """Returns the pools of all ranks."""
         for worker in self._workers:
             worker.detach()
 
-    def _spans(self, tokens: int, table: list[int]) -> list[Blocks]:
-        return [Blocks(group=0, first=0, ids=table[: self.blocks.blocks_for(tokens)])]
+
+def _spans(ids: list[int]) -> list[Blocks]:
+    return [Blocks(group=0, first=0, ids=ids)]

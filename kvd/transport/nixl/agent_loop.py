@@ -36,12 +36,16 @@ CHECKS_PER_POST = 32
 
 
 class _Pool(Struct, frozen=True):
-    """A registered pool; `base` is its address in the daemon, `mapping` where it lies in this process."""
+    """A registered pool; `base` is its address in the daemon, `mapping` where it lies in this process.
+
+    No metadata tells of one that is `hidden`.
+    """
 
     base: int
     size: int
     mapping: Mapping
     registration: Any
+    hidden: bool
 
     @property
     def region(self) -> tuple[int, int, int]:
@@ -68,6 +72,8 @@ class AgentLoop:
     ) -> None:
         self._commands = commands
         self._nixl = agent
+        self._no_memory: bytes = agent.get_agent_metadata()
+        """What NIXL says while nothing is registered: how to connect. It describes no empty list."""
         self._failures = failures
         self._emit = emit
         self._flush = flush
@@ -115,7 +121,7 @@ class AgentLoop:
 
     # --- commands, as those of `Transport` --------------------------------------------------------------------------
 
-    def register(self, pool: int, base: int, size: int, mapping: Mapping) -> None:
+    def register(self, pool: int, base: int, size: int, mapping: Mapping, hidden: bool) -> None:
         """Registers memory that the daemon has at `base`."""
         try:
             row = np.array([(mapping.base, size, 0)], dtype=np.uint64)
@@ -124,7 +130,7 @@ class AgentLoop:
             mapping.close()
             self._emit(RegisterFailed(pool, f"{text_of(error)} for {size} bytes"))
         else:
-            self._pools[pool] = _Pool(base, size, mapping, registration)
+            self._pools[pool] = _Pool(base, size, mapping, registration, hidden)
             self._addresses[base] = mapping.base
             self._emit(Registered(pool, self.metadata))
 
@@ -138,20 +144,24 @@ class AgentLoop:
 
     @property
     def metadata(self) -> bytes:
-        """What peers need to reach everything that is registered now."""
-        return self._written(self._nixl.get_agent_metadata(), self._addresses)
-
-    def _written(self, nixl: bytes, addresses: dict[int, int]) -> bytes:
-        return metadata.write(metadata.Metadata(nixl, self._process, addresses))
+        """What peers need to reach everything that is registered now, and not hidden."""
+        return self._covering([pool for pool in self._pools.values() if not pool.hidden])
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Makes metadata that covers `pools` only."""
-        chosen = [self._pools[pool] for pool in pools if pool in self._pools]
-        rows = np.array([pool.region for pool in chosen], dtype=np.uint64).reshape(-1, 3)
+        self._emit(Described(pools, self._covering([self._pools[pool] for pool in pools if pool in self._pools])))
+
+    def _covering(self, pools: list[_Pool]) -> bytes:
+        addresses = {pool.base: pool.mapping.base for pool in pools}
+        return metadata.write(metadata.Metadata(self._of_nixl(pools), self._process, addresses))
+
+    def _of_nixl(self, pools: list[_Pool]) -> bytes:
+        if not pools:
+            return self._no_memory
+        rows = np.array([pool.region for pool in pools], dtype=np.uint64)
         described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
-        partial = self._nixl.get_partial_agent_metadata(described, True, ["UCX"])
-        addresses = {pool.base: pool.mapping.base for pool in chosen}
-        self._emit(Described(pools, self._written(partial, addresses)))
+        partial: bytes = self._nixl.get_partial_agent_metadata(described, True, ["UCX"])
+        return partial
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Adds a peer."""

@@ -47,6 +47,7 @@ class Register(Message, frozen=True):
     base: int
     size: int
     length: int
+    hidden: bool = False
 
 
 class Deregister(Message, frozen=True):

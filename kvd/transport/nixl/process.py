@@ -109,7 +109,7 @@ class _Link:
                 RegisterFailed(command.pool, f"the transport's process cannot map {command.length} bytes: {error}")
             )
         else:
-            self.loop.register(command.pool, command.base, command.size, mapping)
+            self.loop.register(command.pool, command.base, command.size, mapping, command.hidden)
         finally:
             _close(descriptors)
 

@@ -123,7 +123,7 @@ class NixlTransport:
 
     def _register(self, pool: int) -> None:
         region = self._regions[pool]
-        command = messages.Register(pool, region.base, region.size, region.length)
+        command = messages.Register(pool, region.base, region.size, region.length, region.hidden)
         try:
             self._keeper.tell(command, (region.descriptor,))
         except (Unavailable, OSError) as error:

@@ -1,4 +1,8 @@
-"""The host memory of staging: a board and windows that peers read, slots for what is read, rows for boards of peers."""
+"""The host memory of staging: an arena for each pool that peers read, and buffers for what is read from others.
+
+An arena has a board and windows, and belongs to one pool, whose readers alone are told of it: the registration of such
+a pool is its arena. The buffers have slots for what is read and rows for boards of peers; nobody is told of them.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,33 @@ Bytes = npt.NDArray[np.uint8]
 ROWS: Final = 64
 """Boards that are read at a time."""
 
-
-def arena_bytes(windows: int) -> int:
-    """Bytes of an arena; 0 windows suffice where no pool is on a GPU."""
-    return BOARD_BYTES + 2 * windows * limits.SLICE_BYTES + ROWS * BOARD_BYTES
-
-
 Copy = Callable[[U64, U64, U64, Callable[[str], None]], None]
-"""As `Copier.copy`; its end is told with what failed, or ""."""
+"""As `Device.copy`; its end is told with what failed, or ""."""
 
 
-class Copier(Protocol):
-    """Copies of a GPU."""
+class HostMemory(Protocol):
+    """Memory of this host, which the network can register."""
+
+    @property
+    def region(self) -> Region:
+        """Where it is."""
+
+    @property
+    def content(self) -> Bytes:
+        """Its bytes, uint8 [size]; zeros at first."""
+
+    def free(self) -> None:
+        """Gives it back; nothing copies there any more."""
+
+
+class Device(Protocol):
+    """What staging needs of a GPU: copies, and host memory for them."""
+
+    def allocate(self, size: int, done: Callable[[HostMemory | KvdError], None]) -> None:
+        """Makes host memory that the GPU copies to; calls `done` on the loop with it, or with why there is none."""
+
+    def free(self, memory: HostMemory) -> None:
+        """Gives it back, some time later; nothing copies there any more."""
 
     def copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[KvdError | None], None]) -> None:
         """Copies `lengths[i]` bytes from address `sources[i]` to `targets[i]`.
@@ -43,46 +62,69 @@ class Copier(Protocol):
 
 
 class Arena:
-    """`memory` (uint8 [`arena_bytes`]) at the address of `region`."""
+    """The board and the windows of one pool, in `memory` of `size(windows)` bytes."""
 
-    def __init__(self, region: Region, memory: Bytes, windows: int) -> None:
-        self.region = region
+    def __init__(self, memory: HostMemory, windows: int) -> None:
+        self.memory = memory
         self.windows = windows
-        self._memory = memory
-        self.rows = list(range(ROWS))
-        """Those that are free."""
-        self.slots = list(range(windows))
-        """Those that are free."""
-        self._memory[:BOARD_BYTES] = 0
+
+    @staticmethod
+    def size(windows: int) -> int:
+        """Bytes of an arena."""
+        return BOARD_BYTES + windows * limits.SLICE_BYTES
 
     @property
     def base(self) -> int:
         """Its address."""
-        return self.region.base
+        return self.memory.region.base
 
-    def write_line(self, window: int, line: bytes) -> None:
-        """Writes a line of the board; a shorter one is filled up with zeros."""
-        at = window * LINE_BYTES
-        self._memory[at : at + LINE_BYTES] = np.frombuffer(line.ljust(LINE_BYTES, b"\0"), np.uint8)
-
-    def slot_offset(self, slot: int) -> int:
-        """Where a slot begins."""
-        return window_offset(self.windows + slot)
-
-    def row_offset(self, row: int) -> int:
-        """Where a row begins."""
-        return window_offset(2 * self.windows) + row * BOARD_BYTES
-
-    def lines(self, row: int, count: int) -> list[bytes]:
-        """The first lines of a peer's board that was read into a row."""
-        at = self.row_offset(row)
-        board = self._memory[at : at + count * LINE_BYTES].tobytes()
-        return [board[line : line + LINE_BYTES] for line in range(0, len(board), LINE_BYTES)]
+    def write_line(self, line: int, text: bytes) -> None:
+        """Writes a line of the board; a shorter text is filled up with zeros."""
+        at = line * LINE_BYTES
+        self.memory.content[at : at + LINE_BYTES] = np.frombuffer(text.ljust(LINE_BYTES, b"\0"), np.uint8)
 
 
 def window_offset(window: int) -> int:
     """Where a window begins, in the arena of whoever has it."""
     return BOARD_BYTES + window * limits.SLICE_BYTES
+
+
+class Buffers:
+    """Rows and `slots`, in `memory` of `size(slots)` bytes; without pools on a GPU no slots are needed."""
+
+    def __init__(self, memory: HostMemory, slots: int) -> None:
+        self._memory = memory
+        self.region = memory.region
+        self.rows = list(range(ROWS))
+        """Those that are free."""
+        self.slots = list(range(slots))
+        """Those that are free."""
+
+    @staticmethod
+    def size(slots: int) -> int:
+        """Bytes of such buffers."""
+        return ROWS * BOARD_BYTES + slots * limits.SLICE_BYTES
+
+    @property
+    def base(self) -> int:
+        """Their address."""
+        return self.region.base
+
+    @staticmethod
+    def slot_offset(slot: int) -> int:
+        """Where a slot begins."""
+        return ROWS * BOARD_BYTES + slot * limits.SLICE_BYTES
+
+    @staticmethod
+    def row_offset(row: int) -> int:
+        """Where a row begins."""
+        return row * BOARD_BYTES
+
+    def lines(self, row: int, count: int) -> list[bytes]:
+        """The first lines of a peer's board that was read into a row."""
+        at = self.row_offset(row)
+        board = self._memory.content[at : at + count * LINE_BYTES].tobytes()
+        return [board[line : line + LINE_BYTES] for line in range(0, len(board), LINE_BYTES)]
 
 
 def packed(start: int, lengths: U64) -> U64:

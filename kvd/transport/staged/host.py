@@ -1,4 +1,4 @@
-"""Staging on a real host: the arena is a memfd, which the network's process maps, too, and a GPU's threads copy."""
+"""Staging on a real host: its memory are memfds, which the network's process maps, too, and a GPU's threads copy."""
 
 from __future__ import annotations
 
@@ -7,23 +7,45 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import structlog
 
 from kvd import limits
 from kvd.errors import DeviceError, KvdError
-from kvd.memory.memfd import MemfdProvider
+from kvd.memory.memfd import MemfdPool, MemfdProvider
 from kvd.transport.interface import Network, Region
 from kvd.transport.slices import U64
-from kvd.transport.staged.arena import Arena, arena_bytes
+from kvd.transport.staged.arena import Buffers, Bytes, HostMemory
 from kvd.transport.staged.transport import StagedTransport
+
+T = TypeVar("T")
 
 _log = structlog.get_logger("kvd.transport")
 
 
-class GpuCopier:
-    """`kvd.transport.staged.arena.Copier` by the GPU with this UUID, on `threads` threads.
+class MemfdMemory:
+    """`kvd.transport.staged.arena.HostMemory` of `size` bytes; no peer is told of it if it is `hidden`.
+
+    Raises:
+        KvdError: `NO_MEMORY`, or no descriptor is left for it.
+
+    """
+
+    def __init__(self, size: int, *, hidden: bool = False) -> None:
+        self._memory: MemfdPool = MemfdProvider().allocate("staging", size)
+        base, length = self._memory.base, self._memory.length
+        self.region = Region(base, size, self._memory.descriptor, length=length, hidden=hidden)
+        self.content: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base))
+
+    def free(self) -> None:
+        """Gives it back."""
+        self._memory.free()
+
+
+class Gpu:
+    """`kvd.transport.staged.arena.Device`: the GPU with this UUID, on `threads` threads.
 
     Raises:
         Unavailable: `NO_DEVICE`, this process does not see it, or there is no driver.
@@ -31,11 +53,13 @@ class GpuCopier:
     """
 
     def __init__(self, uuid: str, threads: int, loop: asyncio.AbstractEventLoop) -> None:
-        from kvd.transport.samehost.gpu import Gpu  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
+        from kvd.transport.samehost.gpu import Gpu as Copies  # noqa: PLC0415 - nothing of CUDA is loaded without a GPU
 
-        self._gpu = Gpu(uuid)
+        self._gpu = Copies(uuid)
         self._loop = loop
         self._threads = ThreadPoolExecutor(threads, "kvd-stage")
+        self._pinned: set[int] = set()
+        """Addresses of memory that is to be unpinned."""
 
     def pin(self, region: Region) -> None:
         """Lets the GPU copy there by itself, if the driver lets us; otherwise the driver copies twice."""
@@ -43,41 +67,71 @@ class GpuCopier:
             self._gpu.pin(region.base, region.length)
         except DeviceError as error:
             _log.warning("staging memory cannot be pinned: reads from other hosts are slower", reason=error.text)
+        else:
+            self._pinned.add(region.base)
+
+    def allocate(self, size: int, done: Callable[[HostMemory | KvdError], None]) -> None:
+        """Makes memory on a thread."""
+        self._run(partial(self._make, size), done)
+
+    def _make(self, size: int) -> HostMemory:
+        memory = MemfdMemory(size)
+        self.pin(memory.region)
+        return memory
+
+    def free(self, memory: HostMemory) -> None:
+        """Gives it back on a thread."""
+        self._run(partial(self._free, memory), _log_failure)
+
+    def _free(self, memory: HostMemory) -> None:
+        base = memory.region.base
+        if base in self._pinned:
+            self._pinned.remove(base)
+            self._gpu.unpin(base)
+        memory.free()
 
     def copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[KvdError | None], None]) -> None:
         """Copies on a thread."""
-        copying = self._loop.run_in_executor(self._threads, self._gpu.copy, targets, sources, lengths)
-        copying.add_done_callback(partial(_tell, done))
+        self._run(partial(self._gpu.copy, targets, sources, lengths), done)
 
     def close(self) -> None:
         """Waits for the copies that run; the others are not made."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._gpu.close()
 
+    def _run(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        running = self._loop.run_in_executor(self._threads, work)
+        running.add_done_callback(partial(_tell, done))
 
-def _tell(done: Callable[[KvdError | None], None], copying: asyncio.Future[None]) -> None:
-    if copying.cancelled():
+
+def _tell(done: Callable[[T | KvdError], None], running: asyncio.Future[T]) -> None:
+    if running.cancelled():
         return
-    error = copying.exception()
-    if error is not None and not isinstance(error, KvdError):
+    error = running.exception()
+    if error is None:
+        done(running.result())
+    elif isinstance(error, KvdError):
+        done(error)
+    else:
         raise error
-    done(error)
+
+
+def _log_failure(error: KvdError | None) -> None:
+    if error is not None:
+        _log.error("staging memory is not given back", reason=error.text)
 
 
 def staged(network: Network, loop: asyncio.AbstractEventLoop, *, device: str, threads: int) -> StagedTransport:
     """`network` with pools on the GPU `device`, a UUID; if that is empty, it reads those of others.
 
     Raises:
-        NoMemory: there is none for the staging memory.
+        NoMemory: there is none for the buffers.
         Unavailable: `NO_DEVICE`, there is no such GPU.
 
     """
-    windows = limits.STAGING_WINDOWS if device else 0
-    size = arena_bytes(windows)
-    memory = MemfdProvider().allocate("staging", size)
-    region = Region(memory.base, size, memory.descriptor, length=memory.length)
-    view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(memory.base))
-    copier = GpuCopier(device, threads, loop) if device else None
-    if copier is not None:
-        copier.pin(region)
-    return StagedTransport(network, Arena(region, view, windows), copier, loop)
+    slots = limits.STAGING_SLOTS if device else 0
+    memory = MemfdMemory(Buffers.size(slots), hidden=True)
+    gpu = Gpu(device, threads, loop) if device else None
+    if gpu is not None:
+        gpu.pin(memory.region)
+    return StagedTransport(network, Buffers(memory, slots), gpu, loop)

@@ -1,9 +1,12 @@
 """What two ends of a staged read say to each other, and the tags by which a window says whose bytes it has.
 
 A reader draws a *secret*. For each slice it sends a `Wanted` under a number that it uses once. The owner copies the
-bytes into a window and writes the tag of secret, number and `READY` on its *board*, which has a line for each window. A
-line is wiped before anything else is copied into its window. So bytes that were read between two looks at the board
-that both found one tag are those that the tag stands for.
+bytes into a window of the pool and writes the tag of secret, number and `READY` on the pool's *board*, which has a line
+for each window. A line is wiped before anything else is copied into its window. So bytes that were read between two
+looks at the board that both found one tag are those that the tag stands for.
+
+The first line of a board says whose it is. A reader that does not find it reads from where a pool has been: memory that
+is registered no longer reads as zeros, and whoever had it answers no requests.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from kvd.errors import BadRequest
 from kvd.protocol.codec import Decoder
 
 LINE_BYTES: Final = 16
-"""A line of the board: a tag, or zeros."""
+"""A line of the board: its heading, a tag, or zeros."""
 
 BOARD_BYTES: Final = 4096
 """Before the windows."""
@@ -45,35 +48,31 @@ class Wanted(Struct, frozen=True, gc=False, tag=True, array_like=True):
 
 
 class Finished(Struct, frozen=True, gc=False, tag=True, array_like=True):
-    """The reader needs no window for this request, or none any more."""
+    """The reader needs no window for this request of the pool with this token, or none any more."""
 
     secret: _Secret
     number: _Number
+    token: _Secret
 
 
 class StagedPool(Struct, frozen=True, gc=False, array_like=True):
-    """A pool of `size` bytes that is read by way of windows; whoever knows the token may."""
+    """A pool of `size` bytes that is read by way of the windows of its arena; whoever knows the token may.
+
+    The arena is at address `arena`: the board, and after `BOARD_BYTES` the windows. The board has `lines` lines: its
+    heading, one for each window, and behind them those of requests that were refused.
+    """
 
     token: _Secret
     size: _Number
-
-
-class Staging(Struct, frozen=True, gc=False, array_like=True):
-    """The board is at address `base`, the windows follow after `BOARD_BYTES`; `pools` by address in the daemon.
-
-    The board has `lines` lines: one for each window, and behind them those of requests that were refused.
-    """
-
-    base: _Address
+    arena: _Address
     lines: Annotated[int, Meta(ge=1, le=MAX_LINES)]
-    pools: Annotated[dict[_Address, StagedPool], Meta(max_length=limits.MAX_POOLS)]
 
 
 class Metadata(Struct, frozen=True, array_like=True):
-    """What a peer needs: `network` is the transport's below; `staging` is None where no pool is staged."""
+    """What a peer needs: `network` is the transport's below, `staged` the pools read by windows, by their addresses."""
 
     network: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
-    staging: Staging | None = None
+    staged: Annotated[dict[_Address, StagedPool], Meta(max_length=limits.MAX_POOLS)]
 
 
 class State(IntEnum):
@@ -106,6 +105,11 @@ def metadata(content: bytes) -> Metadata | None:
         return _metadata.decode(content)
     except BadRequest:
         return None
+
+
+def heading(token: bytes) -> bytes:
+    """The first line of the board of the pool with this token."""
+    return hashlib.blake2b(digest_size=LINE_BYTES, key=token).digest()
 
 
 def tag(secret: bytes, number: int, state: State) -> bytes:

@@ -1,6 +1,6 @@
 """The reader's side of staged reads: which slices are on their way, and how far each is.
 
-A slice of a peer's GPU is *asked* for, its window is *read* once the peer's board says that the bytes are there, and
+A slice of a peer's GPU is *asked* for, its window is *read* once the pool's board says that the bytes are there, and
 the board is looked at again afterwards (*checked*): what the window had all the time is what was asked for. If our
 pools are on a GPU, slices are read into a slot of ours, and *copied* from there. A slice of a peer's host memory is
 read there without being asked for.
@@ -23,8 +23,8 @@ from kvd import limits
 from kvd.plan import Descriptors
 from kvd.transport.interface import Event, Landed, Network, ReadFailed, ReadRequest
 from kvd.transport.slices import U64, Slice, SliceQueue
-from kvd.transport.staged.arena import Arena, Copy, packed, window_offset
-from kvd.transport.staged.messages import LINE_BYTES, Finished, StagedPool, Staging, State, Wanted, encode, tag
+from kvd.transport.staged.arena import Buffers, Copy, packed, window_offset
+from kvd.transport.staged.messages import LINE_BYTES, Finished, StagedPool, State, Wanted, encode, heading, tag
 
 _Ended = Callable[[Landed | ReadFailed], None]
 
@@ -53,12 +53,11 @@ _AT_REST: Final = (_Step.ASKED, _Step.CHECKED)
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """An open read; `staged` is the peer's pool if it is read by windows. `parts` of it are on their way."""
+    """An open read; `board` is that of the peer's pool if it is read by windows. `parts` of it are on their way."""
 
     request: ReadRequest
     peer: StagedPeer
-    staging: Staging | None
-    staged: StagedPool | None
+    board: Board | None
     into_gpu: bool
     parts: set[_Part] = field(default_factory=set)
     started: float = 0.0
@@ -93,19 +92,32 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class StagedPeer:
-    """A peer that has or had staged pools, or that we read into a GPU. `waiting` are slices that its board decides."""
+class Board:
+    """The board of a pool of a peer, as it was announced; `waiting` are slices that it decides."""
 
     agent: str
-    staging: Staging | None
-    reads: set[int] = field(default_factory=set)
+    pool: StagedPool
     waiting: set[_Part] = field(default_factory=set)
     looks: int = 0
     looking: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class StagedPeer:
+    """A peer that has or had staged pools, or that we read into a GPU. `boards` are by address of the peer's pools."""
+
+    agent: str
+    boards: dict[int, Board] = field(default_factory=dict)
+    reads: set[int] = field(default_factory=set)
+
+    def learn(self, staged: dict[int, StagedPool]) -> None:
+        """What is read from now on is read of these pools."""
+        before = {board.pool: board for board in self.boards.values()}
+        self.boards = {base: before.get(pool) or Board(self.agent, pool) for base, pool in staged.items()}
+
+
 class StagedReads:
-    """The open reads of `network` that go by way of `arena`; `copy` copies from its slots to our pools.
+    """The open reads of `network` that go by way of `buffers`; `copy` copies from their slots to our pools.
 
     `emit` takes their ends, `idle` each peer whose last read has ended.
     """
@@ -113,7 +125,7 @@ class StagedReads:
     def __init__(
         self,
         network: Network,
-        arena: Arena,
+        buffers: Buffers,
         copy: Copy,
         loop: Any,
         *,
@@ -121,7 +133,7 @@ class StagedReads:
         idle: Callable[[str], None],
     ) -> None:
         self._network = network
-        self._arena = arena
+        self._buffers = buffers
         self._copy = copy
         self._loop = loop
         self._emit, self._idle = emit, idle
@@ -138,9 +150,7 @@ class StagedReads:
 
     def begin(self, request: ReadRequest, peer: StagedPeer, *, into_gpu: bool) -> None:
         """Starts a read; its destination is registered and large enough."""
-        staging = peer.staging
-        staged = staging.pools.get(request.remote_base) if staging else None
-        read = _Read(request, peer, staging, staged, into_gpu)
+        read = _Read(request, peer, peer.boards.get(request.remote_base), into_gpu)
         if not self._queue.add(request):
             self._emit(Landed(request.read, 0.0))
             return
@@ -177,55 +187,55 @@ class StagedReads:
             read.started = read.started or time.perf_counter()
             part = _Part(read, piece)
             read.parts.add(part)
-            if read.staged is None:
+            if read.board is None:
                 self._read_into_slot(part)
             else:
-                self._ask(part, read.staged)
+                self._ask(part, read.board)
 
     def _read_into_slot(self, part: _Part) -> None:
         """Reads once a slot is free, if it needs one: peers that stage nothing take none of them."""
         if part.read.into_gpu and part.slot is None:
-            if not self._arena.slots:
+            if not self._buffers.slots:
                 self._slotless[part] = None
                 return
-            part.slot = self._arena.slots.pop()
+            part.slot = self._buffers.slots.pop()
         self._read(part)
 
     def _give_slot_back(self, part: _Part) -> None:
         if part.slot is not None:
-            self._arena.slots.append(part.slot)
+            self._buffers.slots.append(part.slot)
             part.slot = None
             if self._slotless:
                 self._loop.call_soon(self._use_slots)
 
     def _use_slots(self) -> None:
-        while self._slotless and self._arena.slots:
+        while self._slotless and self._buffers.slots:
             del self._slotless[part := next(iter(self._slotless))]
             self._read_into_slot(part)
 
-    def _ask(self, part: _Part, staged: StagedPool) -> None:
+    def _ask(self, part: _Part, board: Board) -> None:
         self._give_slot_back(part)
         part.number, part.step = next(self._numbers), _Step.ASKED
         part.patience = 2 * part.patience or AGAIN_SECONDS
         part.again = self._loop.time() + part.patience
         source, _, length = part.rows
         table = np.concatenate((source, length)).tobytes()
-        self._network.notify(part.read.peer.agent, encode(Wanted(self._secret, part.number, staged.token, table)))
-        self._await_board(part)
+        self._network.notify(board.agent, encode(Wanted(self._secret, part.number, board.pool.token, table)))
+        self._await(board, part)
 
-    def _finish(self, part: _Part) -> None:
+    def _finish(self, board: Board, part: _Part) -> None:
         """The peer may use the window again."""
-        self._network.notify(part.read.peer.agent, encode(Finished(self._secret, part.number)))
+        self._network.notify(board.agent, encode(Finished(self._secret, part.number, board.pool.token)))
 
     def _read(self, part: _Part) -> None:
         part.step = _Step.READ
         read, (source, target, length) = part.read, part.rows
         remote, local = read.request.remote_base, read.request.local_base
-        if read.staging is not None and read.staged is not None:
-            remote, source = read.staging.base, packed(window_offset(part.window), length)
+        if read.board is not None:
+            remote, source = read.board.pool.arena, packed(window_offset(part.window), length)
         if part.slot is not None:
-            local, target = self._arena.base, packed(self._arena.slot_offset(part.slot), length)
-        if read.staged is not None and part.slot is not None:  # both are contiguous
+            local, target = self._buffers.base, packed(self._buffers.slot_offset(part.slot), length)
+        if read.board is not None and part.slot is not None:  # both are contiguous
             source, target, length = source[:1], target[:1], length.sum(keepdims=True)
         wanted, goes_on = Descriptors(source, target, length), read.request.part
         asked = ReadRequest(-next(self._numbers), read.peer.agent, local, remote, wanted, part=goes_on)
@@ -234,9 +244,9 @@ class StagedReads:
     def _came(self, part: _Part, event: Landed | ReadFailed) -> None:
         if isinstance(event, ReadFailed):
             self._part_ended(part, event.reason)
-        elif part.read.staged is not None and not part.read.failure:
+        elif part.read.board is not None and not part.read.failure:
             part.step = _Step.CHECKED
-            self._await_board(part)
+            self._await(part.read.board, part)
         else:
             self._arrived(part)
 
@@ -247,7 +257,7 @@ class StagedReads:
             return
         part.step = _Step.COPIED
         _, target, length = part.rows
-        sources = packed(self._arena.base + self._arena.slot_offset(part.slot), length)
+        sources = packed(self._buffers.base + self._buffers.slot_offset(part.slot), length)
         targets = target + np.uint64(part.read.request.local_base)
         self._copy(targets, sources, length, partial(self._part_ended, part))
 
@@ -255,11 +265,12 @@ class StagedReads:
         """Nothing writes for it any more."""
         read = part.read
         read.parts.discard(part)
-        read.peer.waiting.discard(part)
         self._slotless.pop(part, None)
         self._give_slot_back(part)
-        if read.staged is not None and part.step is not _Step.COPIED:
-            self._finish(part)
+        if read.board is not None:
+            read.board.waiting.discard(part)
+            if part.step is not _Step.COPIED:
+                self._finish(read.board, part)
         self._queue.ended(part.piece)
         if failure:
             self._fail(read, failure)
@@ -290,72 +301,72 @@ class StagedReads:
 
     # --- boards -----------------------------------------------------------------------------------------------------
 
-    def _await_board(self, part: _Part) -> None:
-        peer = part.read.peer
-        part.looks = peer.looks
-        peer.waiting.add(part)
-        self._look(peer)
+    def _await(self, board: Board, part: _Part) -> None:
+        part.looks = board.looks
+        board.waiting.add(part)
+        self._look(board)
 
-    def _look(self, peer: StagedPeer) -> None:
-        """Reads the peer's board, for what waits now."""
-        if peer.looking or not peer.waiting or peer.staging is None:
+    def _look(self, board: Board) -> None:
+        """Reads the board, for what waits now."""
+        if board.looking or not board.waiting:
             return
-        if not self._arena.rows:
-            peer.looking = True
-            self._loop.call_later(_LOOK_SECONDS, self._look_again, peer)
+        board.looking = True
+        if not self._buffers.rows:
+            self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
             return
-        row = self._arena.rows.pop()
-        peer.looking = True
-        peer.looks += 1
-        lines = peer.staging.lines
-        rows = 0, self._arena.row_offset(row), lines * LINE_BYTES
-        board = Descriptors(*(np.array([number], np.uint64) for number in rows))
-        asked = ReadRequest(-next(self._numbers), peer.agent, self._arena.base, peer.staging.base, board)
-        self._read_network(asked, partial(self._seen, peer, row, lines))
+        row = self._buffers.rows.pop()
+        board.looks += 1
+        rows = 0, self._buffers.row_offset(row), board.pool.lines * LINE_BYTES
+        lines = Descriptors(*(np.array([number], np.uint64) for number in rows))
+        asked = ReadRequest(-next(self._numbers), board.agent, self._buffers.base, board.pool.arena, lines)
+        self._read_network(asked, partial(self._seen, board, row))
 
-    def _look_again(self, peer: StagedPeer) -> None:
-        peer.looking = False
-        self._look(peer)
+    def _look_again(self, board: Board) -> None:
+        board.looking = False
+        self._look(board)
 
-    def _seen(self, peer: StagedPeer, row: int, count: int, event: Landed | ReadFailed) -> None:
-        lines = self._arena.lines(row, count) if isinstance(event, Landed) else []
-        self._arena.rows.append(row)
-        where = {line: window for window, line in enumerate(lines)}
-        for part in [part for part in peer.waiting if part.looks < peer.looks]:
-            if part not in peer.waiting:
+    def _seen(self, board: Board, row: int, event: Landed | ReadFailed) -> None:
+        lines = self._buffers.lines(row, board.pool.lines) if isinstance(event, Landed) else []
+        self._buffers.rows.append(row)
+        failure = ""
+        if isinstance(event, ReadFailed):
+            failure = f"its board cannot be read: {event.reason}"
+        elif lines[0] != heading(board.pool.token):
+            failure = f"agent {board.agent!r} has taken the pool back"
+        where = {line: window for window, line in enumerate(lines[1:])}
+        for part in [part for part in board.waiting if part.looks < board.looks]:
+            if part not in board.waiting:
                 continue  # its read has failed with another part of it
-            if isinstance(event, ReadFailed):
-                self._part_ended(part, f"its board cannot be read: {event.reason}")
+            if failure:
+                self._part_ended(part, failure)
             else:
-                self._decide(part, where)
-        peer.looking = bool(peer.waiting)
-        if peer.looking:
-            self._loop.call_later(_LOOK_SECONDS, self._look_again, peer)
+                self._decide(board, part, where)
+        board.looking = bool(board.waiting)
+        if board.looking:
+            self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
 
-    def _decide(self, part: _Part, where: dict[bytes, int]) -> None:
+    def _decide(self, board: Board, part: _Part, where: dict[bytes, int]) -> None:
         window = where.get(tag(self._secret, part.number, State.READY))
-        staged = part.read.staged
-        assert staged is not None  # noqa: S101 - nothing else waits for a board
         if part.step is _Step.CHECKED:
-            part.read.peer.waiting.discard(part)
-            self._finish(part)
+            board.waiting.discard(part)
+            self._finish(board, part)
             if window == part.window:
                 part.step = _Step.COPIED
                 self._arrived(part)
             else:  # its window was taken back: others waited for too long
-                self._ask(part, staged)
+                self._ask(part, board)
         elif window is not None:
-            part.read.peer.waiting.discard(part)
+            board.waiting.discard(part)
             part.window = window
             self._read_into_slot(part)
         else:
             for state, reason in _REASONS.items():
                 if tag(self._secret, part.number, state) in where:
-                    self._part_ended(part, f"agent {part.read.peer.agent!r} staged nothing: {reason}")
+                    self._part_ended(part, f"agent {board.agent!r} staged nothing: {reason}")
                     return
             if self._loop.time() >= part.again:
-                self._finish(part)
-                self._ask(part, staged)
+                self._finish(board, part)
+                self._ask(part, board)
 
     # --- the network ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The transport to other hosts with pools in GPUs' memory: a layer over one that moves host memory only.
 
-Host memory is read as below. For the rest there is an *arena* of host memory (`kvd.transport.staged.arena`), which is
-registered with the network like a pool. `server.py` copies out of our pools into its windows for peers; `reads.py`
-reads what they staged, and into our pools.
+Host memory is read as below. For the rest there is host memory that is registered with the network
+(`kvd.transport.staged.arena`): an *arena* for each of our pools, into whose windows `server.py` copies for peers, and
+*buffers*, by which `reads.py` reads what they staged, and into our pools.
 """
 
 from __future__ import annotations
@@ -36,32 +36,29 @@ from kvd.transport.interface import (
 from kvd.transport.path import STAGED_HERE, STAGED_THERE
 from kvd.transport.slices import U64
 from kvd.transport.staged import messages
-from kvd.transport.staged.arena import Arena, Copier
+from kvd.transport.staged.arena import Buffers, Device
 from kvd.transport.staged.messages import Metadata
 from kvd.transport.staged.reads import StagedPeer, StagedReads
-from kvd.transport.staged.server import Server
+from kvd.transport.staged.served import ServedPools
 
-ARENA: int = -1
-"""The arena's number among the pools of the network."""
+BUFFERS: int = -1
+"""The number of the buffers among the pools of the network."""
 
 
 class StagedTransport:
     """`kvd.transport.interface.Transport` over `network`, which was not started. `loop` is asyncio's, or a test's.
 
-    `arena` is registered when it is needed first. `copier` copies to and from the GPU that our pools are on; None if
-    they are in host memory.
+    `buffers` are registered when they are needed first. `device` is the GPU that our pools are on; None if they are in
+    host memory.
     """
 
-    def __init__(self, network: Network, arena: Arena, copier: Copier | None, loop: Any) -> None:
+    def __init__(self, network: Network, buffers: Buffers, device: Device | None, loop: Any) -> None:
         self._network = network
-        self._arena = arena
-        self._has_arena = False
-        self._copier = copier
-        self._server = Server(arena, self._copy, loop) if copier else None
-        self._reads = StagedReads(network, arena, self._copy, loop, emit=self._emit, idle=self._idle)
-        self._gpu_pools: dict[int, Region] = {}
-        self._sizes: dict[int, int] = {}
-        """Of the pools on the GPU, by address."""
+        self._buffers = buffers
+        self._has_buffers = False
+        self._device = device
+        self._served = ServedPools(network, device, self._copy, loop, emit=self._emit) if device else None
+        self._reads = StagedReads(network, buffers, self._copy, loop, emit=self._emit, idle=self._idle)
         self._adding: dict[str, tuple[bytes, Metadata]] = {}
         self._peers: dict[str, StagedPeer] = {}
         self._leaving: set[str] = set()
@@ -82,44 +79,37 @@ class StagedTransport:
     def _written(self, network: bytes, pools: tuple[int, ...] | None = None) -> bytes:
         if not network:
             return b""
-        return messages.encode(Metadata(network, self._server.staging(pools) if self._server else None))
+        return messages.encode(Metadata(network, self._served.staged(pools) if self._served else {}))
 
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts; `on_event` is called on the loop."""
         self._on_event = on_event
         self._network.start(self._heard)
-        if self._server is not None:
-            self._register_arena()
+        if self._served is not None:
+            self._register_buffers()
 
-    def _register_arena(self) -> None:
-        if not self._has_arena:
-            self._has_arena = True
-            self._network.register(ARENA, self._arena.region)
+    def _register_buffers(self) -> None:
+        if not self._has_buffers:
+            self._has_buffers = True
+            self._network.register(BUFFERS, self._buffers.region)
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
     def register(self, pool: int, region: Region) -> None:
         """Registers memory; answered by `Registered` or `RegisterFailed`."""
-        if self._server is None or not region.device:
+        if self._served is None or not region.device:
             self._network.register(pool, region)
-            return
-        self._server.register(pool, region)
-        self._gpu_pools[pool] = region
-        self._sizes[region.base] = region.size
-        self._emit(Registered(pool, self.metadata))
+        else:
+            self._served.register(pool, region)
 
     def deregister(self, pool: int) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
-        region = self._gpu_pools.pop(pool, None)
-        if region is None or self._server is None:
+        if self._served is None or not self._served.deregister(pool):
             self._network.deregister(pool)
-            return
-        del self._sizes[region.base]
-        self._server.deregister(pool, lambda: self._emit(Deregistered(pool, self.metadata)))
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
-        self._network.describe((ARENA, *pools) if self._server else pools)
+        self._network.describe(pools)
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
@@ -130,8 +120,8 @@ class StagedTransport:
             self.remove_peer(agent)
             self._emit(PeerFailed(agent, "its metadata for other hosts is not of a form known here"))
             return
-        if parts.staging is not None:
-            self._register_arena()
+        if parts.staged:
+            self._register_buffers()
         self._leaving.discard(agent)
         self._adding[agent] = metadata, parts
         self._network.add_peer(agent, parts.network, address)
@@ -155,8 +145,8 @@ class StagedTransport:
     def read(self, request: ReadRequest) -> None:
         """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
         peer = self._peers.get(request.agent)
-        size = self._sizes.get(request.local_base)
-        staged = peer is not None and peer.staging is not None and request.remote_base in peer.staging.pools
+        size = self._served.size_at(request.local_base) if self._served else None
+        staged = peer is not None and request.remote_base in peer.boards
         if peer is None or not (staged or size is not None):
             self._network.read(request)
         elif request.agent in self._leaving:
@@ -191,12 +181,12 @@ class StagedTransport:
         """Shuts down in order and waits for it. Open reads get no more events."""
         self._stopped = True
         self._network.stop()
-        if self._copier is not None:
-            self._copier.close()
+        if self._device is not None:
+            self._device.close()
 
     def _copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[str], None]) -> None:
         """Copies, as `Copy`; a GPU that is lost is the end of this transport."""
-        assert self._copier is not None  # noqa: S101 - nothing is copied without pools on a GPU
+        assert self._device is not None  # noqa: S101 - nothing is copied without pools on a GPU
 
         def copied(error: KvdError | None) -> None:
             if self._stopped:
@@ -205,7 +195,7 @@ class StagedTransport:
             if isinstance(error, DeviceError) and error.lost:
                 self._emit(TransportDied(error.text))
 
-        self._copier.copy(targets, sources, lengths, copied)
+        self._device.copy(targets, sources, lengths, copied)
 
     def _emit(self, event: Event) -> None:
         if not self._stopped:
@@ -218,37 +208,44 @@ class StagedTransport:
                 self._take_message(event)
             case Landed() | ReadFailed() if self._reads.ended(event):
                 pass
-            case Registered() | RegisterFailed() | Deregistered() if event.pool == ARENA:
-                self._has_arena = isinstance(event, Registered)
-            case Registered() | Deregistered() | NetworkUp():
+            case Registered() | RegisterFailed() | Deregistered():
+                self._registration(event)
+            case NetworkUp():
                 self._emit(replace(event, metadata=self.metadata))
             case Described():
-                pools = tuple(pool for pool in event.pools if pool != ARENA)
-                self._emit(Described(pools, self._written(event.metadata, pools)))
+                self._emit(replace(event, metadata=self._written(event.metadata, event.pools)))
             case PeerAdded():
                 self._added(event)
             case PeerFailed():
                 self._failed(event)
             case NetworkDown():
-                if self._server is not None:
-                    self._server.network_down()
+                if self._served is not None:
+                    self._served.network_down()
                 self._emit(event)
             case _:
                 self._emit(event)
 
     def _take_message(self, event: Notified) -> None:
         message = messages.message(event.content)
-        if message is not None and self._server is not None:
-            self._server.hear(event.agent, message)
+        if message is not None and self._served is not None:
+            self._served.hear(event.agent, message)
+
+    def _registration(self, event: Registered | RegisterFailed | Deregistered) -> None:
+        if event.pool == BUFFERS:
+            self._has_buffers = isinstance(event, Registered)
+            return
+        if self._served is not None and not isinstance(event, Registered) and not self._stopped:
+            self._served.ended(event.pool)
+        self._emit(event if isinstance(event, RegisterFailed) else replace(event, metadata=self.metadata))
 
     def _added(self, event: PeerAdded) -> None:
         adding = self._adding.get(event.agent)
         if adding is None or adding[1].network != event.metadata:
             return  # it is being added by newer metadata
         metadata, parts = self._adding.pop(event.agent)
-        peer = self._peers.setdefault(event.agent, StagedPeer(event.agent, None))
-        peer.staging = parts.staging
-        there, here = bool(parts.staging and parts.staging.pools), self._copier is not None
+        peer = self._peers.setdefault(event.agent, StagedPeer(event.agent))
+        peer.learn(parts.staged)
+        there, here = bool(parts.staged), self._device is not None
         staged = [entry for entry, holds in ((STAGED_THERE, there), (STAGED_HERE, here)) if holds]
         path = " ".join([*event.path.split(), *staged])
         self._emit(replace(event, metadata=metadata, path=path))
