@@ -115,6 +115,10 @@ PLANNED_PART: Final = 1 << 16
 """Descriptors of a plan that a thread makes at once, in some 5 ms: the first of them are read then, while the next ones
 are planned. Between two such reads the threads that copy wait for the loop, 0.2 ms."""
 
+MAX_PARTS: Final = 4096
+"""Such parts of one read: 268 M descriptors, sixteen times those of 520,000 blocks between HND and NHD. What a read
+takes at most is not known exactly: between hostile layouts one block was to be cut into half a million."""
+
 MAX_PLANS: Final = 2
 """Such parts that threads plan at a time, each of another worker's reads: one takes a core, and up to three times its
 arrays."""
@@ -164,6 +168,10 @@ MAX_RANKS_PER_WORKER: Final = 16_384
 
 MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
 """Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
+
+MAX_TICKET_SPANS: Final = 1 << 14
+"""Spans of one ticket, over its lists of blocks: of 1,024 ranks with a list each, of 16 groups. As text they may have 8
+characters each, and the loop takes milliseconds to make them."""
 
 MAX_LEAVING: Final = 1024
 MAX_LEAVING_TICKET_BYTES: Final = 16 * MIB

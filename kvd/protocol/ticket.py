@@ -74,8 +74,19 @@ class Ticket(Message, frozen=True):
         return _PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 
+class _Outline(Message, frozen=True):
+    """A ticket that is not looked into."""
+
+    tokens: msgspec.Raw
+    ranks: msgspec.Raw
+    blocks: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=limits.MAX_RANKS)]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+_outlines = msgspec.msgpack.Decoder(_Outline)
+_FIX, _16, _32 = 0x90, 0xDC, 0xDD
+"""How an array begins in msgpack: with its length in four bits, or before so many bits of it."""
 
 
 def decode(text: str) -> Ticket:
@@ -94,6 +105,8 @@ def decode(text: str) -> Ticket:
     try:
         padded = text[len(_PREFIX) :] + "=" * (-(len(text) - len(_PREFIX)) % 4)
         packed = binascii.a2b_base64(padded.encode("ascii").translate(_STANDARD), strict_mode=True)
+        if len(packed) > limits.MAX_TICKET_SPANS:
+            _check_spans(packed)
         ticket = _decoder.decode(packed)
     except (binascii.Error, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise refusal(ErrorCode.BAD_TICKET, f"the ticket cannot be read ({error}); was it cut short?") from error
@@ -106,6 +119,27 @@ def decode(text: str) -> Ticket:
                 f"rank {rank.pool!r} names block list {rank.blocks}, the ticket has {len(ticket.blocks)}",
             )
     return ticket
+
+
+def _check_spans(packed: bytes) -> None:
+    """Counts the spans of a long ticket before it makes them.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, they are too many.
+        msgspec.MsgspecError: it is no ticket.
+
+    """
+    spans = sum(_length(memoryview(each)) for each in _outlines.decode(packed).blocks)
+    if spans > limits.MAX_TICKET_SPANS:
+        text = f"the ticket has {spans} lists of block ids; at most {limits.MAX_TICKET_SPANS} are taken"
+        raise refusal(ErrorCode.BAD_TICKET, text)
+
+
+def _length(array: memoryview) -> int:
+    """How many items it has; of what is no array any number, as the decoder refuses that."""
+    if array[0] in (_16, _32):
+        return int.from_bytes(array[1 : 3 if array[0] == _16 else 5], "big")
+    return array[0] - _FIX if array[0] >= _FIX else 0
 
 
 def growing(*, daemon: str, address: str, pool: str, offer: str, secret: bytes, incarnation: int = 0) -> str:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd import limits
 from kvd.client import Offered
 from kvd.engines.vllm.metadata import OfferOrder, PullOrder
 from kvd.engines.vllm.transfer_params import TransferParams
@@ -60,6 +61,22 @@ def test_random_text_is_a_ticket_or_a_bad_ticket(text: str) -> None:
     except BadRequest as error:
         code = error.code
     assert code is ErrorCode.BAD_TICKET
+
+
+@pytest.mark.parametrize("groups", [1, 15, 16, 256])
+def test_a_ticket_of_too_many_spans_is_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    """Each takes memory and a moment of the daemon's loop, and has 6 bytes."""
+    rank = TicketRank("d", "tcp://h:1", 1, "p", "o", 0, SECRET)
+    monkeypatch.setattr(limits, "MAX_TICKET_SPANS", 512)
+    most = 512 // groups
+    made = [Ticket(1, (rank,), (tuple(Span(0, 0, b"") for _ in range(groups)),) * count) for count in (most, most + 1)]
+    assert ticket.decode(made[0].encode()) == made[0]
+    monkeypatch.setattr(ticket, "_decoder", None)
+    with pytest.raises(BadRequest, match=f"has {(most + 1) * groups} lists of block ids; at most 512") as caught:
+        ticket.decode(made[1].encode())
+    assert caught.value.code is ErrorCode.BAD_TICKET
 
 
 @settings(max_examples=50, deadline=None)

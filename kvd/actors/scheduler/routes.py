@@ -160,10 +160,10 @@ def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequenc
 def parts(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> tuple[plan.Section, ...]:
     """What is new of the `wanted` blocks, cut so that a part has about `limits.PLANNED_PART` descriptors at most.
 
-    Windows and states come with the last part.
+    They are more if there would be more than `limits.MAX_PARTS` parts. Windows and states come with the last part.
     """
     whole = told.section
-    count = -(-_most(source, told, wanted, groups) // limits.PLANNED_PART)
+    count = min(limits.MAX_PARTS, -(-_most(source, told, wanted, groups) // limits.PLANNED_PART))
     stops: range | tuple[int, ...] = ()
     full = [span for span in wanted if span.ids and isinstance(groups[span.group].window, Full)]
     ends = [_tokens(span, groups[span.group]) for span in full]

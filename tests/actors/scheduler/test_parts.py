@@ -1,8 +1,10 @@
 """How large plans are cut: each part is small, and together they move what the whole plan moves."""
 
+import random
 from array import array
 
-from hypothesis import given
+import msgspec
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvd import limits, plan
@@ -23,6 +25,7 @@ def source_of(spec: CacheSpec) -> Source:
     return Source(0, PeerPool(1, 0, spec.pool_bytes, spec), "peer", 1, planner)
 
 
+@example(15, 0, 0, 5, False, random.Random(0))  # noqa: S311 - parts that end in the midst of blocks
 @given(
     offered=st.integers(1, 40),
     before=st.integers(0, 39),
@@ -46,13 +49,26 @@ def test_the_parts_of_a_plan_move_what_the_whole_moves(offered, before, read, pa
     whole = plan_read(source, told, told.section, wanted)
     made = [plan_read(source, told, each, wanted) for each in cut]
     assert bytes_of(made) == bytes_of([whole])
-    assert all(each.count <= max(part, 2 * 2) for each in made)  # of the two layers of a block, and one more
+    assert all(each.count <= max(part, 2) + 2 for each in made)  # two of a block, and of one more that it ends in
 
 
 def bytes_of(made: list[plan.Descriptors]) -> list[tuple[int, int]]:
     """From where to where each byte goes."""
     copies = [copy for each in made for copy in each.copies]
     return sorted((src + at, dst + at) for src, dst, length in copies for at in range(0, length, 4))
+
+
+def test_a_plan_has_so_many_parts_however_many_descriptors_it_may_take_at_most(monkeypatch) -> None:
+    tokens = 1 << 16
+    spec = flat_spec(2, 16 * tokens)
+    block = msgspec.structs.replace(spec.groups[0], block_tokens=tokens)
+    monkeypatch.setattr(limits, "PLANNED_PART", 1)
+    source = source_of(spec)
+    monkeypatch.setattr(source.planner, "most", lambda blocks: blocks * tokens)
+    told, wanted = Told(tokens, (Span(0, 0, ids(0)),), whole=True), (Span(0, 0, ids(1)),)
+    cut = parts(source, told, wanted, (block,))
+    assert len(cut) == limits.MAX_PARTS
+    assert [each.stop for each in cut[:-1]] == [each.start for each in cut[1:]]
 
 
 def test_a_plan_of_520_000_blocks_is_cut_into_parts_without_a_look_at_each_block() -> None:
