@@ -10,6 +10,7 @@ import pytest
 
 from kvd.client import Done
 from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.handoff import checksum
 from kvd.engines.sglang.messages import Message, Offered
 from tests.engines.sglang.test_sglang_consumer import Client
 from tests.sglang.testbed.absent import stand_in
@@ -46,6 +47,7 @@ class Engine:
             defer_decode_allocation=False,
             waiting_timeout=300,
             kv_args=SimpleNamespace(page_size=1),
+            kernels=lambda: None,
             call=self._call,
             tell=lambda _host, _port, message: self.told.append(message),
             landed=lambda room, *_: manager.update_status(room, KVPoll.Success),
@@ -75,7 +77,7 @@ class Engine:
 
     def land(self) -> None:
         self.want()
-        self.consumer.told(Offered(ROOM, self.told[0].nonce, "ticket"))
+        self.consumer.told(Offered(ROOM, self.told[0].nonce, "ticket", checksum([])))
         self.consumer.on_event(Done(self.client.name))
 
 

@@ -10,13 +10,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from kvd.engines.sglang import handoff, messages
 from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_UNEXPECTED_ROOMS
 
 Address = tuple[str, int]
@@ -80,7 +79,7 @@ class Desk:
             frames = await socket.recv_multipart()
             try:
                 message = messages.decode(frames[0])
-            except msgspec.DecodeError:
+            except BadRequest:
                 continue  # whoever sent it, it is not the engine's answer
             told = self._waiting.get(message.nonce)
             if told is None or told.done():

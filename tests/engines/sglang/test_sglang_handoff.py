@@ -127,6 +127,20 @@ async def test_a_router_gets_the_ticket_of_the_room_that_it_asks_for() -> None:
     engine.close()
 
 
+async def test_what_cannot_be_read_at_its_port_ends_no_rooms_wait() -> None:
+    engine = PrefillEngine()
+    desk = Desk(lambda: engine.address)
+    task, wanted = await asked(engine, desk)
+    stranger = engine.context.socket(zmq.PUSH)
+    stranger.connect(f"tcp://{wanted.host}:{wanted.port}")
+    await stranger.send(b"no message")
+    await stranger.send(messages.encode(Offered(7, wanted.nonce, "ticket", 5)))
+    assert await task == write("ticket", 5)
+    stranger.close(linger=0)
+    desk.close()
+    engine.close()
+
+
 async def test_a_router_hears_why_a_room_has_no_ticket() -> None:
     engine = PrefillEngine()
     desk = Desk(lambda: engine.address)
