@@ -178,3 +178,18 @@ def test_pages_that_are_offered_stay_until_the_offer_has_ended_that_another_rank
     engine.manager.failed(ROOM, "the offer has ended")
     vars(sender).update(trace_ctx=SimpleNamespace(trace_req_finish=lambda: None))
     assert polled_together([engine.states.Failed], [sender], None) == [engine.states.Failed]
+
+
+def test_a_bootstrap_server_names_the_ranks_of_its_engine_in_their_order_once_all_are_there() -> None:
+    stand_in()
+    from sglang.srt.disaggregation.common.conn import PrefillRankInfo  # noqa: PLC0415 - after the stand-ins
+
+    from kvd.engines.sglang.bootstrap import KvdBootstrapServer  # noqa: PLC0415 - imports SGLang
+
+    server = object.__new__(KvdBootstrapServer)
+    ranks = {number: {0: PrefillRankInfo("prefill", 5 + number)} for number in (1, 0)}
+    vars(server).update(dp_size=1, attn_cp_size=1, attn_tp_size=2, pp_size=1)
+    vars(server).update(prefill_port_table={0: {0: ranks}}, _registered_count=1)
+    assert server._engine() == ()
+    server._registered_count = 2
+    assert server._engine() == (("prefill", 5), ("prefill", 6))
