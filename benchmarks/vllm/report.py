@@ -1,8 +1,4 @@
-"""What `python -m benchmarks.vllm` found, as tables and as a picture. Figures are medians over rounds.
-
-Each comes with its 95 % bootstrap interval. A ratio's interval draws the same rounds for both sides, because those ran
-at the same time.
-"""
+"""What `python -m benchmarks.vllm` found, as tables and as a picture. Figures are medians over rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +7,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
+from benchmarks.estimate import cell, estimate
 from benchmarks.vllm.run import Side
 
 WIDTH: Final = 160
 """Columns that the tables need, on a terminal or not."""
-
-_SAMPLES: Final = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A median, or a ratio of medians, and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +50,6 @@ FIGURES: Final = (
 _THROUGHPUT: Final = "tokens_a_second_"
 
 
-def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Estimate:
-    """The median of `values`, or its ratio to the median of `over`, whose rounds are those of `values`."""
-    count = min(len(values), len(values if over is None else over))
-    draws = np.random.default_rng(0).integers(count, size=(_SAMPLES, count))
-
-    def medians(of: Sequence[float]) -> tuple[float, NDArray[np.float64]]:
-        column = np.asarray(of[:count], dtype=np.float64)
-        return float(np.median(column)), np.median(column[draws], axis=1)
-
-    value, drawn = medians(values)
-    if over is not None:
-        base, below = medians(over)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a base of 0 has no ratio
-            value, drawn = float(np.divide(value, base)), np.divide(drawn, below)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Estimate(value, float(low), float(high))
-
-
 def tables(sides: Sequence[Side]) -> list[Table]:
     """One per placement, with the sides that finished a round; the last column is the first, kvd, over the best other.
 
@@ -97,15 +64,15 @@ def tables(sides: Sequence[Side]) -> list[Table]:
             table.add_column(heading, justify="right" if heading else "left")
         for figure in _shown(kvd):
             columns = [_column(side, figure.name) for side in (kvd, *others)]
-            cells = [_cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
+            cells = [cell(estimate(column), figure.factor, figure.unit) if column else "-" for column in columns]
             against = [column for side, column in zip((kvd, *others), columns, strict=True) if column and not side.ours]
             ratio = "-"
             if columns[0] and against:
                 choose = min if figure.best == "least" else max
-                ratio = _cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
+                ratio = cell(estimate(columns[0], choose(against, key=lambda column: float(np.median(column)))))
             table.add_row(figure.text, *cells, ratio)
         worst = [estimate(_column(side, "busy_worst"), _column(side, "quiet_worst")) for side in (kvd, *others)]
-        table.add_row("worst gap, blocks arriving / nothing arriving", *map(_cell, worst), "")
+        table.add_row("worst gap, blocks arriving / nothing arriving", *map(cell, worst), "")
         found.append(table)
     return found
 
@@ -167,16 +134,3 @@ def _shown(side: Side) -> list[Figure]:
 
 def _column(side: Side, name: str) -> list[float]:
     return [figures[name] for figures in side.rounds if name in figures]
-
-
-def _cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
-    value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
-    return f"{value} {unit} ({low} to {high})".replace("  ", " ")
-
-
-def _three(found: Estimate) -> tuple[float, float, float]:
-    return found.value, found.low, found.high
-
-
-def _digits(value: float) -> int:
-    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
