@@ -614,4 +614,5 @@ MAX_TOP_LOGPROBS: Final = 128
 """Likeliest first tokens of a prefill that SGLang is told of: its buffers have so many places."""
 
 MAX_UNEXPECTED_ROOMS: Final = 4096
-"""Requests that SGLang's decode engines want and that the prefill engine has not got: the oldest are forgotten."""
+"""Requests that SGLang's decode engines want, each rank for itself, and that the prefill engine has not got: the oldest
+are forgotten. As many tickets a bootstrap server waits for."""

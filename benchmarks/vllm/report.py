@@ -1,8 +1,4 @@
-"""What `python -m benchmarks.vllm` found, as tables and as a picture. Figures are medians over rounds.
-
-Each comes with its 95 % bootstrap interval. A ratio's interval draws the same rounds for both sides, because those ran
-at the same time.
-"""
+"""What `python -m benchmarks.vllm` found, as tables and as a picture. Figures are medians over rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +7,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
+from benchmarks.estimate import cell, estimate
 from benchmarks.vllm.run import Side
 
 WIDTH: Final = 160
 """Columns that the tables need, on a terminal or not."""
-
-_SAMPLES: Final = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A median, or a ratio of medians, and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +53,6 @@ FIGURES: Final = (
     Figure("serves_again", "killed under load: to the first token that the next daemon pulled", worst=True),
 )
 _THROUGHPUT: Final = "tokens_a_second_"
-
-
-def estimate(values: Sequence[float], over: Sequence[float] | None = None) -> Estimate:
-    """The median of `values`, or its ratio to the median of `over`, whose rounds are those of `values`."""
-    count = min(len(values), len(values if over is None else over))
-    draws = np.random.default_rng(0).integers(count, size=(_SAMPLES, count))
-
-    def medians(of: Sequence[float]) -> tuple[float, NDArray[np.float64]]:
-        column = np.asarray(of[:count], dtype=np.float64)
-        return float(np.median(column)), np.median(column[draws], axis=1)
-
-    value, drawn = medians(values)
-    if over is not None:
-        base, below = medians(over)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a base of 0 has no ratio
-            value, drawn = float(np.divide(value, base)), np.divide(drawn, below)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Estimate(value, float(low), float(high))
 
 
 def tables(sides: Sequence[Side]) -> list[Table]:
@@ -177,17 +144,3 @@ def _column(side: Side, name: str) -> list[float]:
 def _measured(figure: Figure, column: Sequence[float]) -> str:
     median = cell(estimate(column), figure.factor, figure.unit)
     return f"{median}, most {max(column) * figure.factor:,.0f}" if figure.worst else median
-
-
-def cell(found: Estimate, factor: float = 1.0, unit: str = "") -> str:
-    """The value and its interval, as text."""
-    value, low, high = (f"{number * factor:,.{_digits(found.value * factor)}f}" for number in _three(found))
-    return f"{value} {unit} ({low} to {high})".replace("  ", " ")
-
-
-def _three(found: Estimate) -> tuple[float, float, float]:
-    return found.value, found.low, found.high
-
-
-def _digits(value: float) -> int:
-    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.command import make_parser, run
-from benchmarks.vllm.report import Estimate, cell, estimate
+from benchmarks.estimate import Estimate, cell, estimate
 from benchmarks.vllm.servers import MODEL, as_users_run, model_folder, resume
 from kvd.bench.report import progress, write_json
 from kvd.errors import BadRequest, ErrorCode, refusal

@@ -27,7 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     offer_ttl: _Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
     pull_timeout: _Timeout = 60.0
-    """How long a pull may take once the decode engine has blocks for it; of an offer that grows, an hour."""
+    """How long a pull may take once the decode engine has blocks for it; of an offer that grows, longer."""
     attach_timeout: _Timeout = 60.0
     """How long a starting engine waits for its daemon."""
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm.report import FIGURES, estimate, plot, tables
+from benchmarks.estimate import estimate
+from benchmarks.vllm.report import FIGURES, plot, tables
 from benchmarks.vllm.run import Side, split_gaps
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.shared import mark_real, report_and_replace, stopped_in_the_end
-from tests.sglang.shared import Shared
+from tests.sglang.shared import OTHERS, Shared
 from tests.vllm.testbed.catalog import write_models
 
 HERE = Path(__file__).parent
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the models of the laboratory that SGLang runs on a CPU."""
     folder = tmp_path_factory.mktemp("models")
-    write_models(folder, "llama")
+    write_models(folder, "llama", *OTHERS)
     return folder
 
 

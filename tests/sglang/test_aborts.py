@@ -1,6 +1,7 @@
 """A request that is aborted in any phase ends on both servers, holds nothing, and costs others no token."""
 
 import asyncio
+import itertools
 import signal
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest_asyncio
 from tests.sglang.shared import Compared, Shared
 from tests.sglang.testbed.client import PATH, complete, make_body
 from tests.sglang.testbed.pair import KvdPair
-from tests.sglang.testbed.servers import CHUNK, Server
+from tests.sglang.testbed.servers import CHUNK, LONGEST, Server
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.http import HttpError, post, request
@@ -23,9 +24,6 @@ LONG = 800
 """Tokens to be generated: the request would not end before it is aborted."""
 
 
-HELD = ("kvd_leases_active", "kvd_pulls_active", "kvd_held_blocks")
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def served(shared: Shared) -> Compared:
     return await shared.compared("llama")
@@ -34,9 +32,8 @@ async def served(shared: Shared) -> Compared:
 class Request:
     """A request at some of a pair's servers, by an id of its own."""
 
-    def __init__(self, pair: KvdPair, name: str, tokens: int = LONG) -> None:
-        prompt = make_prompt(2 * CHUNK + 5, seed=len(name))
-        self._body = pair.roomed(make_body(prompt, tokens, rid=name))
+    def __init__(self, pair: KvdPair, name: str, prompt: int = 2 * CHUNK + 5, tokens: int = LONG) -> None:
+        self._body = pair.roomed(make_body(make_prompt(prompt, seed=len(name)), tokens, rid=name))
         self._answers: dict[Server, asyncio.Task[str]] = {}
 
     def send(self, *servers: Server) -> None:
@@ -114,6 +111,43 @@ async def test_a_request_that_is_being_pulled(served: Compared) -> None:
     finally:
         daemon.signal(signal.SIGCONT)
     await aborted.abort(pair.decode)
+    await assert_works(served)
+
+
+async def caught_in_its_prefill(pair: KvdPair) -> Request:
+    """A request of which a part was read and the rest is not computed: its prefill server stands still."""
+    chunks = LONGEST // CHUNK - 1
+    before = (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total")
+    await pair.complete(make_prompt(chunks * CHUNK, seed=50), 1)
+    whole = (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total") - before
+    for attempt in itertools.count(60):
+        before = (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total")
+        caught = Request(pair, "growing" * attempt, chunks * CHUNK, LONGEST - chunks * CHUNK - 1)
+        caught.send(pair.prefill, pair.decode)
+        moved = 0.0
+
+        async def reads(before: float = before) -> bool:
+            nonlocal moved
+            moved = (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total") - before
+            return moved > 0
+
+        await until(reads)
+        pair.prefill.signal_group(signal.SIGSTOP)
+        if moved < whole and (await scrape(pair.daemons["decode"])).total("kvd_pulls_active"):
+            return caught
+        pair.prefill.signal_group(signal.SIGCONT)
+        await caught.abort(pair.prefill, pair.decode)
+    raise AssertionError
+
+
+async def test_a_request_that_is_pulled_while_it_is_prefilled(served: Compared) -> None:
+    """The decode server ends it while the prefill server stands still, which then goes on, and others get theirs."""
+    aborted = await caught_in_its_prefill(served.pair)
+    try:
+        await aborted.abort(served.pair.decode)
+    finally:
+        served.pair.prefill.signal_group(signal.SIGCONT)
+    await aborted.abort(served.pair.prefill)
     await assert_works(served)
 
 

@@ -11,7 +11,7 @@ from tests.serving.load import Load, one, recovers
 from tests.sglang.shared import Mortal, Shared
 from tests.sglang.testbed.client import complete, make_body
 from tests.sglang.testbed.pair import KvdPair
-from tests.sglang.testbed.servers import CHUNK
+from tests.sglang.testbed.servers import CHUNK, LONGEST
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion
 from tests.vllm.testbed.servers import scrape
@@ -97,6 +97,28 @@ async def test_whatever_dies_while_a_request(mortal: Mortal, phase: str, victim:
     found[victim].kill()
     if still and still != victim:
         found[still].signal_group(signal.SIGCONT)
+    await asked
+    await start_all([found[victim]])
+    await recovers(mortal.pair, await expected(mortal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+async def test_whatever_dies_while_a_prompt_is_computed_and_pulled(mortal: Mortal, victim: str) -> None:
+    """The prefill server stands still once a part of it was read."""
+    pair, prompt = mortal.pair, make_prompt(LONGEST - CHUNK, seed=600 + VICTIMS.index(victim))
+    found, want = processes(pair), await complete(mortal.single.url, make_body(prompt, TOKENS))
+    before = (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total")
+
+    async def reads() -> bool:
+        return (await scrape(pair.daemons["decode"])).total("kvd_read_bytes_total") > before
+
+    asked = asyncio.create_task(one(pair, prompt, want))
+    await until(reads)
+    pair.prefill.signal_group(signal.SIGSTOP)
+    found[victim].kill()
+    if pair.prefill.running:
+        pair.prefill.signal_group(signal.SIGCONT)
     await asked
     await start_all([found[victim]])
     await recovers(mortal.pair, await expected(mortal))

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.client import Done
+from kvd.client import Cancelled, Done, Freed
 from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.handoff import checksum
 from kvd.engines.sglang.messages import Message, Offered
-from tests.engines.sglang.test_sglang_consumer import Client
+from tests.engines.sglang.test_sglang_consumer import TICKET, Client
 from tests.sglang.testbed.absent import stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's imports warn
@@ -27,7 +28,8 @@ class Engine:
         stand_in()
         from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415 - after the stand-ins
 
-        from kvd.engines.sglang.manager import KvdManager, KvdReceiver  # noqa: PLC0415 - imports SGLang
+        from kvd.engines.sglang.manager import KvdManager  # noqa: PLC0415 - imports SGLang
+        from kvd.engines.sglang.sides import KvdReceiver  # noqa: PLC0415 - imports SGLang
 
         self.states = KVPoll
         self.manager = manager = object.__new__(KvdManager)
@@ -46,6 +48,7 @@ class Engine:
             defer_decode_allocation=False,
             waiting_timeout=300,
             kv_args=SimpleNamespace(page_size=1),
+            kernels=lambda: None,
             call=self._call,
             tell=lambda _host, _port, message: self.told.append(message),
             landed=lambda room, *_: manager.update_status(room, KVPoll.Success),
@@ -55,7 +58,9 @@ class Engine:
         )
         self.told: list[Message] = []
         self.client = Client()
-        self.consumer = manager.consumer = Consumer(self.client, manager, "decode", 5, pull_timeout=1.0)
+        self.consumer = manager.consumer = Consumer(
+            self.client, manager, "decode", 5, pull_timeout=1.0, growing_timeout=9.0
+        )
         self._calls: list[Any] = []
         self.receiver = KvdReceiver(manager, PREFILL, ROOM)
         self.receiver.bootstrap_infos = [{"rank_ip": "prefill", "rank_port": 4}]
@@ -75,7 +80,7 @@ class Engine:
 
     def land(self) -> None:
         self.want()
-        self.consumer.told(Offered(ROOM, self.told[0].nonce, "ticket"))
+        self.consumer.told(Offered(ROOM, self.told[0].nonce, TICKET, checksum([])))
         self.consumer.on_event(Done(self.client.name))
 
 
@@ -108,3 +113,83 @@ def test_a_request_that_waits_for_memory_fails_when_its_prefill_server_is_lost(e
     assert engine.receiver.poll() == engine.states.Failed
     engine.want()
     assert engine.told == []
+
+
+def polled_of(engine: Engine) -> list[int]:
+    """What this rank takes its request for when another one has failed it."""
+    from kvd.engines.sglang.sides import polled_together  # noqa: PLC0415 - imports SGLang
+
+    return polled_together([engine.states.Failed], [engine.receiver], None)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one rank in the group."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_pages_are_given_back_only_when_the_last_ranks_pull_has_ended_that_another_rank_has_failed(
+    engine: Engine,
+) -> None:
+    engine.want()
+    engine.consumer.told(Offered(ROOM, engine.told[0].nonce, TICKET, checksum([])))
+    assert polled_of(engine) == [engine.states.Transferring]
+    engine.run()
+    assert engine.client.cancelled == [engine.client.name]
+    assert polled_of(engine) == [engine.states.Transferring]
+    engine.run()
+    engine.consumer.on_event(Cancelled(engine.client.name, quarantined=True, blocks=()))
+    assert polled_of(engine) == [engine.states.Transferring]
+    engine.consumer.on_event(Freed(engine.client.name, blocks=()))
+    assert polled_of(engine) == [engine.states.Failed]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_waits_for_a_ticket_never_pulls_it_once_another_has_failed_the_request(engine: Engine) -> None:
+    engine.want()
+    assert polled_of(engine) == [engine.states.Transferring]
+    engine.run()
+    assert polled_of(engine) == [engine.states.Failed]
+    engine.consumer.told(Offered(ROOM, engine.told[0].nonce, TICKET, checksum([])))
+    assert not engine.client.pulls
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_has_not_given_pages_yet_keeps_nobody_waiting(engine: Engine) -> None:
+    assert polled_of(engine) == [engine.states.Failed]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("sent", [False, True], ids=["computing", "offered"])
+def test_pages_that_are_offered_stay_until_the_offer_has_ended_that_another_rank_has_failed(
+    engine: Engine, sent: bool
+) -> None:
+    from kvd.engines.sglang.sides import KvdSender, polled_together  # noqa: PLC0415 - imports SGLang
+
+    abandoned = []
+    sender = object.__new__(KvdSender)
+    vars(sender).update(kv_mgr=engine.manager, bootstrap_room=ROOM, conclude_state=None, _sent=sent)
+    engine.manager.producer = SimpleNamespace(abandon=lambda room, _: abandoned.append(room))
+    polled = polled_together([engine.states.Failed], [sender], None)
+    assert polled == [engine.states.Transferring if sent else engine.states.Failed]
+    engine.run()
+    assert abandoned == [ROOM]
+    engine.manager.failed(ROOM, "the offer has ended")
+    vars(sender).update(trace_ctx=SimpleNamespace(trace_req_finish=lambda: None))
+    assert polled_together([engine.states.Failed], [sender], None) == [engine.states.Failed]
+
+
+def test_a_bootstrap_server_names_the_ranks_of_its_engine_in_their_order_once_all_are_there() -> None:
+    stand_in()
+    from sglang.srt.disaggregation.common.conn import PrefillRankInfo  # noqa: PLC0415 - after the stand-ins
+
+    from kvd.engines.sglang.bootstrap import KvdBootstrapServer  # noqa: PLC0415 - imports SGLang
+
+    server = object.__new__(KvdBootstrapServer)
+    ranks = {number: {0: PrefillRankInfo("prefill", 5 + number)} for number in (1, 0)}
+    vars(server).update(dp_size=1, attn_cp_size=1, attn_tp_size=2, pp_size=1)
+    vars(server).update(prefill_port_table={0: {0: ranks}}, _registered_count=1)
+    assert server._engine() == ()
+    server._registered_count = 2
+    assert server._engine() == (("prefill", 5), ("prefill", 6))

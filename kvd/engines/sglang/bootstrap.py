@@ -5,7 +5,7 @@ import asyncio
 from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvd.engines.sglang.desk import Desk
+from kvd.engines.sglang.desk import Address, Desk
 from kvd.errors import KvdError
 
 _LOOKS_SECONDS = 1.0
@@ -33,9 +33,8 @@ class KvdBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
             return web.json_response({"error": {"message": error.text, "code": str(error.code)}}, status=503)
         return web.json_response({"kv_transfer_params": params})
 
-    def _engine(self) -> tuple[str, int] | None:
-        try:
-            rank = self.prefill_port_table[0][0][0][0]
-        except KeyError:
-            return None
-        return rank.rank_ip, rank.rank_port
+    def _engine(self) -> tuple[Address, ...]:
+        if not self._is_ready():
+            return ()
+        ranks = self.prefill_port_table[0][0]
+        return tuple((ranks[number][0].rank_ip, ranks[number][0].rank_port) for number in sorted(ranks))

@@ -7,8 +7,8 @@ in quarantine after it.
 import contextlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.client.events import Event
@@ -18,6 +18,10 @@ from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wa
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import RECORDS
 from kvd.errors import KvdError
+from kvd.protocol import ticket as tickets
+
+Source: TypeAlias = tuple[str, int]
+"""Where a rank of the prefill engine is."""
 
 
 class DecodeEngine(Protocol):
@@ -42,9 +46,10 @@ class DecodeEngine(Protocol):
 @dataclass(slots=True)
 class _Room:
     number: int
-    nonce: bytes
-    source: tuple[str, int] | None
+    sources: tuple[Source, ...]
     """None of one whose ticket was handed over with the request."""
+    nonces: tuple[bytes, ...]
+    """Of each source."""
     blocks: tuple[Blocks, ...]
     aux_index: int
     prompt: int = 0
@@ -54,7 +59,10 @@ class _Room:
     still."""
     first: FirstToken | None = None
     """If it was handed over, too."""
-    offered: bool = False
+    tickets: dict[bytes, str] = field(default_factory=dict, repr=False)
+    """What the sources have offered, by nonce."""
+    grows: bool = False
+    """Whether the prompt is still computed while it is pulled."""
     pull: str = ""
     """Its name while it runs."""
     record: int = -1
@@ -63,13 +71,23 @@ class _Room:
 
 
 class Consumer:
-    """Over `client`, an attached worker of kvd. Prefill engines answer to `host` and `port`."""
+    """Over `client`, an attached worker of kvd. Prefill engines answer to `host` and `port`; times in seconds."""
 
-    def __init__(self, client: Any, engine: DecodeEngine, host: str, port: int, *, pull_timeout: float) -> None:
+    def __init__(
+        self,
+        client: Any,
+        engine: DecodeEngine,
+        host: str,
+        port: int,
+        *,
+        pull_timeout: float,
+        growing_timeout: float,
+    ) -> None:
         self._client = client
         self._engine = engine
         self._here = host, port
         self._pull_timeout = pull_timeout
+        self._growing_timeout = growing_timeout
         self._rooms: dict[int, _Room] = {}
         self._given_up: dict[int, str] = {}
         """Rooms that had failed before anything was wanted for them, and why."""
@@ -83,7 +101,7 @@ class Consumer:
     def want(
         self,
         number: int,
-        source: tuple[str, int],
+        sources: tuple[Source, ...],
         blocks: tuple[Blocks, ...],
         *,
         prefix: int,
@@ -91,13 +109,17 @@ class Consumer:
         prompt: int,
         after: Kernels | None = None,
     ) -> None:
-        """The engine has `blocks` for what the prefill engine at `source` computes of a prompt with this checksum."""
+        """The engine has `blocks` for what a prefill engine computes of a prompt with this checksum.
+
+        `sources` are all ranks of that engine, in their order.
+        """
         if number in self._given_up:
             self._engine.failed(number, self._given_up[number])
             return
-        room = _Room(number, secrets.token_bytes(16), source, blocks, aux_index, prompt, after)
-        self._rooms[number] = room
-        self._engine.tell(*source, Wanted(number, room.nonce, prefix, *self._here))
+        nonces = tuple(secrets.token_bytes(16) for _ in sources)
+        self._rooms[number] = _Room(number, sources, nonces, blocks, aux_index, prompt, after)
+        for source, nonce in zip(sources, nonces, strict=True):
+            self._engine.tell(*source, Wanted(number, nonce, prefix, *self._here, grows=True))
 
     def take(
         self,
@@ -113,7 +135,7 @@ class Consumer:
             self._engine.failed(number, self._given_up[number])
             self._let_go(number, handoff.ticket)
             return
-        room = _Room(number, b"", None, blocks, aux_index, after=after, first=handoff.first)
+        room = _Room(number, (), (), blocks, aux_index, after=after, first=handoff.first)
         self._rooms[number] = room
         if handoff.first is None:
             self._records.take(lambda record: self._pull_with(room, handoff.ticket, record))
@@ -142,13 +164,16 @@ class Consumer:
             self._fail(room)
 
     def lost(self, number: int, reason: str) -> None:
-        """The prefill engine is gone: what it has offered may still be pulled."""
+        """The prefill engine does not answer: what it has offered may still be pulled, unless that is yet to grow."""
         room = self._rooms.get(number)
-        if room is None or not room.pull:
+        if room is None or not room.pull or room.grows:
             self.abandon(number, reason)
 
     def forget(self, number: int) -> None:
         """The engine has no such request any more."""
+        room = self._rooms.get(number)
+        if room is not None:
+            self.abandon(number, "the engine has dropped the request")  # unless it has ended
         self._rooms.pop(number, None)
         self._given_up.pop(number, None)
 
@@ -157,18 +182,18 @@ class Consumer:
     def told(self, message: Message) -> None:
         """A prefill engine's message."""
         room = self._rooms.get(message.room)
-        if room is None or room.nonce != message.nonce or room.ended or room.failure:
+        if room is None or message.nonce not in room.nonces or room.ended or room.failure:
             return
         match message:
             case Offered(prompt=prompt) if prompt != room.prompt:
                 text = f"its prompt has the checksum {room.prompt}, the prefill engine's {prompt}"
                 self.abandon(room.number, f"{text}: do the two have one tokenizer and one chat template?")
-            case Offered(ticket=ticket) if not room.offered:
-                room.offered = True
-                self._records.take(lambda record: self._pull_with(room, ticket, record))
+            case Offered(nonce=nonce, ticket=ticket) if nonce not in room.tickets:
+                room.tickets[nonce] = ticket
+                if len(room.tickets) == len(room.nonces):
+                    self._join(room)
             case Refused(reason=reason) if not room.pull:  # else the pull will say
-                room.failure = f"the prefill engine does not send it: {reason}"
-                self._fail(room)
+                self.abandon(room.number, f"the prefill engine does not send it: {reason}")
             case _:
                 pass  # for a prefill engine
 
@@ -194,10 +219,22 @@ class Consumer:
         self._names += 1
         return f"{number}#{self._run}.{self._names}"
 
+    def _join(self, room: _Room) -> None:
+        """All ranks have offered it."""
+        try:
+            ticket = tickets.join(room.tickets[nonce] for nonce in room.nonces)
+        except KvdError as error:
+            self.abandon(room.number, f"the tickets of the prefill engine's ranks do not fit each other: {error.text}")
+        else:
+            room.grows = tickets.decode(ticket).grows
+            self._records.take(lambda record: self._pull_with(room, ticket, record))
+
     def _let_go(self, number: int, ticket: str) -> None:
         """Has the producer's daemon hear that nobody wants what the ticket names."""
         with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time
-            self._client.pull(self._name(number), ticket, blocks=(), timeout=self._pull_timeout)
+            self._client.pull(
+                self._name(number), ticket, blocks=(), timeout=self._pull_timeout, consumer=_consumer(number)
+            )
 
     def _pull_with(self, room: _Room, ticket: str, record: int) -> None:
         room.record = record
@@ -211,9 +248,9 @@ class Consumer:
             self._give_back(room)
             self._let_go(room.number, ticket)
             return
-        name = self._name(room.number)
+        name, timeout = self._name(room.number), self._growing_timeout if room.grows else self._pull_timeout
         try:
-            self._client.pull(name, ticket, blocks=blocks, timeout=self._pull_timeout)
+            self._client.pull(name, ticket, blocks=blocks, timeout=timeout, consumer=_consumer(room.number))
         except KvdError as error:
             self._give_back(room)
             room.failure = f"it is not pulled: {error}"
@@ -242,10 +279,12 @@ class Consumer:
         self._fail(room)
 
     def _abandon(self, room: _Room) -> None:
-        """Tells the prefill engine, so that it does not wait for its offer's time."""
-        if room.source is None:
-            return  # the daemons tell each other
-        self._engine.tell(*room.source, Abandoned(room.number, room.nonce, room.failure or "its pull has failed"))
+        """Tells the prefill engine, so that it does not wait for its offer's time.
+
+        Of what was handed over nobody is told: the daemons tell each other.
+        """
+        for source, nonce in zip(room.sources, room.nonces, strict=True):
+            self._engine.tell(*source, Abandoned(room.number, nonce, room.failure or "its pull has failed"))
 
     def _give_back(self, room: _Room) -> None:
         if room.record >= 0:
@@ -255,3 +294,8 @@ class Consumer:
     def _fail(self, room: _Room) -> None:
         room.ended = True
         self._engine.failed(room.number, room.failure)
+
+
+def _consumer(number: int) -> str:
+    """What producers count the ranks of this engine by: they know nothing else of a request that others do not have."""
+    return f"room {number}"

@@ -10,22 +10,25 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from kvd.engines.sglang import handoff, messages
 from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_UNEXPECTED_ROOMS
+from kvd.protocol import ticket as tickets
 
 Address = tuple[str, int]
 
 
 class Desk:
-    """On one event loop. `engine` says where the prefill engine's control socket is, once it has registered."""
+    """On one event loop. `engine` says where the control sockets of the prefill engine's ranks are, in their order.
 
-    def __init__(self, engine: Callable[[], Address | None]) -> None:
+    It says nothing before all of them have registered.
+    """
+
+    def __init__(self, engine: Callable[[], tuple[Address, ...]]) -> None:
         self._engine = engine
         self._context = zmq.asyncio.Context()
         self._outgoing: dict[Address, zmq.asyncio.Socket] = {}
@@ -39,25 +42,30 @@ class Desk:
 
         Raises:
             Unavailable: `PEER_LOST`, the engine is not there yet, or does not send it; `OVERLOADED`.
+            BadRequest: `BAD_TICKET`, those of its ranks do not fit each other.
 
         """
-        engine = self._engine()
-        if engine is None:
+        ranks = self._engine()
+        if not ranks:
             raise refusal(ErrorCode.PEER_LOST, "the prefill engine has not registered yet")
-        if len(self._waiting) >= MAX_UNEXPECTED_ROOMS:
-            raise refusal(ErrorCode.OVERLOADED, f"{len(self._waiting)} rooms are waited for")
-        host, port = self._listen(engine[0])
-        nonce = secrets.token_bytes(16)
-        self._waiting[nonce] = told = asyncio.get_running_loop().create_future()
+        if len(self._waiting) + len(ranks) > MAX_UNEXPECTED_ROOMS:
+            raise refusal(ErrorCode.OVERLOADED, f"{len(self._waiting)} tickets are waited for")
+        host, port = self._listen(ranks[0][0])
+        nonces = [secrets.token_bytes(16) for _ in ranks]
+        told = [asyncio.get_running_loop().create_future() for _ in ranks]
+        self._waiting.update(zip(nonces, told, strict=True))
         try:
-            await self._tell(engine, Wanted(room, nonce, 0, host, port))
-            offered = await told
+            for rank, nonce in zip(ranks, nonces, strict=True):
+                await self._tell(rank, Wanted(room, nonce, 0, host, port))
+            offered = await asyncio.gather(*told)
         except asyncio.CancelledError:
-            await self._tell(engine, Abandoned(room, nonce, "the router does not wait any more"))
+            for rank, nonce in zip(ranks, nonces, strict=True):
+                await self._tell(rank, Abandoned(room, nonce, "the router does not wait any more"))
             raise
         finally:
-            del self._waiting[nonce]
-        return handoff.write(offered.ticket, offered.prompt)
+            for nonce in nonces:
+                del self._waiting[nonce]
+        return handoff.write(tickets.join(each.ticket for each in offered), offered[0].prompt)
 
     def close(self) -> None:
         """Ends what it has opened."""
@@ -80,7 +88,7 @@ class Desk:
             frames = await socket.recv_multipart()
             try:
                 message = messages.decode(frames[0])
-            except msgspec.DecodeError:
+            except BadRequest:
                 continue  # whoever sent it, it is not the engine's answer
             told = self._waiting.get(message.nonce)
             if told is None or told.done():

@@ -75,7 +75,9 @@ def create_buffers(original: Callable[..., Any], kv_pool: Any) -> None:
         return
     if _attached is not None:
         raise _refusal(f"a second cache ({type(kv_pool).__name__}): kvd moves one of full attention, without drafters")
-    settings, cache = read_settings(os.environ), _cache_of(kv_pool, _configurator)
+    parallel = get_parallel()
+    settings = read_settings(os.environ, parallel.attn_tp_rank, parallel.attn_tp_size)
+    cache = _cache_of(kv_pool, _configurator, settings)
     transfers = Transfers()
     transfers.attach(settings, cache_spec(cache))
     _attached = Attached(cache, transfers.pool_tensor(), transfers, settings)
@@ -108,7 +110,7 @@ class _Buffers(TorchFunctionMode):
         return pool[offset : offset + asked.nbytes].view(asked.dtype).view(asked.shape)
 
 
-def _cache_of(kv_pool: Any, configurator: Any) -> Cache:
+def _cache_of(kv_pool: Any, configurator: Any, settings: Settings) -> Cache:
     """The cache that `kv_pool` is about to make.
 
     Raises:
@@ -116,9 +118,9 @@ def _cache_of(kv_pool: Any, configurator: Any) -> Cache:
 
     """
     parallel = get_parallel()
-    for name in ("tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dcp_size"):
+    for name in ("pp_size", "dp_size", "attn_cp_size", "attn_dcp_size"):
         if getattr(parallel, name) > 1:
-            raise _refusal(f"{name} = {getattr(parallel, name)}: the backend kvd serves engines of one rank")
+            raise _refusal(f"{name} = {getattr(parallel, name)}: the backend kvd serves tensor parallelism alone")
     if configurator.is_draft_worker:
         raise _refusal("speculative decoding: the backend kvd moves no drafter's cache")
     config, latent = configurator.model_config, not hasattr(kv_pool, "k_buffer")
@@ -126,23 +128,22 @@ def _cache_of(kv_pool: Any, configurator: Any) -> Cache:
         text = f"KV cache layout {kv_pool.kv_cache_layout!r}, heads of {kv_pool.head_dim} and {kv_pool.v_head_dim}"
         raise _refusal(f"{text}: the backend kvd moves 'nhd' with keys and values of one size")
     layers = range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
-    heads = 1 if latent else kv_pool.head_num
     return Cache(
         component=LATENT if latent else KV,
         layers=tuple(layers),
         halves=1 if latent else 2,
         pages=-(-(kv_pool.size + kv_pool.page_size) // kv_pool.page_size),
         page_tokens=kv_pool.page_size,
-        heads=heads,
-        total_heads=heads,
+        heads=1 if latent else kv_pool.head_num,
+        total_heads=1 if latent else config.get_total_num_kv_heads(),
         cell_bytes=(kv_pool.kv_cache_dim if latent else kv_pool.head_dim) * kv_pool.store_dtype.itemsize,
         dtype=str(kv_pool.dtype).removeprefix("torch."),
         record_bytes=_record_bytes(configurator.server_args),
-        shard=Shard(stages=((0, layers.stop),)),
+        shard=Shard(stages=((0, layers.stop),), tp_rank=parallel.attn_tp_rank, tp_size=parallel.attn_tp_size),
         identity=identity(
             config,
             configurator.server_args.json_model_override_args,
-            read_settings(os.environ).model,
+            settings.model,
             sglang.__version__,
         ),
     )

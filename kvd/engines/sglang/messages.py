@@ -28,10 +28,12 @@ class Wanted(_Message, frozen=True, tag="wanted"):
     prefix: Annotated[int, Meta(ge=0, lt=1 << 31)]
     host: Annotated[str, Meta(max_length=255)]
     port: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    grows: bool = False
+    """Whether it takes the ticket of an offer that grows while the prompt is computed."""
 
 
 class Offered(_Message, frozen=True, tag="offered"):
-    """The prefill is done: here is its ticket."""
+    """The prefill is done, or grows: here is its ticket."""
 
     ticket: Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
     prompt: Annotated[int, Meta(ge=0, lt=1 << 32)]

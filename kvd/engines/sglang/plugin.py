@@ -42,6 +42,7 @@ def _register_backend() -> None:
         (f"{_QUEUES}.prefill.PrefillBootstrapQueue.create_sender", _of_its_prompt),
         (f"{_QUEUES}.decode.DecodePreallocQueue._create_receiver_and_enqueue", _handed_over),
         (f"{_QUEUES}.decode.DecodePreallocQueue._resolve_prefill_dp_rank", _resolved),
+        (f"{_QUEUES}.utils.poll_and_all_reduce", _polled_together),
         (f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
         (f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers_normal", _create_buffers),
         (f"{_MEMORY}.memory_pool.MLATokenToKVPool._create_buffers", _create_buffers),
@@ -53,9 +54,9 @@ def _register_backend() -> None:
 def _class_of_kvd(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     if transfer_backend.value != "kvd" or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from kvd.engines.sglang import manager  # noqa: PLC0415 - only processes that transfer need it
+    from kvd.engines.sglang import sides  # noqa: PLC0415 - only processes that transfer need it
 
-    return manager.CLASSES[class_type.value]
+    return sides.CLASSES[class_type.value]
 
 
 def _of_its_prompt(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +81,19 @@ def _handed_over(original: Callable[..., Any], queue: Any, req: Any, *args: Any,
 def _resolved(original: Callable[..., Any], queue: Any, req: Any) -> Any:
     """There is no prefill server of SGLang's to ask for what was handed over."""
     return 0 if req.bootstrap_host == HANDED else original(queue, req)
+
+
+def _polled_together(
+    original: Callable[..., list[int]], pollers: list[Any], gloo_group: Any, *args: Any, **kwargs: Any
+) -> list[int]:
+    polls = original(pollers, gloo_group, *args, **kwargs)
+    # With a cache on the host SGLang polls through one that fails a request also when it could not restore that.
+    inner = [poller.decode_req.kv_receiver if hasattr(poller, "decode_req") else poller for poller in pollers]
+    if not any(hasattr(poller, "give_up") for poller in inner):  # none is ours
+        return polls
+    from kvd.engines.sglang import sides  # noqa: PLC0415 - only processes that transfer need it
+
+    return sides.polled_together(polls, inner, gloo_group)
 
 
 def _init_pools(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

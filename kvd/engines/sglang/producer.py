@@ -1,22 +1,28 @@
 """The prefill side's half: offers what was computed, once the decode side wants it. Runs on the transfers' thread.
 
-Whichever comes first, the engine's request (`expect`) or the decode side's message (`wanted`), waits for the other. One
-offer is made when the whole prompt is computed (`send`). It ends when it has been read; a request that is aborted
-before that has failed only when its offer is withdrawn: until then its pages are not the engine's.
+Whichever comes first, the engine's request (`expect`) or the decode side's message (`wanted`), waits for the other. If
+a prompt is computed in several chunks, its offer is opened with the first one, grows (`extend`), and is closed with the
+last (`send`), which brings the record; else one offer is made at the end. It ends when it has been read.
+
+A request that is aborted after its last chunk has failed only when its offer is withdrawn: until then its pages are not
+the engine's. Before that they are at once: of an offer that is never closed nothing counts that was read.
 """
 
 import contextlib
 import secrets
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
-from kvd.client import Blocks, OfferRefused, Released
+from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.client.events import Event
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import PAGES, RECORDS
 from kvd.errors import KvdError
-from kvd.limits import MAX_UNEXPECTED_ROOMS, SECRET_BYTES
+from kvd.limits import MAX_PARTS_PER_OFFER, MAX_RANKS, MAX_UNEXPECTED_ROOMS, SECRET_BYTES
+
+Place: TypeAlias = tuple[str, int]
+"""Where an engine's control socket is."""
 
 
 class PrefillEngine(Protocol):
@@ -40,12 +46,19 @@ class PrefillEngine(Protocol):
 
 @dataclass(slots=True)
 class _Room:
-    target: Wanted | None = None
+    targets: dict[Place, Wanted] = field(default_factory=dict)
+    """The ranks of the decode engine that want it."""
     expected: bool = False
     """Whether the engine has the request."""
     sent: bool = False
+    """Whether all of it is computed."""
+    named: int = 0
+    """How many of its pages are named in an offer that grows."""
+    parts: int = 0
+    """And in how many parts."""
     offer: str = ""
     """Its name while it stands."""
+    ticket: str = field(default="", repr=False)
     record: int = -1
     prompt: int = 0
     """Its checksum."""
@@ -60,10 +73,12 @@ class Producer:
         self._engine = engine
         self._offer_ttl = offer_ttl
         self._rooms: dict[int, _Room] = {}
-        self._unexpected: dict[int, None] = {}
-        """Rooms that the engine has not got, the oldest first."""
+        self._unexpected: dict[int, int] = {}
+        """Rooms that the engine has not got, the oldest first, and how many want each."""
+        self._early = 0
+        """How many want any of those."""
         self._offers: dict[str, tuple[int, _Room]] = {}
-        self._places: set[tuple[str, int]] = set()
+        self._places: set[Place] = set()
         """Where decode engines are that wanted what this engine had: others get no word, which takes a socket each."""
         self._records = Records()
         self._run = secrets.token_hex(4)
@@ -75,27 +90,48 @@ class Producer:
         """The engine has a request of this room."""
         room = self._rooms.setdefault(number, _Room())
         room.expected = True
-        self._unexpected.pop(number, None)
+        self._early -= self._unexpected.pop(number, 0)
         if room.failure:
             self._engine.failed(number, room.failure)
-        elif room.target is not None:
-            self._ready(number, room.target)
+        elif room.targets:
+            self._ready(number, room)
+
+    def extend(self, number: int, pages: list[int], *, tokens: int, first: int, prompt: int) -> None:
+        """The first `tokens` tokens of a prompt are computed, and more will be: `pages` are those from `first` on.
+
+        `prompt` is the checksum of the whole prompt. Nothing writes to these pages any more.
+        """
+        room = self._rooms.get(number)
+        if room is None or room.failure or not room.targets:
+            return
+        if not room.offer and not self._open(number, room, prompt):
+            return
+        if room.parts == MAX_PARTS_PER_OFFER:
+            return  # what follows comes with the last chunk
+        try:
+            self._client.extend_offer(room.offer, tokens=tokens, blocks=_rest(room, pages, first))
+        except KvdError as error:
+            self._end(number, room, f"it is not offered: {error}")
+            return
+        room.named, room.parts = len(pages), room.parts + 1
 
     def send(self, number: int, pages: list[int], *, tokens: int, first: int, aux_index: int, prompt: int) -> None:
         """The prompt of `tokens` tokens and checksum `prompt` is computed: `pages` are those from `first` on."""
         room = self._rooms[number]
         room.sent = True
-        blocks = (Blocks(PAGES, first, pages),) if pages else ()
 
         def offer(record: int) -> None:
-            if room.failure or room.target is None:
+            if room.failure or not room.targets:
                 self._records.give_back(record)
                 self._fail(number, room, room.failure or "no decode engine wants it")
+                return
+            room.record = record
+            self._engine.fill(record, aux_index)
+            blocks = (*_rest(room, pages, first), Blocks(RECORDS, 0, [record]))
+            if room.offer:
+                self._close(number, room, blocks, tokens, prompt)
             else:
-                room.record = record
-                self._engine.fill(record, aux_index)
-                room.prompt = prompt
-                self._offer(number, room, (*blocks, Blocks(RECORDS, 0, [record])), tokens)
+                self._offer(number, room, blocks, tokens, prompt)
 
         self._records.take(offer)
 
@@ -108,9 +144,10 @@ class Producer:
     def forget(self, number: int) -> None:
         """The engine has no such request any more."""
         room = self._rooms.pop(number, None)
-        self._unexpected.pop(number, None)
-        if room is not None and not room.sent and not room.failure:
-            self._refuse(room, "the prefill engine has dropped the request")
+        self._early -= self._unexpected.pop(number, 0)
+        if room is not None and not room.sent:
+            room.expected = False
+            self._end(number, room, "the prefill engine has dropped the request")
 
     # --- from elsewhere ---------------------------------------------------------------------------------------------
 
@@ -121,7 +158,7 @@ class Producer:
                 self._wanted(number, message)
             case Abandoned(number, nonce, reason):
                 room = self._rooms.get(number)
-                if room is not None and room.target is not None and room.target.nonce == nonce:
+                if room is not None and any(target.nonce == nonce for target in room.targets.values()):
                     self._end(number, room, f"the decode engine has abandoned it: {reason}")
             case _:
                 pass  # for a decode engine
@@ -133,59 +170,106 @@ class Producer:
                 self._ended(name, "" if reason == "read" else f"the offer has ended unread ({reason})")
             case OfferRefused(name, code, text):
                 self._ended(name, f"the offer was refused: {code}: {text}")
+            case NotExtended(name, code, text) if name in self._offers:
+                self._end(*self._offers[name], f"the offer was not extended: {code}: {text}")
             case _:
                 pass
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _wanted(self, number: int, message: Wanted) -> None:
-        room = self._rooms.setdefault(number, _Room())
-        if room.sent:
+        room, place = self._rooms.setdefault(number, _Room()), (message.host, message.port)
+        is_new = place not in room.targets
+        if is_new and len(room.targets) == MAX_RANKS:
             return
-        room.target = message
-        if room.expected:
-            self._ready(number, message)
+        room.targets[place] = message
+        if not room.expected:
+            self._unexpected[number] = self._unexpected.get(number, 0) + is_new
+            self._early += is_new
+            while self._early > MAX_UNEXPECTED_ROOMS:
+                self.forget(next(iter(self._unexpected)))
             return
-        self._unexpected[number] = None
-        if len(self._unexpected) > MAX_UNEXPECTED_ROOMS:
-            self.forget(next(iter(self._unexpected)))
+        self._places.add(place)
+        if room.failure:
+            self._refuse(room, room.failure)
+        elif room.ticket:
+            self._tell(number, room, place, message)
+        elif not room.sent:
+            self._ready(number, room)
 
-    def _ready(self, number: int, target: Wanted) -> None:
-        self._places.add((target.host, target.port))
-        self._engine.ready(number, target.prefix)
+    def _ready(self, number: int, room: _Room) -> None:
+        """Ranks of the decode engine have the same tokens; what one of them lacks, is sent to all."""
+        self._places.update(room.targets)
+        self._engine.ready(number, min(target.prefix for target in room.targets.values()))
 
-    def _offer(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int) -> None:
-        assert room.target is not None  # noqa: S101 - `send` has looked
-        self._names += 1
-        name, secret = f"{number}#{self._run}.{self._names}", secrets.token_bytes(SECRET_BYTES)
+    def _open(self, number: int, room: _Room, prompt: int) -> bool:
+        """Opens an offer that grows, if who wants it takes one. Else, or if the daemon is away, one is made later."""
+        if not all(target.grows for target in room.targets.values()):
+            return False
+        name, secret = self._drawn(number)
+        try:
+            self._client.open_offer_nowait(name, ttl=self._offer_ttl, secret=secret)
+        except KvdError:
+            return False
+        room.prompt = prompt
+        self._offered(number, room, name, self._client.growing_ticket(name, secret))
+        return True
+
+    def _offer(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int, prompt: int) -> None:
+        name, secret = self._drawn(number)
         try:
             self._client.offer_nowait(name, tokens=tokens, blocks=blocks, ttl=self._offer_ttl, secret=secret)
         except KvdError as error:
             self._records.give_back(room.record)
             self._fail(number, room, f"it is not offered: {error}")
             return
-        room.offer = name
+        room.prompt = prompt
+        self._offered(number, room, name, self._client.ticket(name, tokens, blocks, secret))
+
+    def _close(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int, prompt: int) -> None:
+        if prompt != room.prompt:  # the decode side was told of another
+            self._end(number, room, f"only {tokens} tokens of the prompt are computed")
+            return
+        try:
+            self._client.close_offer(room.offer, tokens=tokens, blocks=blocks)
+        except KvdError as error:
+            self._end(number, room, f"it is not offered: {error}")
+
+    def _drawn(self, number: int) -> tuple[str, bytes]:
+        """Name and secret of another offer."""
+        self._names += 1
+        return f"{number}#{self._run}.{self._names}", secrets.token_bytes(SECRET_BYTES)
+
+    def _offered(self, number: int, room: _Room, name: str, ticket: str) -> None:
+        room.offer, room.ticket = name, ticket
         self._offers[name] = number, room
-        ticket = self._client.ticket(name, tokens, blocks, secret)
-        self._engine.tell(room.target.host, room.target.port, Offered(number, room.target.nonce, ticket, room.prompt))
+        for place, target in room.targets.items():
+            self._tell(number, room, place, target)
+
+    def _tell(self, number: int, room: _Room, place: Place, target: Wanted) -> None:
+        self._engine.tell(*place, Offered(number, target.nonce, room.ticket, room.prompt))
 
     def _end(self, number: int, room: _Room, reason: str) -> None:
-        """Fails now, or if there is an offer, as soon as it has ended."""
+        """Fails; if its offer may count, as soon as that has ended."""
         if room.failure:
             return
-        if not room.sent:
+        if room.sent:
+            room.failure = reason
+        else:
             self._fail(number, room, reason)
-            return
-        room.failure = reason
         if room.offer:
             with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time, or with the daemon
                 self._client.cancel(room.offer)
 
     def _ended(self, name: str, failure: str) -> None:
         number, room = self._offers.pop(name)
-        self._records.give_back(room.record)
         room.offer = ""
-        if failure or room.failure:
+        if room.record >= 0:
+            record, room.record = room.record, -1
+            self._records.give_back(record)
+        if not room.sent:
+            self._end(number, room, failure or "the decode engine has left it before it was computed")
+        elif failure or room.failure:
             self._fail(number, room, room.failure or failure)
         else:
             self._engine.sent(number)
@@ -197,6 +281,12 @@ class Producer:
             self._engine.failed(number, reason)
 
     def _refuse(self, room: _Room, reason: str) -> None:
-        target = room.target
-        if target is not None and (target.host, target.port) in self._places:
-            self._engine.tell(target.host, target.port, Refused(target.room, target.nonce, reason))
+        for place, target in room.targets.items():
+            if place in self._places:
+                self._engine.tell(*place, Refused(target.room, target.nonce, reason))
+
+
+def _rest(room: _Room, pages: list[int], first: int) -> tuple[Blocks, ...]:
+    """The blocks of `pages`, from `first` on, that the room's offer does not name yet."""
+    rest = pages[room.named :]
+    return (Blocks(PAGES, first + room.named, rest),) if rest else ()

@@ -10,6 +10,8 @@ from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, refusal
+from kvd.protocol import ticket as tickets
+from kvd.protocol.ticket import Ticket, TicketRank
 
 ROOM = 7
 SOURCE = ("prefill", 4)
@@ -18,16 +20,30 @@ PROMPT = 77
 PAGES = (Blocks(0, 2, [3, 4]),)
 
 
+def ticket(pool: str, tokens: int = 60) -> str:
+    rank = TicketRank("prefill", "tcp://10.0.0.1:1", 1, pool, "offer", 0, bytes(16))
+    return Ticket(tokens, (rank,), ((),)).encode()
+
+
+TICKET = ticket("p0")
+
+
 class Client:
     def __init__(self) -> None:
         self.pulls: dict[str, tuple[Blocks, ...]] = {}
+        self.tickets: dict[str, str] = {}
+        self.consumers: set[str] = set()
+        self.timeouts: list[float] = []
         self.cancelled: list[str] = []
         self.away = False
 
-    def pull(self, name: str, ticket: str, *, blocks: tuple[Blocks, ...], timeout: float) -> None:
+    def pull(self, name: str, ticket: str, *, blocks: tuple[Blocks, ...], timeout: float, consumer: str) -> None:
+        self.timeouts.append(timeout)
         if self.away:
             raise refusal(ErrorCode.DAEMON_LOST, "away")
         self.pulls[name] = blocks
+        self.tickets[name] = ticket
+        self.consumers.add(consumer)
 
     def cancel(self, name: str) -> None:
         if self.away:
@@ -66,10 +82,10 @@ class Engine:
 class Side:
     def __init__(self) -> None:
         self.client, self.engine = Client(), Engine()
-        self.consumer = Consumer(self.client, self.engine, "decode", 5, pull_timeout=1.0)
+        self.consumer = Consumer(self.client, self.engine, "decode", 5, pull_timeout=1.0, growing_timeout=9.0)
 
     def want(self) -> "Side":
-        self.consumer.want(ROOM, SOURCE, PAGES, prefix=32, aux_index=9, prompt=PROMPT)
+        self.consumer.want(ROOM, (SOURCE,), PAGES, prefix=32, aux_index=9, prompt=PROMPT)
         return self
 
     @property
@@ -77,7 +93,7 @@ class Side:
         return self.engine.told[0].nonce
 
     def pulling(self) -> "Side":
-        self.want().consumer.told(Offered(ROOM, self.nonce, "ticket", PROMPT))
+        self.want().consumer.told(Offered(ROOM, self.nonce, TICKET, PROMPT))
         return self
 
 
@@ -88,7 +104,7 @@ def side() -> Side:
 
 def test_the_prefill_side_is_told_what_is_wanted(side: Side) -> None:
     side.want()
-    assert side.engine.told == [Wanted(ROOM, side.nonce, 32, "decode", 5)]
+    assert side.engine.told == [Wanted(ROOM, side.nonce, 32, "decode", 5, grows=True)]
 
 
 def test_a_ticket_is_pulled_with_its_record_and_what_landed_is_the_engines(side: Side) -> None:
@@ -100,12 +116,12 @@ def test_a_ticket_is_pulled_with_its_record_and_what_landed_is_the_engines(side:
 
 
 def test_a_ticket_for_an_earlier_request_of_the_room_is_not_pulled(side: Side) -> None:
-    side.want().consumer.told(Offered(ROOM, b"o" * 16, "ticket", PROMPT))
+    side.want().consumer.told(Offered(ROOM, b"o" * 16, TICKET, PROMPT))
     assert not side.client.pulls
 
 
 def test_a_second_ticket_is_not_pulled_into_the_same_pages(side: Side) -> None:
-    side.pulling().consumer.told(Offered(ROOM, side.nonce, "another", PROMPT))
+    side.pulling().consumer.told(Offered(ROOM, side.nonce, TICKET, PROMPT))
     assert len(side.client.pulls) == 1
 
 
@@ -126,7 +142,7 @@ def test_a_request_that_is_abandoned_before_its_ticket_fails_at_once_and_is_neve
     side.want().consumer.abandon(ROOM, "aborted")
     assert side.engine.heard == [("failed", ROOM, "aborted")]
     assert side.engine.told[-1] == Abandoned(ROOM, side.nonce, "aborted")
-    side.consumer.told(Offered(ROOM, side.nonce, "ticket", PROMPT))
+    side.consumer.told(Offered(ROOM, side.nonce, TICKET, PROMPT))
     assert not side.client.pulls
 
 
@@ -172,7 +188,7 @@ def test_a_request_whose_pull_cannot_be_made_has_failed_and_the_prefill_side_hea
 def test_a_prefill_engine_that_is_gone_fails_what_it_has_not_offered_and_nothing_else(side: Side) -> None:
     side.pulling().consumer.lost(ROOM, "gone")
     assert side.engine.heard == [("pulling", ROOM)]
-    side.consumer.want(8, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
+    side.consumer.want(8, (SOURCE,), PAGES, prefix=0, aux_index=1, prompt=PROMPT)
     side.consumer.lost(8, "gone")
     assert side.engine.heard[-1] == ("failed", 8, "gone")
 
@@ -192,8 +208,8 @@ def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: 
     side.pulling()
     first = side.client.pulls[side.client.name][-1].ids[0]
     for number in range(100, 1124):
-        side.consumer.want(number, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
-        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket", PROMPT))
+        side.consumer.want(number, (SOURCE,), PAGES, prefix=0, aux_index=1, prompt=PROMPT)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, TICKET, PROMPT))
     records = [blocks[-1].ids[0] for blocks in side.client.pulls.values()]
     assert len(records) == len(set(records)) == 1024
     side.consumer.on_event(Freed(next(iter(side.client.pulls)), blocks=()))
@@ -203,8 +219,8 @@ def test_the_record_of_a_pull_is_not_used_again_before_the_pull_has_ended(side: 
 @pytest.mark.parametrize("away", [False, True])
 def test_any_number_of_requests_that_wait_for_a_record_may_fail_together(side: Side, away: bool) -> None:
     for number in range(4096):
-        side.consumer.want(number, SOURCE, PAGES, prefix=0, aux_index=1, prompt=PROMPT)
-        side.consumer.told(Offered(number, side.engine.told[-1].nonce, "ticket", PROMPT))
+        side.consumer.want(number, (SOURCE,), PAGES, prefix=0, aux_index=1, prompt=PROMPT)
+        side.consumer.told(Offered(number, side.engine.told[-1].nonce, TICKET, PROMPT))
     waiting = range(len(side.client.pulls), 4096)
     side.client.away = away
     for number in () if away else waiting:
@@ -214,7 +230,7 @@ def test_any_number_of_requests_that_wait_for_a_record_may_fail_together(side: S
 
 
 FIRST = FirstToken(5, -0.25)
-HANDED = Handoff(Params("ticket", PROMPT), FIRST)
+HANDED = Handoff(Params(TICKET, PROMPT), FIRST)
 
 
 def test_what_was_handed_over_is_pulled_without_a_record_and_the_engine_is_told_the_first_token(side: Side) -> None:
@@ -292,3 +308,81 @@ def test_a_request_that_is_aborted_before_those_kernels_end_is_let_go_then(side:
     assert side.client.pulls == {side.client.name: ()}
     side.consumer.on_event(Done(side.client.name))
     assert len(side.engine.heard) == 1
+
+
+RANKS = (SOURCE, ("prefill", 5))
+
+
+@pytest.fixture
+def ranks(side: Side, monkeypatch: pytest.MonkeyPatch) -> Side:
+    """One whose prefill engine has two ranks."""
+    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append(message))
+    side.consumer.want(ROOM, RANKS, PAGES, prefix=32, aux_index=9, prompt=PROMPT)
+    return side
+
+
+def offered(side: Side, rank: int, what: str) -> None:
+    side.consumer.told(Offered(ROOM, side.engine.told[rank].nonce, what, PROMPT))
+
+
+def test_a_prompt_of_several_ranks_is_pulled_when_all_have_offered_it_with_a_ticket_of_all_in_their_order(
+    ranks: Side,
+) -> None:
+    assert len({message.nonce for message in ranks.engine.told}) == 2
+    offered(ranks, 1, ticket("p1"))
+    offered(ranks, 1, ticket("p1"))
+    assert not ranks.client.pulls
+    offered(ranks, 0, ticket("p0"))
+    named = tickets.decode(ranks.client.tickets[ranks.client.name]).ranks
+    assert [rank.pool for rank in named] == ["p0", "p1"]
+
+
+def test_all_ranks_of_an_engine_are_one_consumer(ranks: Side) -> None:
+    others = Side()
+    for side in (ranks, others.want()):
+        for rank in range(len(side.engine.told)):
+            offered(side, rank, ticket(f"p{rank}"))
+    assert ranks.client.consumers == others.client.consumers != {""}
+
+
+def test_what_one_rank_refuses_the_others_need_not_send(ranks: Side) -> None:
+    nonces = [message.nonce for message in ranks.engine.told]
+    ranks.consumer.told(Refused(ROOM, nonces[1], "out of memory"))
+    assert ranks.engine.heard[-1][0] == "failed"
+    assert [(type(message), message.nonce) for message in ranks.engine.told[2:]] == [(Abandoned, n) for n in nonces]
+    offered(ranks, 0, ticket("p0"))
+    assert not ranks.client.pulls
+
+
+def test_tickets_of_ranks_that_do_not_fit_each_other_are_not_pulled(ranks: Side) -> None:
+    offered(ranks, 0, ticket("p0", tokens=60))
+    offered(ranks, 1, ticket("p1", tokens=61))
+    assert not ranks.client.pulls
+    assert "differ in tokens" in ranks.engine.heard[-1][2]
+
+
+GROWING = tickets.growing(daemon="prefill", address="tcp://10.0.0.1:1", pool="p0", offer="offer", secret=bytes(16))
+
+
+def test_what_is_still_computed_is_pulled_for_as_long_as_the_engine_would_have_waited_for_its_ticket(
+    side: Side,
+) -> None:
+    side.want().consumer.told(Offered(ROOM, side.nonce, GROWING, PROMPT))
+    assert side.client.pulls[side.client.name][0] == PAGES[0]
+    assert side.client.timeouts == [9.0]
+
+
+def test_what_a_prefill_engine_that_does_not_answer_has_yet_to_compute_is_given_up(side: Side) -> None:
+    side.want().consumer.told(Offered(ROOM, side.nonce, GROWING, PROMPT))
+    side.consumer.lost(ROOM, "gone")
+    assert side.client.cancelled == [side.client.name]
+    assert side.engine.heard == [("pulling", ROOM)]
+    side.consumer.on_event(Cancelled(side.client.name, quarantined=False, blocks=()))
+    assert side.engine.heard[-1] == ("failed", ROOM, "gone")
+
+
+def test_what_the_engine_has_dropped_is_never_pulled(side: Side) -> None:
+    side.want().consumer.forget(ROOM)
+    assert isinstance(side.engine.told[-1], Abandoned)
+    side.consumer.told(Offered(ROOM, side.nonce, TICKET, PROMPT))
+    assert not side.client.pulls

@@ -17,7 +17,7 @@ from kvd.engines.vllm.transfer_params import Prompt
 from kvd.engines.vllm.transfer_params import read as read_params
 from kvd.engines.vllm.transfer_params import write as write_params
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.ticket import Ticket, TicketRank, join
 
 PROMPT = [5, 6, 7, 8]
 VOCABULARY = 10
@@ -26,6 +26,9 @@ RANK = TicketRank("prefill", "local:/run/kvd.peers", 1, "vllm-0-0", "offer", 0, 
 
 def ticket(tokens: int) -> str:
     return Ticket(tokens, (RANK,), ((),)).encode()
+
+
+TICKET = ticket(4)
 
 
 def handed(prompt: list[int], tokens: int | None = None) -> str:
@@ -118,18 +121,32 @@ async def asked(engine: PrefillEngine, desk: Desk) -> tuple["asyncio.Task[dict[s
 
 async def test_a_router_gets_the_ticket_of_the_room_that_it_asks_for() -> None:
     engine = PrefillEngine()
-    desk = Desk(lambda: engine.address)
+    desk = Desk(lambda: (engine.address,))
     task, wanted = await asked(engine, desk)
     await engine.answers(wanted, Offered(7, b"o" * 16, "of an earlier one", 1))
-    await engine.answers(wanted, Offered(7, wanted.nonce, "ticket", 5))
-    assert await task == write("ticket", 5)
+    await engine.answers(wanted, Offered(7, wanted.nonce, TICKET, 5))
+    assert await task == write(TICKET, 5)
+    desk.close()
+    engine.close()
+
+
+async def test_what_cannot_be_read_at_its_port_ends_no_rooms_wait() -> None:
+    engine = PrefillEngine()
+    desk = Desk(lambda: (engine.address,))
+    task, wanted = await asked(engine, desk)
+    stranger = engine.context.socket(zmq.PUSH)
+    stranger.connect(f"tcp://{wanted.host}:{wanted.port}")
+    await stranger.send(b"no message")
+    await stranger.send(messages.encode(Offered(7, wanted.nonce, TICKET, 5)))
+    assert await task == write(TICKET, 5)
+    stranger.close(linger=0)
     desk.close()
     engine.close()
 
 
 async def test_a_router_hears_why_a_room_has_no_ticket() -> None:
     engine = PrefillEngine()
-    desk = Desk(lambda: engine.address)
+    desk = Desk(lambda: (engine.address,))
     task, wanted = await asked(engine, desk)
     await engine.answers(wanted, Refused(7, wanted.nonce, "no memory"))
     with pytest.raises(Unavailable, match="no memory"):
@@ -138,9 +155,23 @@ async def test_a_router_hears_why_a_room_has_no_ticket() -> None:
     engine.close()
 
 
+async def test_a_room_of_several_ranks_has_one_ticket_of_all() -> None:
+    ranks = PrefillEngine(), PrefillEngine()
+    desk = Desk(lambda: tuple(rank.address for rank in ranks))
+    task = asyncio.create_task(desk.params(7))
+    for rank in reversed(ranks):
+        wanted = await rank.hears()
+        assert isinstance(wanted, Wanted)
+        await rank.answers(wanted, Offered(7, wanted.nonce, TICKET, 5))
+    assert await task == write(join([TICKET, TICKET]), 5)
+    desk.close()
+    for rank in ranks:
+        rank.close()
+
+
 async def test_a_router_that_is_gone_gives_the_room_up() -> None:
     engine = PrefillEngine()
-    desk = Desk(lambda: engine.address)
+    desk = Desk(lambda: (engine.address,))
     task, wanted = await asked(engine, desk)
     task.cancel()
     abandoned = await engine.hears()
@@ -151,7 +182,7 @@ async def test_a_router_that_is_gone_gives_the_room_up() -> None:
 
 
 async def test_an_engine_that_has_not_registered_yet_has_no_rooms() -> None:
-    desk = Desk(lambda: None)
+    desk = Desk(lambda: ())
     with pytest.raises(Unavailable, match="not registered"):
         await desk.params(7)
     desk.close()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvd.client import Blocks, OfferRefused, Released
+from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.engines.sglang import producer as module
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.producer import Producer
@@ -20,20 +20,41 @@ WANTED = Wanted(ROOM, NONCE, 32, "decode", 5)
 class Client:
     def __init__(self) -> None:
         self.offers: dict[str, tuple[Blocks, ...]] = {}
+        self.complete: list[int] = []
+        """Tokens that offers which grow were said to have."""
+        self.closed: set[str] = set()
         self.cancelled: list[str] = []
         self.away = False
 
     def offer_nowait(self, name: str, *, blocks: tuple[Blocks, ...], **_: Any) -> None:
-        if self.away:
-            raise refusal(ErrorCode.DAEMON_LOST, "away")
+        self._check()
         self.offers[name] = blocks
+
+    def open_offer_nowait(self, name: str, **_: Any) -> None:
+        self._check()
+        self.offers[name] = ()
+
+    def extend_offer(self, name: str, *, tokens: int, blocks: tuple[Blocks, ...]) -> None:
+        self._check()
+        self.offers[name] += blocks
+        self.complete.append(tokens)
+
+    def close_offer(self, name: str, *, tokens: int, blocks: tuple[Blocks, ...]) -> None:
+        self.extend_offer(name, tokens=tokens, blocks=blocks)
+        self.closed.add(name)
 
     def ticket(self, name: str, *_: Any) -> str:
         return f"ticket of {name}"
 
-    def cancel(self, name: str) -> None:
+    def growing_ticket(self, name: str, _: bytes) -> str:
+        return f"growing ticket of {name}"
+
+    def _check(self) -> None:
         if self.away:
             raise refusal(ErrorCode.DAEMON_LOST, "away")
+
+    def cancel(self, name: str) -> None:
+        self._check()
         self.cancelled.append(name)
 
     @property
@@ -256,3 +277,195 @@ def test_any_number_of_requests_that_wait_for_a_record_may_be_abandoned_together
         side.producer.abandon(number, "aborted")
     side.producer.on_event(Released(next(iter(side.client.offers)), "read"))
     assert [room for what, room, *_ in side.engine.heard if what == "failed"] == waiting
+
+
+OTHER = Wanted(ROOM, b"m" * 16, 16, "decode", 6)
+
+
+@pytest.fixture
+def ranks(side: Side, monkeypatch: pytest.MonkeyPatch) -> Side:
+    """One whose decode engine has two ranks."""
+    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append(message))
+    return side
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_offer_serves_all_ranks_of_the_decode_engine(ranks: Side, late: bool) -> None:
+    if not late:
+        ranks.producer.told(OTHER)
+    ranks.offered()
+    if late:
+        ranks.producer.told(OTHER)
+    named = f"ticket of {ranks.client.offer}"
+    told = {message.nonce: message for message in ranks.engine.told}
+    assert told == {nonce: Offered(ROOM, nonce, named, PROMPT) for nonce in (NONCE, OTHER.nonce)}
+
+
+def test_what_any_rank_of_the_decode_engine_lacks_is_sent(ranks: Side) -> None:
+    ranks.producer.told(WANTED)
+    ranks.producer.expect(ROOM)
+    ranks.producer.told(OTHER)
+    assert ranks.engine.heard[-1] == ("ready", ROOM, 16)
+
+
+def test_what_one_rank_abandons_is_refused_to_the_others_whenever_they_want_it(ranks: Side) -> None:
+    ranks.producer.told(WANTED)
+    ranks.producer.expect(ROOM)
+    ranks.producer.told(Abandoned(ROOM, NONCE, "aborted"))
+    ranks.producer.told(OTHER)
+    assert Refused(ROOM, OTHER.nonce, "the decode engine has abandoned it: aborted") in ranks.engine.told
+
+
+def test_no_room_has_more_ranks_than_an_engine_may_have(ranks: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RANKS", 2)
+    for port in range(1, 9):
+        ranks.producer.told(Wanted(ROOM, NONCE, 0, "decode", port))
+    ranks.producer.expect(ROOM)
+    ranks.send()
+    assert len(ranks.engine.told) == 2
+
+
+GROWS = Wanted(ROOM, NONCE, 32, "decode", 5, grows=True)
+
+
+class Growing(Side):
+    """The decode side has two pages; three more, and a part of a fourth, are computed in three chunks."""
+
+    def begin(self, wanted: Wanted = GROWS) -> "Growing":
+        self.producer.told(wanted)
+        self.producer.expect(ROOM)
+        return self
+
+    def extend(self, *pages: int, tokens: int) -> None:
+        self.producer.extend(ROOM, list(pages), tokens=tokens, first=2, prompt=PROMPT)
+
+    def grow(self) -> "Growing":
+        self.extend(3, tokens=48)
+        self.extend(3, 4, 5, tokens=80)
+        return self
+
+    def send(self, prompt: int = PROMPT) -> None:
+        self.producer.send(ROOM, [3, 4, 5, 6], tokens=90, first=2, aux_index=9, prompt=prompt)
+
+
+@pytest.fixture
+def growing() -> Growing:
+    return Growing().begin()
+
+
+def test_what_is_computed_in_several_chunks_is_offered_with_the_first_and_the_record_comes_with_the_last(
+    growing: Growing,
+) -> None:
+    growing.grow()
+    offer = growing.client.offer
+    assert growing.engine.told == [Offered(ROOM, NONCE, f"growing ticket of {offer}", PROMPT)]
+    assert growing.engine.filled == {}
+    growing.send()
+    *pages, record = growing.client.offers[offer]
+    assert pages == [Blocks(0, 2, [3]), Blocks(0, 3, [4, 5]), Blocks(0, 5, [6])]
+    assert growing.client.complete == [48, 80, 90]
+    assert growing.engine.filled == {record.ids[0]: 9}
+    assert growing.client.closed == {offer}
+    growing.producer.on_event(Released(offer, "read"))
+    assert growing.engine.heard[-1] == ("sent", ROOM)
+
+
+def test_nothing_grows_for_who_asks_for_the_whole_ticket() -> None:
+    side = Growing().begin(WANTED)
+    side.grow()
+    assert not side.client.offers
+    side.send()
+    pages, _ = side.client.offers[side.client.offer]
+    assert pages == Blocks(0, 2, [3, 4, 5, 6])
+    assert side.engine.told == [Offered(ROOM, NONCE, f"ticket of {side.client.offer}", PROMPT)]
+
+
+def test_a_daemon_that_is_away_for_the_first_chunks_is_offered_all_at_the_end(growing: Growing) -> None:
+    growing.client.away = True
+    growing.grow()
+    growing.client.away = False
+    growing.send()
+    assert growing.client.offers[growing.client.offer][0] == Blocks(0, 2, [3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("who", ["engine", "decode side"])
+def test_a_request_that_is_abandoned_while_it_is_computed_fails_at_once_and_is_never_closed(
+    growing: Growing, who: str
+) -> None:
+    growing.grow()
+    if who == "engine":
+        growing.producer.abandon(ROOM, "aborted")
+    else:
+        growing.producer.told(Abandoned(ROOM, NONCE, "aborted"))
+    assert growing.engine.heard[-1][:2] == ("failed", ROOM)
+    assert growing.client.cancelled == [growing.client.offer]
+    growing.extend(3, 4, 5, 6, tokens=96)
+    growing.send()
+    growing.producer.on_event(Released(growing.client.offer, "withdrawn"))
+    assert (growing.client.complete, growing.client.closed) == ([48, 80], set())
+    assert len(growing.client.offers) == 1
+
+
+@pytest.mark.parametrize("reason", ["expired", "daemon lost", "read"])
+def test_a_request_whose_offer_ends_while_it_is_computed_has_failed_on_both_sides(
+    growing: Growing, reason: str
+) -> None:
+    growing.grow().producer.on_event(Released(growing.client.offer, reason))
+    assert growing.engine.heard[-1][:2] == ("failed", ROOM)
+    assert isinstance(growing.engine.told[-1], Refused)
+    growing.send()
+    assert len(growing.client.offers) == 1
+
+
+@pytest.mark.parametrize("end", ["refused", "away", "at the close"])
+def test_an_offer_that_cannot_grow_fails_the_request(growing: Growing, end: str) -> None:
+    growing.grow()
+    if end == "refused":
+        growing.producer.on_event(NotExtended(growing.client.offer, "bad_blocks", "no"))
+    else:
+        growing.client.away = True
+        growing.send() if end == "at the close" else growing.extend(3, 4, 5, 6, tokens=96)
+    growing.client.away = False
+    if end == "at the close":
+        assert growing.engine.heard[-1][0] == "ready"  # the daemon may have it
+        growing.producer.on_event(Released(growing.client.offer, "daemon lost"))
+    assert growing.engine.heard[-1][:2] == ("failed", ROOM)
+    assert not growing.client.closed
+
+
+def test_a_prompt_that_is_not_computed_whole_is_not_closed(growing: Growing) -> None:
+    growing.grow().send(prompt=PROMPT + 1)
+    assert growing.client.cancelled == [growing.client.offer]
+    growing.producer.on_event(Released(growing.client.offer, "withdrawn"))
+    assert growing.engine.heard[-1] == ("failed", ROOM, "only 90 tokens of the prompt are computed")
+    assert not growing.client.closed
+
+
+def test_the_record_of_an_offer_that_grew_is_free_once_it_has_ended(growing: Growing) -> None:
+    growing.grow().send()
+    growing.producer.on_event(Released(growing.client.offer, "read"))
+    used = [blocks[-1].ids[0] for blocks in growing.client.offers.values()]
+    for number in range(100, 1124):
+        growing.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+        growing.producer.expect(number)
+        growing.producer.send(number, [1], tokens=1, first=0, aux_index=number, prompt=PROMPT)
+    used += [blocks[-1].ids[0] for blocks in growing.client.offers.values()][1:]
+    assert len(used) == 1025
+    assert len(set(used)) == 1024
+
+
+def test_a_request_that_the_engine_drops_while_it_is_computed_is_refused_and_its_offer_withdrawn(
+    growing: Growing,
+) -> None:
+    growing.grow().producer.forget(ROOM)
+    assert isinstance(growing.engine.told[-1], Refused)
+    assert growing.client.cancelled == [growing.client.offer]
+    assert growing.engine.heard[-1][0] == "ready"
+
+
+def test_what_comes_after_the_most_parts_of_an_offer_comes_with_the_last(
+    growing: Growing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PARTS_PER_OFFER", 1)
+    growing.grow().send()
+    assert growing.client.offers[growing.client.offer][:2] == (Blocks(0, 2, [3]), Blocks(0, 3, [4, 5, 6]))

@@ -58,6 +58,39 @@ def test_a_pull_brings_the_slots_of_the_pages_in_every_layer_and_the_record(cach
     assert np.count_nonzero(here) == moved
 
 
+def rank(number: int, of: int, *, latent: bool) -> Cache:
+    """The cache of one rank of so many."""
+    cache = LATENT if latent else replace(GQA, heads=2 // of)
+    return replace(cache, shard=Shard(stages=((0, 3),), tp_rank=number, tp_size=of))
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["grouped heads", "latent"])
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 2), (2, 1), (1, 2)])
+def test_each_rank_gets_its_heads_and_a_record_from_ranks_that_may_be_more_or_fewer(
+    theirs: int, ours: int, latent: bool
+) -> None:
+    sources = [rank(number, theirs, latent=latent) for number in range(theirs)]
+    specs = [cache_spec(cache) for cache in sources]
+    pools = [
+        np.random.default_rng(0 if latent else seed).integers(1, 255, spec.pool_bytes, dtype=np.uint8)
+        for seed, spec in enumerate(specs)
+    ]  # all ranks of a latent cache hold the same
+    whole = np.concatenate([buffers(cache, pool) for cache, pool in zip(sources, pools, strict=True)], axis=3)
+    for number in range(ours):
+        cache = rank(number, ours, latent=latent)
+        spec = cache_spec(cache)
+        here = np.zeros(spec.pool_bytes, np.uint8)
+        for share in route(specs, spec).shares:
+            spans = [Span(0, ids(5), 0, ids(7)), Span(0, ids(6), 0, ids(1000))]
+            for src, dst, length in Planner(specs[share.source], spec, share).plan(spans, 4).copies:
+                here[dst : dst + length] = pools[share.source][src : src + length]
+        heads = cache.shard.heads(cache.total_heads)
+        got = buffers(cache, here)[:, :, 28:32]
+        assert (got == whole[:, :, 20:24, heads.start : heads.stop]).all()
+        records = [pool[source.record(6)] for pool, source in zip(pools, sources, strict=True)]
+        assert any((here[cache.record(1000)] == record).all() for record in records)
+
+
 def test_the_records_lie_behind_the_buffers() -> None:
     assert GQA.record(0).start >= len(GQA.layers) * GQA.layer_bytes
     assert GQA.record(MAX_TRANSFER_RECORDS - 1).stop == cache_spec(GQA).pool_bytes

@@ -1,5 +1,7 @@
 """SGLang servers as processes: what each is started with, and how one sees that it is up."""
 
+import itertools
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,9 +41,11 @@ class Engine:
 class Server(Service):
     """An SGLang; `flags` and `variables` are more flags and environment variables, from the next start on."""
 
-    def __init__(self, name: str, folder: Path, engine: Engine, *flags: str) -> None:
+    def __init__(self, name: str, folder: Path, engine: Engine, *flags: str, ranks: int = 1) -> None:
         super().__init__(name, folder)
         self.engine = engine
+        self.ranks = ranks
+        """How many split the heads."""
         self.flags = flags
         self.variables: dict[str, str] = {}
         self.interpreter = sys.executable
@@ -59,6 +63,9 @@ class Server(Service):
         """As users start it, but for the CPU, on one thread: servers share as few as two cores."""
         engine = self.engine
         variables = OFFLINE | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        if self.ranks > 1:  # else SGLang wants a NUMA node for each
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(next(cores)) for _ in range(self.ranks))
         command = [
             self.interpreter,
             "-m",
@@ -71,6 +78,7 @@ class Server(Service):
         command += ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
         command += [] if self.with_tokenizer else ["--skip-tokenizer-init"]
         command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+        command += ["--tp-size", str(self.ranks)]
         command += ["--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK), "--context-length", str(LONGEST)]
         command += ["--max-total-tokens", str(engine.tokens), "--mem-fraction-static", "0.5", "--random-seed", "0"]
         return with_environment(variables | self.variables, [*command, *MODEL_FLAGS.get(engine.model, ()), *self.flags])
