@@ -8,10 +8,10 @@ from typing import Any
 
 import uvloop
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
+from kvd.router import limits
 from kvd.router.engines import place
 from kvd.router.http import HttpServer
 from kvd.router.log import FewLines
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         place(url)
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts, turns=not args.single_turn)
-    raise_open_files(limits.ROUTER_OPEN_FILES)
+    raise_open_files(limits.OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, Ports.of(args.listen), len(prefill), len(decode)))
     return 0

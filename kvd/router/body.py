@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
-from kvd.router import affinity
+from kvd.limits import MAX_CONSUMERS
+from kvd.router import affinity, limits
 from kvd.router.engines import Engine, Place, Prefilled, handed_fields, room_fields
 
 Fields = dict[str, msgspec.Raw]
@@ -59,16 +59,16 @@ class Body:
             self.fields: Fields = decode(data, Fields)
         except msgspec.DecodeError as error:
             raise refusal(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
-        if len(self.fields) > limits.ROUTER_FIELDS:
-            text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
+        if len(self.fields) > limits.FIELDS:
+            text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
-        if not 1 <= self.choices <= limits.MAX_CONSUMERS:
-            text = f"n is {self.choices}; it must be from 1 to {limits.MAX_CONSUMERS}"
+        if not 1 <= self.choices <= MAX_CONSUMERS:
+            text = f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         if self._has_several_prompts():
             text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
@@ -134,9 +134,9 @@ class Body:
         model = bytes(self.fields.get("model", b""))
         chat = self.fields.get("messages")
         # What is between two commas is a message at most.
-        if chat is not None and bytes(chat).count(b",") < limits.ROUTER_COMMAS:
+        if chat is not None and bytes(chat).count(b",") < limits.COMMAS:
             messages = self._field("messages", list[msgspec.Raw] | None) or []
-            if len(messages) <= limits.ROUTER_MESSAGES:
+            if len(messages) <= limits.MESSAGES:
                 return affinity.of_messages(model, (bytes(message) for message in messages))
         return affinity.of_text(model, memoryview(chat or self.fields.get("prompt", msgspec.Raw(b""))))
 
@@ -186,13 +186,13 @@ def _check_size(data: bytes) -> None:
         msgspec.DecodeError: It is no JSON object.
 
     """
-    if len(data) <= limits.ROUTER_FIELDS_BYTES:
+    if len(data) <= limits.FIELDS_BYTES:
         return
     found: _Long = decode(data, _Long)
     others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
-    if others > limits.ROUTER_FIELDS_BYTES:
+    if others > limits.FIELDS_BYTES:
         text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
-        raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
+        raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.FIELDS_BYTES} are taken")
 
 
 def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
@@ -207,7 +207,7 @@ def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
 class _Turn(msgspec.Struct):
     kvd_ticket: msgspec.Raw = _NOTHING
     kvd_offer: msgspec.Raw = _NOTHING
-    kvd_ttl: float = limits.ROUTER_TURN_SECONDS
+    kvd_ttl: float = limits.TURN_SECONDS
 
 
 def knows_turns(params: msgspec.Raw) -> bool:

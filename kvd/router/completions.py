@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.router import limits
 from kvd.router.body import Body
 from kvd.router.connections import Connection, Connections
 from kvd.router.intake import Intake
@@ -56,7 +56,7 @@ class Completions:
 
     async def _body(self, data: bytes) -> Body:
         """Reads large ones beside the loop, one at a time: others get their turn between the steps of that."""
-        if len(data) <= limits.ROUTER_LARGE_BYTES:
+        if len(data) <= limits.LARGE_BYTES:
             return Body(data)
         return await asyncio.get_running_loop().run_in_executor(self._reader, _read, data)
 
@@ -74,10 +74,10 @@ class Completions:
         headers = passed_on(request.headers)
         headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
         try:
-            async with asyncio.timeout(limits.ROUTER_REQUEST_SECONDS):
+            async with asyncio.timeout(limits.REQUEST_SECONDS):
                 await self._router.answer(Request(request.path.rstrip("/"), body, headers, time.monotonic()), reply)
         except TimeoutError as error:
-            text = f"the request took longer than {limits.ROUTER_REQUEST_SECONDS:.0f} s"
+            text = f"the request took longer than {limits.REQUEST_SECONDS:.0f} s"
             raise BrokenOff(ErrorCode.DEADLINE, text) from error
 
 

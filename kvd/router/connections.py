@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Connections:
         """Counts `connection`."""
         self._open += 1
         self._waiting.setdefault(connection.client, {})[connection] = None
-        if self._open > limits.ROUTER_CONNECTIONS:
+        if self._open > limits.CONNECTIONS:
             most = max(self._waiting.values(), key=len)
             oldest = next(iter(most))
             self._forget(oldest)
@@ -67,12 +67,12 @@ class Connection(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # as `web.Server` allows
             auto_decompress=False,  # what is small on the wire must not grow here
-            keepalive_timeout=limits.ROUTER_IDLE_SECONDS,
-            max_line_size=limits.ROUTER_HEADER_BYTES,
-            max_field_size=limits.ROUTER_HEADER_BYTES,
-            max_headers=limits.ROUTER_HEADERS,
-            lingering_time=limits.ROUTER_LINGER_SECONDS,
-            read_bufsize=limits.ROUTER_CHUNK_BYTES,
+            keepalive_timeout=limits.IDLE_SECONDS,
+            max_line_size=limits.HEADER_BYTES,
+            max_field_size=limits.HEADER_BYTES,
+            max_headers=limits.HEADERS,
+            lingering_time=limits.LINGER_SECONDS,
+            read_bufsize=limits.CHUNK_BYTES,
             logger=logger,
         )
         self._connections = connections

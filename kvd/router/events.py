@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.body import decode
 
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -43,7 +43,7 @@ class Beginning:
             if said is not Said.NOTHING:
                 return said
             self._read = searched = end.end()
-        return Said.NOTHING if len(self.held) < limits.ROUTER_HELD_BYTES else Said.SOMETHING
+        return Said.NOTHING if len(self.held) < limits.HELD_BYTES else Said.SOMETHING
 
 
 class _Choice(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.body import decode
 from kvd.router.engines import Prefilled
 from kvd.router.legs import read
@@ -93,7 +93,7 @@ class Producers:
         None if the server has not said that it takes that, or has others to do first.
         """
         producer = self._of.get(server)
-        if producer is None or server.in_flight >= limits.ROUTER_EARLY_REQUESTS:
+        if producer is None or server.in_flight >= limits.EARLY_REQUESTS:
             return None
         return Early(request, server, producer, prefill)
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from kvd.limits import ROUTER_PROBE_SECONDS
+from kvd.router.limits import PROBE_SECONDS
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import ServerFailed, Upstream
 
@@ -16,13 +16,13 @@ class Health:
         self._groups = groups
         self._upstream = upstream
         self._lock = asyncio.Lock()
-        self._asked = -ROUTER_PROBE_SECONDS
+        self._asked = -PROBE_SECONDS
         self._reasons: list[str] = []
 
     async def reasons(self) -> list[str]:
         """Why the router is not ready, a line for each role of which no server is healthy."""
         async with self._lock:
-            if time.monotonic() - self._asked >= ROUTER_PROBE_SECONDS:
+            if time.monotonic() - self._asked >= PROBE_SECONDS:
                 self._reasons = [reason for servers in self._groups if (reason := await self._why_not(servers))]
                 self._asked = time.monotonic()
             return self._reasons

@@ -7,9 +7,10 @@ from types import TracebackType
 
 from aiohttp import web
 
-from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, refusal
 from kvd.exposition import Exposition
+from kvd.limits import MAX_NAME_BYTES
+from kvd.router import limits
 from kvd.router.completions import Completions
 from kvd.router.connections import Connection, Connections
 from kvd.router.health import Health
@@ -45,7 +46,7 @@ class HttpServer:
         self._health = Health((prefills, self._decodes), self._upstream)
         self._intake = Intake()
         self._connections = Connections()
-        self._listings = asyncio.Semaphore(limits.ROUTER_LISTINGS)
+        self._listings = asyncio.Semaphore(limits.LISTINGS)
         self._completions = Completions(self._router, self._intake, self._connections, self._metrics)
 
     async def __aenter__(self) -> "HttpServer":
@@ -64,7 +65,7 @@ class HttpServer:
                 lambda: Connection(self._server, self._connections, self._metrics),
                 host,
                 port,
-                backlog=limits.ROUTER_REQUESTS,
+                backlog=limits.REQUESTS,
             )
         except (OSError, OverflowError) as error:
             raise refusal(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
@@ -81,9 +82,9 @@ class HttpServer:
         self._listener.close()
         self._server.pre_shutdown()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limits.ROUTER_STOP_SECONDS):
+            async with asyncio.timeout(limits.STOP_SECONDS):
                 await self._intake.idle.wait()
-        await self._server.shutdown(limits.ROUTER_CANCEL_SECONDS)
+        await self._server.shutdown(limits.CANCEL_SECONDS)
         await self._router.close()
         self._completions.close()
         await self._upstream.__aexit__(kind, error, trace)
@@ -103,7 +104,7 @@ class HttpServer:
                 reasons = await self._health.reasons()
                 return web.Response(text="".join(reasons) or "ready\n", status=503 if reasons else 200)
             case _:
-                text = f"there is no {request.method} {request.path[: limits.MAX_NAME_BYTES]}; there are: {_PATHS}"
+                text = f"there is no {request.method} {request.path[:MAX_NAME_BYTES]}; there are: {_PATHS}"
                 return error_answer(refusal(ErrorCode.UNKNOWN_REQUEST, text))
 
     def _scraped(self, accept: str) -> web.Response:
@@ -118,7 +119,7 @@ class HttpServer:
         """What the first decode server that answers serves."""
         failure: KvdError = refusal(ErrorCode.PEER_LOST, "there is no decode server")
         if self._listings.locked():
-            text = f"{limits.ROUTER_LISTINGS} requests for the models are in flight: try again later"
+            text = f"{limits.LISTINGS} requests for the models are in flight: try again later"
             return error_answer(refusal(ErrorCode.OVERLOADED, text))
         async with self._listings:
             for server in self._decodes.all:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from aiohttp import HttpVersion11, web
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
+from kvd.router import limits
 from kvd.router.reply import ClientGone
 
 
@@ -64,7 +64,7 @@ class Intake:
 
         The largest goes of the client with the most bytes, if that has more than this one would have.
         """
-        while self.body_bytes.total + more > limits.ROUTER_BODIES_BYTES:
+        while self.body_bytes.total + more > limits.BODIES_BYTES:
             coming = {each: sum(room.taken for room in rooms) for each, rooms in self._coming.items()}
             most = max(coming, key=lambda each: coming[each], default=client)
             if coming.get(most, 0) <= coming.get(client, 0) + more:
@@ -81,7 +81,7 @@ class Intake:
             self.taken = 0
             """Bytes of its body."""
             self._whole = 0
-            self._until = asyncio.timeout(limits.ROUTER_BODY_SECONDS)
+            self._until = asyncio.timeout(limits.BODY_SECONDS)
             """For its body."""
             self._lost = False
 
@@ -137,28 +137,28 @@ class Intake:
                 if self._lost:
                     text = "bodies of other clients took the place of this one, which did not end: try again later"
                     raise refusal(ErrorCode.OVERLOADED, text) from error
-                text = f"{self.taken} bytes of the body came within {limits.ROUTER_BODY_SECONDS:.0f} s, not all of it"
+                text = f"{self.taken} bytes of the body came within {limits.BODY_SECONDS:.0f} s, not all of it"
                 raise refusal(ErrorCode.DEADLINE, text) from error
             self._ended()
             self._enter()
             return b"".join(parts)
 
         def _check(self, size: int) -> None:
-            if size > limits.ROUTER_BODY_BYTES:
-                text = f"the body has {size} bytes or more; at most {limits.ROUTER_BODY_BYTES} are taken"
+            if size > limits.BODY_BYTES:
+                text = f"the body has {size} bytes or more; at most {limits.BODY_BYTES} are taken"
                 raise refusal(ErrorCode.TOO_LARGE, text)
             bodies, more = self._intake.body_bytes, size - self.taken
             text = "the bodies of {} fill the memory for them: try again later"
-            if bodies.of(self._client) + more > limits.ROUTER_CLIENT_BODIES_BYTES:
+            if bodies.of(self._client) + more > limits.CLIENT_BODIES_BYTES:
                 raise refusal(ErrorCode.OVERLOADED, text.format(self._client))
             if not self._intake._make_room(self._client, more):
                 raise refusal(ErrorCode.OVERLOADED, text.format(f"{self._intake.requests} requests"))
 
         def _enter(self) -> None:
             whole, text = self._intake.whole, "{} requests{} are in flight, and no more are taken: try again later"
-            if whole.of(self._client) >= limits.ROUTER_CLIENT_REQUESTS:
+            if whole.of(self._client) >= limits.CLIENT_REQUESTS:
                 raise refusal(ErrorCode.OVERLOADED, text.format(whole.of(self._client), f" of {self._client}"))
-            if whole.total >= limits.ROUTER_REQUESTS:
+            if whole.total >= limits.REQUESTS:
                 raise refusal(ErrorCode.OVERLOADED, text.format(whole.total, ""))
             self._whole = 1
             whole.add(self._client, 1)

@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode
+from kvd.router import limits
 from kvd.router.body import new_room
 from kvd.router.engines import Engine, Prefilled, prefilled_of
 from kvd.router.request import Request
@@ -62,7 +62,7 @@ class Meeting:
     async def _answer(self, upstream: Upstream, request: Request) -> Whole:
         body = request.body.for_room(self._server.place, self.room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
 
 
 def read(answer: bytes, *, with_token: bool) -> Prefilled | None:

@@ -3,11 +3,11 @@
 import logging
 import time
 
-from kvd import limits
+from kvd.router import limits
 
 
 class FewLines(logging.Filter):
-    """Lets `limits.ROUTER_LINES` lines a minute through from each place in the code, and says how many it left out."""
+    """Lets `limits.LINES` lines a minute through from each place in the code, and says how many it left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,11 +19,11 @@ class FewLines(logging.Filter):
         now, place = time.monotonic(), (record.pathname, record.lineno)
         began, lines = self._lines.get(place, (now, 0))
         if now - began >= 60:
-            if lines > limits.ROUTER_LINES:
+            if lines > limits.LINES:
                 record.msg, record.args = (
-                    f"{record.getMessage()} ({lines - limits.ROUTER_LINES} more were not logged)",
+                    f"{record.getMessage()} ({lines - limits.LINES} more were not logged)",
                     (),
                 )
             began, lines = now, 0
         self._lines[place] = began, lines + 1
-        return lines < limits.ROUTER_LINES
+        return lines < limits.LINES

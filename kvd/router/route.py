@@ -12,8 +12,9 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
+from kvd.limits import MAX_ERROR_TEXT
+from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import new_room
 from kvd.router.cleanup import Cleanup
@@ -234,7 +235,7 @@ class Router:
     ) -> Whole:
         body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
 
     async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed
@@ -252,7 +253,7 @@ class Router:
             said, first = await answer.beginning()
             attempts.prefilled, attempts.taken = None, True
             if said is Said.ERROR:
-                text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
+                text = first[:MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
             attempts.answered = True
             if early is not None:
@@ -309,7 +310,7 @@ class Router:
 
     def _may_retry(self, failed: Server, attempts: Attempts) -> bool:
         servers = self._prefill if failed.role == self._prefill.role else self._decode
-        if len(attempts.tried) >= limits.ROUTER_ATTEMPTS or not set(servers.all) - attempts.tried:
+        if len(attempts.tried) >= limits.ATTEMPTS or not set(servers.all) - attempts.tried:
             return False
         self._metrics.retries.labels(failed.role).inc()
         return True

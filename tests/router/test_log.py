@@ -2,7 +2,7 @@
 
 import logging
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.log import FewLines
 
 
@@ -16,10 +16,10 @@ def test_one_place_logs_few_lines_a_minute_and_says_how_many_it_left_out(monkeyp
     now = 1000.0
     monkeypatch.setattr("kvd.router.log.time.monotonic", lambda: now)
     filtered = FewLines()
-    assert len(lines(filtered, 1000, place=1)) == limits.ROUTER_LINES
+    assert len(lines(filtered, 1000, place=1)) == limits.LINES
     now += 59
     assert lines(filtered, 1, place=1) == []
     assert lines(filtered, 1, place=2) == ["no 0"]
     now += 1
-    left_out = 1001 - limits.ROUTER_LINES
+    left_out = 1001 - limits.LINES
     assert lines(filtered, 2, place=1) == [f"no 0 ({left_out} more were not logged)", "no 1"]
