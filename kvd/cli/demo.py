@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
-from kvd.engines.demo.report import Report, as_json, as_table, make_report
+from kvd.engines.demo.report import Report, Traffic, as_json, as_table, make_report
 from kvd.engines.demo.router import Request, RequestFailedError, Router
 from kvd.engines.demo.spec import engine_specs
-from kvd.engines.demo.traffic import Traffic
 from kvd.engines.demo.workload import SingleEngine, make_prompts, pool_tokens
 from kvd.errors import BadRequest
 from kvd.layout.presets import LAYOUTS
