@@ -13,8 +13,7 @@ from kvd import limits
 from kvd.bench.raw import RawAgent
 from kvd.doctor.finding import Finding, Level
 from kvd.plan import Descriptors
-from kvd.transport.nixl.ucx import nixl_name
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints, nixl_name
 from kvd.units import size
 
 BYTES: Final = 64 * limits.MIB
