@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable
 
-from kvd.client.blocks import Blocks, spans
 from kvd.client.calls import Calls, Kind
-from kvd.client.events import DaemonError, Disconnected, Event, NotExtended, Reattached
+from kvd.client.events import Blocks, DaemonError, Disconnected, Event, NotExtended, Reattached, spans
 from kvd.client.inbox import Inbox
 from kvd.client.offers import Offers
 from kvd.client.pulls import Pulls

@@ -22,8 +22,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvd.client.blocks import Blocks
-from kvd.client.events import Cancelled, Done, Event, Failed, Freed
+from kvd.client.events import Blocks, Cancelled, Done, Event, Failed, Freed
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol import worker as wire
 

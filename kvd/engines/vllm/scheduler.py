@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvd.client import Blocks
-from kvd.client.blocks import spans
+from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
