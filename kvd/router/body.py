@@ -2,6 +2,8 @@
 
 import codecs
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -254,3 +256,14 @@ def _raws(fields: dict[str, Any]) -> Fields:
 
 def _raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for `path` with `body`, and the `headers` that servers get too."""
+
+    path: str
+    body: Body
+    headers: Mapping[str, str]
+    arrived: float
+    """Monotonic time."""

@@ -16,11 +16,10 @@ from functools import partial
 from http import HTTPStatus
 
 from kvd.router import limits
-from kvd.router.body import new_room
+from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
 from kvd.router.legs import told
 from kvd.router.metrics import Metrics
-from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 

@@ -26,11 +26,10 @@ import msgspec
 from multidict import CIMultiDict
 
 from kvd.router import limits
-from kvd.router.body import knows_turns, seconds_of
+from kvd.router.body import Request, knows_turns, seconds_of
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.legs import read
 from kvd.router.metrics import Metrics, Turn
-from kvd.router.request import Request
 from kvd.router.servers import Server
 from kvd.router.upstream import Sent, ServerFailed, Upstream
 

@@ -14,10 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from kvd.router import limits
-from kvd.router.body import decode
+from kvd.router.body import Request, decode
 from kvd.router.engines import Prefilled
 from kvd.router.legs import read
-from kvd.router.request import Request
 from kvd.router.servers import Server
 from kvd.router.upstream import Whole
 

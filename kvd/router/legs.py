@@ -10,9 +10,8 @@ import msgspec
 
 from kvd.errors import ErrorCode
 from kvd.router import limits
-from kvd.router.body import new_room
+from kvd.router.body import Request, new_room
 from kvd.router.engines import Engine, Prefilled, prefilled_of
-from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
 

@@ -7,8 +7,10 @@ request goes its way one after the other: the decode server is then asked with w
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Protocol
 
 import msgspec
 
@@ -16,7 +18,7 @@ from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.limits import MAX_ERROR_TEXT
 from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
-from kvd.router.body import new_room
+from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
@@ -24,11 +26,25 @@ from kvd.router.events import Said
 from kvd.router.growing import Early, Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
-from kvd.router.request import Client, Request
 from kvd.router.servers import Server, Servers, ask, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """Who waits for an answer."""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the head of the answer."""
+
+    async def send(self, part: bytes) -> None:
+        """Sends part of the body, and waits while the client is slow.
+
+        Raises:
+            Unavailable: `CANCELLED`, the client takes nothing more.
+
+        """
 
 
 class BrokenOff(Unavailable):

@@ -16,9 +16,9 @@ import pytest
 from kvd.errors import BadRequest
 from kvd.router import limits
 from kvd.router.body import Body
-from kvd.router.connections import client_of
+from kvd.router.clients.connections import client_of
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
 from tests.support.patience import PATIENCE
@@ -59,7 +59,7 @@ async def fall_to(tasks: int, descriptors: int) -> None:
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.health.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled, prefilled], [decoded]) as stage:
         assert await stage.get("/healthz") == (200, "alive\n")
         assert await stage.get("/readyz") == (200, "ready\n")
@@ -141,7 +141,7 @@ async def test_load_balancers_may_ask_with_head(path: str) -> None:
 
 
 async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.health.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled], [decoded]) as stage:
         assert (await stage.get("/health"))[0] == 200
         stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
@@ -195,7 +195,7 @@ async def test_the_loop_goes_on_while_large_bodies_are_read_one_at_a_time(monkey
             assert go_on.wait(PATIENCE)
         return Body(data)
 
-    monkeypatch.setattr("kvd.router.completions.Body", slow)
+    monkeypatch.setattr("kvd.router.clients.completions.Body", slow)
     async with routed([prefilled], [decoded]) as stage:
         asking = [asyncio.create_task(stage.ask(prompt="x" * limits.LARGE_BYTES)) for _ in range(2)]
         await until(lambda: stage.server._intake.requests == 2 and len(reading) == 1)

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from kvd.router import limits
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import (
     BODY,

@@ -10,12 +10,11 @@ from aiohttp import web
 
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router import limits
-from kvd.router.body import Body
-from kvd.router.connections import Connection, Connections
-from kvd.router.intake import Intake
+from kvd.router.body import Body, Request
+from kvd.router.clients.connections import Connection, Connections
+from kvd.router.clients.intake import Intake
+from kvd.router.clients.reply import ClientGone, Reply
 from kvd.router.metrics import Metrics, Outcome
-from kvd.router.reply import ClientGone, Reply
-from kvd.router.request import Request
 from kvd.router.route import BrokenOff, Router
 from kvd.router.upstream import passed_on
 

@@ -2,8 +2,8 @@
 
 import logging
 
+from kvd.cli.router import FewLines
 from kvd.router import limits
-from kvd.router.log import FewLines
 
 
 def lines(filtered: FewLines, number: int, place: int) -> list[str]:
@@ -14,7 +14,7 @@ def lines(filtered: FewLines, number: int, place: int) -> list[str]:
 
 def test_one_place_logs_few_lines_a_minute_and_says_how_many_it_left_out(monkeypatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("kvd.router.log.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvd.cli.router.time.monotonic", lambda: now)
     filtered = FewLines()
     assert len(lines(filtered, 1000, place=1)) == limits.LINES
     now += 59
