@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.engines.settings import EngineSettings, checked
-from kvd.engines.vllm.turns import TurnPolicy
+from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_LEASE_TTL
 

@@ -6,7 +6,7 @@ once, when the daemon has let go of its blocks. Ends of kept turns it reports be
 
 An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
 
-No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.vllm.kernels`);
+No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.kernels`);
 holds and those that only let go overtake. While the daemon is away or takes no more, orders to it wait up to
 `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only with its next step. vLLM makes
 no steps for requests that it has ended, unless it is told that something is `unsent`.
@@ -30,11 +30,17 @@ from kvd.client import (
     Reattached,
     Released,
 )
-from kvd.engines.kernels import Event
+from kvd.engines.kernels import Event, Kernels
 from kvd.engines.vllm.growing.worker import GrowingOffers
-from kvd.engines.vllm.kernels import Kernels
-from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
-from kvd.engines.vllm.results import Results, TransferCounts
+from kvd.engines.vllm.metadata import (
+    HoldOrder,
+    OfferOrder,
+    PullOrder,
+    RankEndpoint,
+    Results,
+    StepMetadata,
+    TransferCounts,
+)
 from kvd.errors import ErrorCode, KvdError, Unavailable
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_PULL_TIMEOUT

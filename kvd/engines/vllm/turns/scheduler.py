@@ -1,17 +1,17 @@
-"""Turns of conversations: which answers a decode engine keeps, and what of them the next turn's prefill engine pulls.
+"""Which answers a decode engine keeps, and what of them the next turn's prefill engine pulls.
 
-`kept_turns` has the blocks that are kept, `turn_params` what passes through the router. The scheduler's half asks here.
+`kept` has the blocks that are kept, `params` what passes through the router. The scheduler's half asks here.
 """
 
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvd.engines.vllm import transfer_params, turn_params
-from kvd.engines.vllm.kept_turns import KeptTurns
-from kvd.engines.vllm.metadata import OfferOrder
-from kvd.engines.vllm.results import TurnCounts
+from kvd.engines.vllm import transfer_params
+from kvd.engines.vllm.metadata import OfferOrder, TurnCounts
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
+from kvd.engines.vllm.turns import params as turn_params
+from kvd.engines.vllm.turns.kept import KeptTurns
 
 _COMPLETE = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 

@@ -21,11 +21,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from kvd.engines.components import KV, LATENT
-from kvd.engines.vllm.formats import format_of, order_of
-from kvd.engines.vllm.identity import identity
-from kvd.engines.vllm.parallel import FULL, check_context_parallel, rank_of, stage_ranks
-from kvd.engines.vllm.spec import CacheGroup, Pages, States, WorkerCache
-from kvd.engines.vllm.states import check_states, recurrent
+from kvd.engines.vllm.cache.formats import format_of, order_of
+from kvd.engines.vllm.cache.identity import identity
+from kvd.engines.vllm.cache.parallel import FULL, check_context_parallel, rank_of, stage_ranks
+from kvd.engines.vllm.cache.spec import CacheGroup, Pages, States, WorkerCache
+from kvd.engines.vllm.cache.states import check_states, recurrent
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import Chunked, Full, Shard, Sliding, State, Window
 

@@ -1,4 +1,4 @@
-"""The cache of a vLLM worker as a `CacheSpec`. Pure; `kvd.engines.vllm.cache_config` reads it from vLLM.
+"""The cache of a vLLM worker as a `CacheSpec`. Pure; `kvd.engines.vllm.cache.config` reads it from vLLM.
 
 vLLM allocates one buffer for each worker. Each of its "KV cache tensors" puts layers of one shape in it: block b of the
 tensor's l-th layer begins at `offset + l * layer_stride + b * block_stride`, and inside it are heads, tokens and bytes

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvd.engines.vllm.spec import Pages, States, WorkerCache
+from kvd.engines.vllm.cache.spec import Pages, States, WorkerCache
 from kvd.errors import ErrorCode, refusal
 
 logger = logging.getLogger(__name__)

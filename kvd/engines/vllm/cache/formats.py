@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvd.engines.vllm.spec import Order
+from kvd.engines.vllm.cache.spec import Order
 
 _ROWS = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
 """Backends that keep each token's key of a head in a row, wherever its block begins, and its value behind that.
