@@ -18,9 +18,8 @@ from kvd.actors.handshake.peers import PeerChannel, PeerListener, Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import Workers
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps

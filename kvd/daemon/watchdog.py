@@ -10,8 +10,7 @@ from typing import Final
 
 import structlog
 
-from kvd.actors.runtime.actor import Actor, call
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.actor import Actor, Loop, call
 from kvd.errors import InternalError
 from kvd.metrics import Metrics
 

@@ -19,8 +19,8 @@ from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claim import ClaimRecord
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.ended import Tombstones
 from kvd.actors.leases.offers import Offers
-from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.pool import Event as PoolEvent

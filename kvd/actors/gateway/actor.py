@@ -15,9 +15,8 @@ from kvd.actors.gateway.connections import Connections
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, OnFailure, call, run
+from kvd.actors.runtime.actor import Actor, Background, OnFailure, call, run
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.pools import check_spans
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, refusal

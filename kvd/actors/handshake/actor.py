@@ -13,10 +13,9 @@ from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_table import Effect, Event, State
 from kvd.actors.handshake.peers import PeerListener, Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
-from kvd.actors.runtime.actor import Actor, OnFailure
+from kvd.actors.runtime.actor import Actor, Background, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort

@@ -10,9 +10,8 @@ from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
 from kvd.actors.leases.claim import OfferKey
-from kvd.actors.leases.consumers import Consumers
-from kvd.actors.leases.lease import Effect, Event, Lease, State
-from kvd.actors.leases.returns import Returns
+from kvd.actors.leases.ended import Returns
+from kvd.actors.leases.lease import Consumers, Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines

@@ -14,10 +14,9 @@ from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pools import HeldBlocks, Hold, PeerView, Pool
 from kvd.actors.scheduler import pull as machine

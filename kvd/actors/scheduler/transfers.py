@@ -11,15 +11,13 @@ import structlog
 
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
-from kvd.actors.runtime.actor import Actor, Component, call
+from kvd.actors.runtime.actor import Actor, Background, Component, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler import transfer as machine
-from kvd.actors.scheduler.ahead import ClaimsAhead
 from kvd.actors.scheduler.leaving import Leaving
-from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.peer_requests import ClaimsAhead, PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull

@@ -1,6 +1,6 @@
 import pytest
 
-from kvd.actors.leases.tombstones import Tombstones
+from kvd.actors.leases.ended import Tombstones
 from kvd.actors.runtime.actor import Actor, Dispatcher
 from tests.simulator.virtual.loop import VirtualLoop
 
