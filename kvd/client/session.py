@@ -12,7 +12,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.limits import SECRET_BYTES
 
 if TYPE_CHECKING:
-    from kvd.client.cuda import DeviceBytes
+    from kvd.client.pool.cuda import DeviceBytes
 
 
 class Spec(Protocol):

@@ -4,7 +4,7 @@ import os
 import weakref
 from typing import Any
 
-from kvd.client import dlpack
+from kvd.client.pool import dlpack
 from kvd.cuda.device import device_of
 from kvd.cuda.driver import call
 from kvd.cuda.memory import Mapping, read_mark

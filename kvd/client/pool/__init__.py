@@ -9,7 +9,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.protocol.worker import Attached
 
 if TYPE_CHECKING:
-    from kvd.client.cuda import DevicePool
+    from kvd.client.pool.cuda import DevicePool
 
 Pool = Union["PoolMap", "DevicePool"]
 
@@ -24,7 +24,7 @@ def map_pool(descriptor: int, attached: Attached) -> Pool:
     """
     if not attached.device:
         return PoolMap(descriptor, attached.pool_bytes)
-    from kvd.client.cuda import DevicePool  # noqa: PLC0415 - workers without a GPU load nothing of CUDA
+    from kvd.client.pool.cuda import DevicePool  # noqa: PLC0415 - workers without a GPU load nothing of CUDA
 
     return DevicePool(descriptor, attached.device, attached.pool_bytes, attached.pool_length)
 
