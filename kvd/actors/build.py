@@ -6,8 +6,7 @@ The daemon and the simulator use the same wiring; they differ in what they hand 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.gateway.admission import Policy
 from kvd.actors.gateway.peer_frames import PeerFrames

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor, _Log
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions, _Log
 from kvd.actors.handshake import peer_table as peer_machine
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer

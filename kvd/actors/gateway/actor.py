@@ -8,8 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Session, Sessions
+from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission, Policy
 from kvd.actors.gateway.connections import Connections
 from kvd.actors.handshake.actor import HandshakeActor

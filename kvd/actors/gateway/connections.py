@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Session, Sessions
+from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor

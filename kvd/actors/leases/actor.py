@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.leases.claim import ClaimKey, OfferKey
 from kvd.actors.leases.claims import Claims
 from kvd.actors.leases.ended import Tombstones

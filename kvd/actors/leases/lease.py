@@ -6,8 +6,9 @@ The rules, which the table below makes precise:
   is alive and the generation is that of the grant.
 - It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
   is over and nobody holds a claim (`expired`; while somebody does, it is `overdue`), or when the producer takes it back
-  (`revoked`). A consumer has finished
-  when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
+  (`revoked`).
+- A consumer has finished when all ranks of its engine have. An offer to any number of consumers counts none: it expires
+  or is revoked.
 - The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
   from then on no fence of theirs can hold.
 - An offer that grows is one lease from its opening on. Its time begins anew with each extension and with its close; it
@@ -15,17 +16,14 @@ The rules, which the table below makes precise:
 - A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvd import limits
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
 from kvd.actors.leases.content import Content
 from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.pools import NOTHING, Hold, Pool, Size
-from kvd.errors import ErrorCode, refusal
 from kvd.protocol.peer import Claim
 
 
@@ -156,35 +154,3 @@ class Lease:
         """Whether as many consumers have finished as it was offered to, and no other holds a claim."""
         enough = 0 < self.consumers <= len(self.done)
         return enough and all(claim.request.consumer in self.done for claim in self.claims.values())
-
-
-class Consumers:
-    """Those that have finished with offers, counted by worker: so many are remembered, until the offers end."""
-
-    def __init__(self) -> None:
-        self._of_pool: Counter[int] = Counter()
-
-    def check(self, lease: Lease, consumer: str) -> None:
-        """Checks whether a consumer may have a part in an offer.
-
-        Raises:
-            Unavailable: `OVERLOADED`, too many have one in this offer, or in all of its worker's.
-
-        """
-        if consumer in lease.finished:
-            return
-        of_worker = self._of_pool[lease.pool.id]
-        if len(lease.finished) >= 2 * limits.MAX_CONSUMERS or of_worker >= limits.MAX_CONSUMERS_PER_WORKER:
-            text = f"{len(lease.finished)} consumers have a part in the offer {lease.key[1]!r} already"
-            raise refusal(ErrorCode.OVERLOADED, f"{text}, {of_worker} in all offers of its worker")
-
-    def finish(self, lease: Lease, claim: Claim) -> None:
-        """One reader of a consumer has all it wanted."""
-        if lease.finish(claim):
-            self._of_pool[lease.pool.id] += 1
-
-    def forget(self, lease: Lease) -> None:
-        """The offer has ended: nobody counts its consumers any more."""
-        self._of_pool -= Counter({lease.pool.id: len(lease.finished)})
-        lease.finished.clear()
-        lease.done.clear()

@@ -4,12 +4,8 @@ A pull follows the table of `pull`. It has one transfer for each producer rank t
 each of those follows the table of `transfer`.
 """
 
-from collections.abc import Iterator
-from itertools import chain
-
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.leases.actor import LeasesActor
@@ -18,7 +14,7 @@ from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.runtime.machine import EffectQueue
-from kvd.actors.runtime.pools import HeldBlocks, Hold, PeerView, Pool
+from kvd.actors.runtime.pools import PeerView, Pool
 from kvd.actors.scheduler import pull as machine
 from kvd.actors.scheduler.leaving import LeavingPulls
 from kvd.actors.scheduler.producers import Producers
@@ -58,7 +54,7 @@ class SchedulerActor(Actor):
         self._pools = pools
         self._leases = leases
         self._handshake = handshake
-        self._targets = Targets()
+        self._targets = Targets(context)
         self._producers = Producers()
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
@@ -75,9 +71,6 @@ class SchedulerActor(Actor):
             grow=self._targets.grow,
         )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
-        self._quarantined = 0
-        self._held = HeldBlocks((Hold.PULLING, Hold.QUARANTINED))
-        context.metrics.watch_held((Hold.PULLING, Hold.QUARANTINED), self._held.of)
         self._draining = False
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, Batch(self, self._deadlines_over).put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
@@ -85,10 +78,7 @@ class SchedulerActor(Actor):
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
     def start(self, pool: Pool, request: protocol.Pull, ticket: Ticket) -> None:
-        """Accepts a pull or refuses it, in which case nothing has changed.
-
-        Its ticket has been decoded, and its blocks have been checked.
-        """
+        """Accepts a pull, with a decoded ticket and checked blocks; or refuses it, and then nothing has changed."""
         key = (pool.name, request.request)
         now, unknown = self.loop.time(), self._producers.unknown(ticket)
         pull = Pull(
@@ -113,7 +103,6 @@ class SchedulerActor(Actor):
         if self._context.spans is not None:
             pull.span = self._context.spans.pull(pool.name, request)
         self._pulls[key] = pull
-        self._held.move(pull.size, None, Hold.PULLING)
         self._deadlines.set(key, now + request.timeout)
         if unknown:
             self._step(pull, Event.MISSING)
@@ -137,12 +126,7 @@ class SchedulerActor(Actor):
             self._step(pull, event)
 
     def _find_transfers(self, pull: Pull) -> Event:
-        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it has to wait for.
-
-        Raises:
-            KvdError: it cannot be done.
-
-        """
+        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for."""
         self._producers.check_names(pull.ticket)
         missing = self._producers.without_pool(pull.ticket)
         if missing and pull.lookups_left > 0:
@@ -217,8 +201,8 @@ class SchedulerActor(Actor):
     def _unrouted(self, address: str) -> list[Pull]:
         return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]
 
-    def _all(self) -> Iterator[Pull]:
-        return chain(self._pulls.values(), self._leaving)
+    def _all(self) -> list[Pull]:
+        return [*self._pulls.values(), *self._leaving]
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
@@ -250,13 +234,11 @@ class SchedulerActor(Actor):
                 self._leaving.discard(pull)
                 self.transfers.leave(pull)
             case Effect.TELL_FREED:
-                self._held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)  # which `FREE` ends
-                self._count_quarantined(-1)
+                self._targets.end_quarantine(pull)
                 self._completion.notify(pull.key[0], Freed(pull.key[1]))
             case Effect.FREE:
                 del self._pulls[pull.key]
                 self._targets.give_back(pull)
-                self._held.move(pull.size, Hold.PULLING, None)
                 self._check_quiet(pull.pool)
 
     def _conclude(self, pull: Pull, error: KvdError | None) -> None:
@@ -271,8 +253,7 @@ class SchedulerActor(Actor):
             self._context.metrics.pull_failures.labels(error.code).inc()
             outcome = Failed(request, error.code, error.text[: limits.MAX_ERROR_TEXT], quarantined)
         if quarantined:
-            self._held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
-            self._count_quarantined(+1)
+            self._targets.quarantine(pull)
         self._deadlines.unset(pull.key)
         self._completion.notify(worker, outcome)
         name = type(outcome).__name__.lower()
@@ -283,15 +264,6 @@ class SchedulerActor(Actor):
     def _count(self, outcome: str, seconds: float) -> None:
         self._context.metrics.pulls.labels(outcome).inc()
         self._context.metrics.pull_seconds.observe(seconds)
-
-    def _count_quarantined(self, change: int) -> None:
-        self._quarantined += change
-        self._context.metrics.quarantined.set(self._quarantined)
-        bound = self._context.settings.max_quarantined
-        over = (
-            f"{self._quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
-        )
-        self._context.condition("quarantine", over if self._quarantined > bound else None)
 
     # --- a pull ends early ------------------------------------------------------------------------------------------
 
@@ -367,9 +339,9 @@ class SchedulerActor(Actor):
         return PullStatus(
             pulls=len(self._pulls),
             transfers=self.transfers.states(),
-            quarantined=self._quarantined,
+            quarantined=self._targets.quarantined,
             busy_blocks=self._targets.busy_blocks(),
-            blocks=self._held.report(),
+            blocks=self._targets.held.report(),
             connecting=sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
             routes=self._producers.routes,
         )
