@@ -2,7 +2,7 @@
 
 from kvd.cuda.device import Device, device
 from kvd.cuda.driver import call
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.errors import Unavailable
 from kvd.memory.cuda import CudaProvider
 from kvd.units import size

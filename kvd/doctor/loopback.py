@@ -11,7 +11,7 @@ import numpy as np
 
 from kvd import limits
 from kvd.bench.raw import RawAgent
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.plan import Descriptors
 from kvd.transport.nixl.ucx import UcxEndpoints, nixl_name
 from kvd.units import size

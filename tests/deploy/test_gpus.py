@@ -3,7 +3,7 @@
 from cuda.bindings import nvml
 
 from kvd.cuda.device import device
-from kvd.doctor.finding import Level
+from kvd.doctor import Level
 from kvd.doctor.gpus import check_gpus
 from tests.support.gpu import over_standin
 
