@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.engines.components import KV, LATENT
+from kvd.engines.identity import KV, LATENT
 from kvd.engines.sglang.spec import Cache
 from kvd.engines.sglang.spec import cache_spec as sglang_spec
 from kvd.engines.vllm.cache.spec import CacheGroup, Order, Pages, WorkerCache

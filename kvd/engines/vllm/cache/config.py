@@ -20,13 +20,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
-from kvd.engines.components import KV, LATENT
+from kvd.engines.identity import KV, LATENT
 from kvd.engines.vllm.cache.formats import format_of, order_of
 from kvd.engines.vllm.cache.identity import identity
 from kvd.engines.vllm.cache.parallel import FULL, check_context_parallel, rank_of, stage_ranks
 from kvd.engines.vllm.cache.spec import CacheGroup, Pages, States, WorkerCache
-from kvd.engines.vllm.cache.states import check_states, recurrent
-from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.engines.vllm.cache.states import bad_spec, check_states, recurrent
 from kvd.layout import Chunked, Full, Shard, Sliding, State, Window
 
 _MLA = {KVCacheSpecKind.MLA_ATTENTION}
@@ -45,10 +44,10 @@ def check_supported(vllm_config: Any, cache_config: Any) -> None:
     if vllm_config.aux_output_config.enable_return_routed_experts:
         # vLLM refuses its own connectors for this, by name. From 0.33 on it loads no blocks without their experts.
         text = "--enable-return-routed-experts: which experts a prompt went to is known to the engine that computed it"
-        raise _refusal(f"{text} and does not move; serve without that flag or without kvd")
+        raise bad_spec(f"{text} and does not move; serve without that flag or without kvd")
     groups = cache_config.kv_cache_groups
     if len(cache_config.transfer_group_ids) != len(groups):
-        raise _refusal("vLLM keeps groups of this cache out of transfers; kvd moves all groups or none")
+        raise bad_spec("vLLM keeps groups of this cache out of transfers; kvd moves all groups or none")
     for group in groups:
         window_of(group.kv_cache_spec)
 
@@ -75,7 +74,7 @@ def window_of(spec: Any) -> Window:
     if kind is KVCacheSpecKind.MAMBA:
         check_states(first)
         return State()
-    raise _refusal(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
+    raise bad_spec(f"layers of kind {kind.value!r} are not supported; serve this model without kvd")
 
 
 def worker_cache(vllm_config: Any, cache_config: Any, model: str = "", drafter: str = "") -> WorkerCache:
@@ -127,7 +126,7 @@ def _pages(vllm_config: Any, cache_config: Any, group: Any, tensor: Any, kernel_
     """A KV cache tensor, in parts whose layers are of one kind: a drafter's may follow the model's."""
     spec = _layer_spec(group, tensor.layers[0])
     if spec.tokens_per_state != 1:
-        raise _refusal(f"{tensor.layers[0]}: {spec.tokens_per_state} tokens a state; kvd moves caches with one")
+        raise bad_spec(f"{tensor.layers[0]}: {spec.tokens_per_state} tokens a state; kvd moves caches with one")
     kernel_blocks = spec.block_size // kernel_tokens
     _, _, head_stride, token_stride, _ = compute_layout_strides(
         spec,
@@ -171,7 +170,7 @@ def _states(vllm_config: Any, tensor: Any, spec: Any) -> States:
     layers = vllm_config.compilation_config.static_forward_context
     (component, *others), numbers = zip(*(_component(vllm_config, spec, name) for name in tensor.layers), strict=True)
     if {component} < {component, *others}:
-        raise _refusal(f"states of {component} and of {others} lie in one tensor; kvd knows tensors of one kind")
+        raise bad_spec(f"states of {component} and of {others} lie in one tensor; kvd knows tensors of one kind")
     layer = layers[tensor.layers[0]]
     # Mamba2's groups are fewer than ranks only if there is one, which every rank then holds.
     groups = layer.norm.n_groups if spec.mamba_type.name == "MAMBA2" else 0
@@ -218,7 +217,7 @@ def _component(vllm_config: Any, spec: Any, name: str) -> tuple[str, int]:
     """
     numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
     if len(numbers) != 1:
-        raise _refusal(f"the layer name {name!r} has {len(numbers)} numbers; kvd needs the one of its layer")
+        raise bad_spec(f"the layer name {name!r} has {len(numbers)} numbers; kvd needs the one of its layer")
     number, layers = int(numbers[0]), int(vllm_config.model_config.get_total_num_hidden_layers())
     if number < layers and _drafter(vllm_config) is not None:
         drafts = getattr(spec, "is_draft", False) or name.startswith(_DRAFTERS)  # vLLM 0.32 has the name alone
@@ -242,7 +241,7 @@ def _total_heads(vllm_config: Any, spec: Any, name: str, layer: int) -> int:
     if len(set(fitting)) == 1:
         return fitting[0]
     text = f"{name} has one KV head on each of {ranks} ranks, the model's configuration names {declared}"
-    raise _refusal(f"{text}: of how many heads in all it is one cannot be told; use another tensor parallel size")
+    raise bad_spec(f"{text}: of how many heads in all it is one cannot be told; use another tensor parallel size")
 
 
 def _declared_heads(vllm_config: Any, layer: int) -> list[int]:
@@ -301,7 +300,3 @@ def _names(vllm_config: Any, model: str, drafter: str) -> tuple[str, str]:
     if not drafter:
         drafter = name if drafts.model == path else drafts.model  # modules for MTP are part of the model
     return name, f"{drafter} ({vllm_config.speculative_config.method})"
-
-
-def _refusal(text: str) -> KvdError:
-    return refusal(ErrorCode.BAD_SPEC, text)

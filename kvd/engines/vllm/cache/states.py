@@ -23,18 +23,18 @@ def check_states(spec: Any) -> None:
     """
     kind = spec.mamba_type.name
     if kind not in MOVED:
-        raise _refusal(f"states of kind {kind} are not supported, only {', '.join(MOVED)}; serve without kvd")
+        raise bad_spec(f"states of kind {kind} are not supported, only {', '.join(MOVED)}; serve without kvd")
     if len(spec.shapes) != 2:
         text = f"states of kind {kind} in {len(spec.shapes)} parts: kvd moves a convolution's inputs and a state"
-        raise _refusal(f"{text}; serve without ReplaySSM and RecoverSSM")
+        raise bad_spec(f"{text}; serve without ReplaySSM and RecoverSSM")
     if spec.num_speculative_blocks:
         text = (
             f"{spec.num_speculative_blocks} drafted tokens a step beside recurrent states are not supported: vLLM then"
         )
         text += " keeps a state for each, and which of them counts depends on how many drafts were accepted"
-        raise _refusal(f"{text}; serve without speculative decoding or without kvd")
+        raise bad_spec(f"{text}; serve without speculative decoding or without kvd")
     if spec.tp_replicated:
-        raise _refusal(f"states of kind {kind} of which every rank holds the whole are not supported")
+        raise bad_spec(f"states of kind {kind} of which every rank holds the whole are not supported")
 
 
 def recurrent(spec: Any, ranks: int, groups: int, *, channels_first: bool) -> Recurrent:
@@ -55,7 +55,7 @@ def recurrent(spec: Any, ranks: int, groups: int, *, channels_first: bool) -> Re
     held = sum(max(1, section.parts // ranks) * section.width for section in sections)
     if held != channels:
         text = f"a state of kind {spec.mamba_type.name} with shapes {spec.shapes} on each of {ranks} ranks"
-        raise _refusal(f"{text}: its {channels} channels are not {held}, as {sections} have there")
+        raise bad_spec(f"{text}: its {channels} channels are not {held}, as {sections} have there")
     return Recurrent(
         sections,
         taps=taps,
@@ -78,5 +78,6 @@ def _sections(spec: Any, channels: int, ranks: int, groups: int) -> tuple[Sectio
     return Section("q", keys * ranks, size), Section("k", keys * ranks, size), Section("v", heads * ranks, width)
 
 
-def _refusal(text: str) -> KvdError:
+def bad_spec(text: str) -> KvdError:
+    """The refusal of a cache that kvd cannot move."""
     return refusal(ErrorCode.BAD_SPEC, text)
