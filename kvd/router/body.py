@@ -26,7 +26,7 @@ _PREFILL: Final = {
 }
 """What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
 
-_NULL: Final = msgspec.Raw(b"null")
+NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
@@ -64,7 +64,7 @@ class Body:
         if len(self.fields) > limits.FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
+        if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
@@ -79,12 +79,12 @@ class Body:
     @property
     def for_one_server(self) -> bool:
         """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
-        return bytes(self.fields.get("use_beam_search", _NULL)) not in {b"null", b"false"}
+        return bytes(self.fields.get("use_beam_search", NULL)) not in {b"null", b"false"}
 
     @property
     def streamed(self) -> bool:
         """Whether the client wants each token as it comes."""
-        return bytes(self.fields.get("stream", _NULL)) == b"true"
+        return bytes(self.fields.get("stream", NULL)) == b"true"
 
     def for_prefill(self, offer: str = "", turn: msgspec.Raw | None = None, *, with_token: bool = False) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.

@@ -7,10 +7,8 @@ request goes its way one after the other: the decode server is then asked with w
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 
@@ -26,25 +24,11 @@ from kvd.router.events import Said
 from kvd.router.growing import Early, Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
+from kvd.router.reply import Reply
 from kvd.router.servers import Server, Servers, ask, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
-
-
-class Client(Protocol):
-    """Who waits for an answer."""
-
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends the head of the answer."""
-
-    async def send(self, part: bytes) -> None:
-        """Sends part of the body, and waits while the client is slow.
-
-        Raises:
-            Unavailable: `CANCELLED`, the client takes nothing more.
-
-        """
 
 
 class BrokenOff(Unavailable):
@@ -95,7 +79,7 @@ class Router:
         self._cleanup = Cleanup(decode, upstream, metrics)
         self._conversations = Conversations(upstream, metrics, keeps=turns)
 
-    async def answer(self, request: Request, client: Client) -> None:
+    async def answer(self, request: Request, client: Reply) -> None:
         """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
 
         Raises:
@@ -136,7 +120,7 @@ class Router:
         await self._conversations.close()
         await self._cleanup.close()
 
-    async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
+    async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
         if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
@@ -160,7 +144,7 @@ class Router:
             self._metrics.early.labels("again").inc()
             await self._in_turn(request, client, attempts)
 
-    async def _both(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> bool:
+    async def _both(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> bool:
         """Has `server` decode while the prefill goes on. False if what the prefill answers must be looked at first."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it was begun
@@ -182,7 +166,7 @@ class Router:
             return False  # the prefill may have failed, or have lost its offer
         return True
 
-    async def _in_turn(self, request: Request, client: Client, attempts: Attempts) -> None:
+    async def _in_turn(self, request: Request, client: Reply, attempts: Attempts) -> None:
         """Waits for the prefill, and goes on with what it answers."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it goes on
@@ -204,7 +188,7 @@ class Router:
         ask(chosen, now)
         return chosen
 
-    async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _prefilled(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from `server`. False if it refused the request, which the client then knows."""
         attempts.leave()
         if server.engine is Engine.SGLANG:
@@ -217,7 +201,7 @@ class Router:
             raise
         return await self._use(answer, client, server, attempts)
 
-    async def _use(self, answer: Whole, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _use(self, answer: Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows.
 
         Raises:
@@ -235,7 +219,7 @@ class Router:
         self._served(server, attempts)
         return True
 
-    async def _met(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
         """The same on a server of SGLang's, whose request goes on until its offer has been read."""
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
@@ -253,7 +237,7 @@ class Router:
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
 
-    async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
+    async def _decoded(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed
         prefilled = attempts.prefilled if early is None else early.prefilled
         turn = self._conversations.name(request, server, prefilled)
@@ -337,12 +321,12 @@ class Router:
         return refusal(failure.code, failure.text + more)
 
 
-async def _pass_on(answer: Whole, client: Client) -> None:
+async def _pass_on(answer: Whole, client: Reply) -> None:
     await client.begin(answer.status, answer.headers)
     await client.send(answer.body)
 
 
-async def _relay(answer: Answer, first: bytes, client: Client) -> None:
+async def _relay(answer: Answer, first: bytes, client: Reply) -> None:
     """Passes the answer on as it comes; the client's pace is the server's."""
     await client.begin(answer.status, answer.headers)
     part = first

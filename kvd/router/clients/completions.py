@@ -13,8 +13,8 @@ from kvd.router import limits
 from kvd.router.body import Body, Request
 from kvd.router.clients.connections import Connection, Connections
 from kvd.router.clients.intake import Intake
-from kvd.router.clients.reply import ClientGone, Reply
 from kvd.router.metrics import Metrics, Outcome
+from kvd.router.reply import ClientGone, Reply
 from kvd.router.route import BrokenOff, Router
 from kvd.router.upstream import passed_on
 

@@ -8,7 +8,7 @@ from aiohttp import HttpVersion11, web
 
 from kvd.errors import ErrorCode, refusal
 from kvd.router import limits
-from kvd.router.clients.reply import ClientGone
+from kvd.router.reply import ClientGone
 
 
 class Shares:
