@@ -16,8 +16,13 @@ from kvd.actors.runtime.actor import Actor, Loop, call
 from kvd.errors import InternalError
 from kvd.metrics import Metrics
 
+TRANSPORT: Final = "transport"
+"""What the watchdog calls it, beside the actors' names."""
+
 _PULSE_BOUND = 30.0
 """Seconds that a part may be silent before the daemon counts as dead: registering hundreds of GiB takes some."""
+
+_log = structlog.get_logger("kvd.daemon.watchdog")
 
 
 class Health:
@@ -63,10 +68,6 @@ class Health:
     def alive(self) -> bool:
         """Whether every part answered recently."""
         return time.monotonic() - self._pulse < _PULSE_BOUND
-
-
-TRANSPORT: Final = "transport"
-_log = structlog.get_logger("kvd.daemon.health")
 
 
 class Watchdog:

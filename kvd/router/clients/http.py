@@ -22,6 +22,8 @@ from kvd.router.route import Router
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import ServerFailed, Timeouts, Upstream, passed_on
 
+_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
+
 
 class Health:
     """Asks servers for /health when somebody wants to know, and again only when the answer is old."""
@@ -51,9 +53,6 @@ class Health:
         except ServerFailed as failure:
             return failure.text
         return "" if status == 200 else f"{server.name} answered with status {status}"
-
-
-_PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
 
 
 class HttpServer:

@@ -140,6 +140,8 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+# --- what UCX says of its connections ---------------------------------------------------------------------------------
+
 _OK: Final = 0
 _FIELD_TRANSPORTS: Final = 1 << 3
 _MAX_TRANSPORTS: Final = 64

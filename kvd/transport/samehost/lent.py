@@ -30,6 +30,13 @@ from kvd.transport.slices import U64
 
 MapPool = Callable[[ExportedPool, int], "MappedPool"]
 
+LARGE: Final = 256 * limits.KIB
+"""Bytes of a piece from which a call for it alone costs less than its pages do (`python -m benchmarks.copies`)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+
 
 class MappedPool:
     """A peer's pool in this process; `close` unmaps it."""
@@ -78,14 +85,6 @@ def _duplicate(descriptor: int) -> int:
         os.close(file)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return file
-
-
-LARGE: Final = 256 * limits.KIB
-"""Bytes of a piece from which a call for it alone costs less than its pages do (`python -m benchmarks.copies`)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.pread.restype = ctypes.c_ssize_t
-_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 
 
 def copy_lent(lent: Memory, target: U64, source: U64, length: U64) -> None:
