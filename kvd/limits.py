@@ -1,6 +1,7 @@
-"""Every bound of kvd, with its unit and reason.
+"""Every bound of daemons, workers and engines, with its unit and reason.
 
-Bounds that operators may change are in `kvd.daemon.config`; peers rely on these.
+One file, as most of them bound what one process takes from another, and both must know them. The router knows no daemon
+and has its own, `kvd.router.limits`. What operators may change is in `kvd.daemon.config`.
 """
 
 from typing import Final
@@ -248,12 +249,6 @@ MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
 MAX_CONSUMERS: Final = 1024
 """Consumers that an offer may wait for before it ends; for more, make it without such an end."""
 
-MAX_PULLED_TICKETS: Final = 1024
-"""Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
-
-MAX_TURN_PREFIXES: Final = 32
-"""Beginnings of a turn that are told apart, 40 bytes each: the next prompt may leave it at any of them."""
-
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
 This bounds the work of answering: nobody guesses 128 bits."""
@@ -369,156 +364,6 @@ waits for the interpreter meanwhile."""
 METRICS_PER_SECOND: Final = 20
 """Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
 
-# --- router ---------------------------------------------------------------------------------------------------------
-ROUTER_CONNECTIONS: Final = 4096
-"""Open connections of clients; one more closes one that waits for a request. Each costs 50 KiB and a descriptor."""
-
-ROUTER_REQUESTS: Final = 2048
-"""Requests in flight: several times what a few engines take in a batch. More are answered 503, to be sent again."""
-
-ROUTER_CLIENT_REQUESTS: Final = ROUTER_REQUESTS // 2
-"""Those of one client's address, which may be a proxy; the other half is for others."""
-
-ROUTER_LISTINGS: Final = 64
-"""Requests for the list of models that decode servers are asked at a time; each takes a connection, and 2 s at most."""
-
-ROUTER_OPEN_FILES: Final = ROUTER_CONNECTIONS + 2 * ROUTER_REQUESTS
-"""Descriptors that it may need: a request has connections to two servers, for a moment."""
-
-ROUTER_HEADER_BYTES: Final = 16 * KIB
-"""The request line, and each header; a token for authorization has a few KiB."""
-
-ROUTER_HEADERS: Final = 64
-"""Headers of one request."""
-
-ROUTER_BODY_BYTES: Final = 32 * MIB
-"""One request's body: four times a prompt of 1 M token ids as JSON; a chat with a few images."""
-
-ROUTER_LARGE_BYTES: Final = MIB
-"""A body that takes more is read beside the loop: 1 MiB takes milliseconds, 32 MiB a few tenths of a second."""
-
-ROUTER_FIELDS: Final = 256
-"""Fields of one body; vLLM knows about a hundred."""
-
-ROUTER_FIELDS_BYTES: Final = MIB
-"""A body's fields other than prompts, messages and documents: hundreds of tools. Each byte may become ten."""
-
-ROUTER_MESSAGES: Final = 4096
-ROUTER_COMMAS: Final = 1 << 16
-"""Messages of a chat, and commas in them, with which every message ends a beginning that is known: in milliseconds. Of
-chats with more, beginnings are known like those of other prompts."""
-
-ROUTER_BODIES_BYTES: Final = 512 * MIB
-"""The bodies of all requests in flight; with what is made of them the process takes about three times that."""
-
-ROUTER_CLIENT_BODIES_BYTES: Final = ROUTER_BODIES_BYTES // 2
-"""Those of one client's address."""
-
-ROUTER_PREFILL_ANSWER_BYTES: Final = 64 * MIB
-"""A prefill server's answer: transfer parameters with a ticket, and perhaps the prompt, echoed with its logprobs."""
-
-ROUTER_CHUNK_BYTES: Final = 64 * KIB
-"""Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
-
-ROUTER_HELD_BYTES: Final = MIB
-"""Of the beginning of a decode server's stream, until it says something. An event is longer if it has all token ids."""
-
-ROUTER_IDLE_SECONDS: Final = 30.0
-"""How long a client's connection may go without a whole request head; proxies in front reuse theirs more often."""
-
-ROUTER_BODY_SECONDS: Final = 60.0
-"""For a whole body: 32 MiB at 5 Mbit/s."""
-
-ROUTER_LINGER_SECONDS: Final = 1.0
-"""How long the rest of a refused body is read and dropped: closing first would cut the answer short."""
-
-ROUTER_CLIENT_SECONDS: Final = 60.0
-"""How long a client may take nothing of an answer that is ready, before both its requests are given up."""
-
-ROUTER_REQUEST_SECONDS: Final = 3600.0
-"""From a request's body to its last token: so long no engine should be occupied, however steadily tokens come."""
-
-ROUTER_CONNECT_SECONDS: Final = 5.0
-"""Until a server accepts a connection: two lost packets of the kernel's."""
-
-ROUTER_SILENT_SECONDS: Final = 10
-ROUTER_PROBES: Final = 3
-"""After so many probes at such intervals that its kernel does not answer, a server's host is taken for gone."""
-
-ROUTER_KEEP_SECONDS: Final = 3.0
-"""How long an idle connection to a server is kept: less than the 5 s after which vLLM closes it."""
-
-ROUTER_ATTEMPTS: Final = 3
-"""Servers that fail before a request does: when more fail, the request is likelier at fault than they are."""
-
-ROUTER_REST_SECONDS: Final = 5.0
-ROUTER_LONGEST_REST_SECONDS: Final = 120.0
-"""A server that failed is chosen only if no other is there, for so long, and each time for twice as long, up to this.
-One that hangs costs a request its deadline each time; one that was away is back in use so late."""
-
-ROUTER_AFFINITY_REQUESTS: Final = 4
-"""How many more requests than the least busy server one that knows a prompt's beginning may have, and be chosen."""
-
-ROUTER_EARLY_REQUESTS: Final = 4
-"""Requests in flight at a prefill server up to which a decode server gets one at the same time. Beyond them it would
-keep blocks for a prefill that only queues."""
-
-ROUTER_PREFIXES: Final = 1 << 16
-"""Beginnings of prompts of which the router knows who served them, the latest: about 16 MiB."""
-
-ROUTER_PREFIXES_PER_REQUEST: Final = 64
-"""Beginnings of one prompt: a chat's last messages."""
-
-ROUTER_FIRST_PREFIX_BYTES: Final = 256
-"""The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
-
-ROUTER_CLEANUPS: Final = 64
-"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time. Beyond it
-prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
-
-ROUTER_CLEANUP_BYTES: Final = 64 * MIB
-"""The bodies of those requests, which are kept; with what is made of them about three times that."""
-
-ROUTER_LEAVE_SECONDS: Final = 2.0
-"""How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
-be released, which that of an engine aborted in its last step cannot."""
-
-ROUTER_RELEASE_SECONDS: Final = 10.0
-"""For a decode server to take the request that releases an offer."""
-
-ROUTER_TAKEN_SECONDS: Final = 5.0
-"""After the head of its answer: vLLM gives its engine the request milliseconds later, on cores that others keep busy
-seconds later, and drops it if its client leaves before that. For so long it may go on to load the blocks."""
-
-ROUTER_TURNS: Final = 2048
-ROUTER_TURN_BYTES: Final = 64 * KIB
-"""Conversations whose next turn may be prefilled with blocks of the last one, and the parameters of each: 128 MiB at
-most. A ticket for 100,000 tokens has a few KiB, unless their blocks are scattered."""
-
-ROUTER_TURN_SECONDS: Final = 3600.0
-"""How long a turn is remembered at most: decode servers say for how long they keep it."""
-
-ROUTER_TURNS_ASKED: Final = 64
-"""Decode servers that are asked at a time for what they kept; of other turns nothing is kept."""
-
-ROUTER_TURN_ASK_SECONDS: Final = 10.0
-"""For a decode server to answer that, behind what it has in its queue."""
-
-ROUTER_TURN_WAIT_SECONDS: Final = 0.2
-"""How long a turn that comes at once waits for that answer: no longer than it takes to compute some hundred tokens."""
-
-ROUTER_PROBE_SECONDS: Final = 2.0
-"""For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
-
-ROUTER_LINES: Final = 20
-"""Log lines a minute from each place in the code: a traceback each makes 30 MB a day, however much clients send."""
-
-ROUTER_STOP_SECONDS: Final = 30.0
-"""How long requests in flight may go on after SIGTERM."""
-
-ROUTER_CANCEL_SECONDS: Final = 1.0
-"""For those that are then cancelled to close their connections."""
-
 # --- transport ------------------------------------------------------------------------------------------------------
 SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one.
@@ -606,6 +451,13 @@ MAX_PULL_TIMEOUT: Final = 3600.0
 MAX_LEASE_TTL: Final = 3600.0
 MAX_COMMAND_SECONDS: Final = 86_400.0
 """How long a command may be told to wait: a day. The kernel takes no infinity."""
+
+# --- engines --------------------------------------------------------------------------------------------------------
+MAX_PULLED_TICKETS: Final = 1024
+"""Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
+
+MAX_TURN_PREFIXES: Final = 32
+"""Beginnings of a turn that are told apart, 40 bytes each: the next prompt may leave it at any of them."""
 
 MAX_TRANSFER_RECORDS: Final = 1024
 """Requests of an SGLang engine whose cache moves at a time, each with a record in the pool (2 KiB); more wait."""

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from benchmarks.gpu.steps import Skipped
-from kvd.client.cuda import DeviceBytes
+from kvd.client.pool.cuda import DeviceBytes
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.limits import MIB

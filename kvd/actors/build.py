@@ -6,8 +6,7 @@ The daemon and the simulator use the same wiring; they differ in what they hand 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.gateway.actor import GatewayActor
 from kvd.actors.gateway.admission import Policy
 from kvd.actors.gateway.peer_frames import PeerFrames
@@ -18,9 +17,8 @@ from kvd.actors.handshake.peers import PeerChannel, PeerListener, Peers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import Workers
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.memory.interface import MemoryProvider, NoStore, PoolStore
 from kvd.memory.stamps import StampMemory, Stamps

@@ -17,11 +17,10 @@ from kvd.engines.demo import timeline
 from kvd.engines.demo.chunks import traced
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import ModelConfig
-from kvd.engines.demo.report import Report, as_json, as_table, make_report
+from kvd.engines.demo.report import Report, Traffic, as_json, as_table, make_report
 from kvd.engines.demo.router import Request, RequestFailedError, Router
 from kvd.engines.demo.spec import engine_specs
 from kvd.engines.demo.timeline import Timeline
-from kvd.engines.demo.traffic import Traffic
 from kvd.engines.demo.workload import SingleEngine, make_prompts, pool_tokens
 from kvd.errors import BadRequest
 from kvd.layout.presets import LAYOUTS

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.daemon.config import load
+from kvd.doctor import Finding, Level
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Finding, Level
 from kvd.doctor.gpus import check_gpus
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.loopback import check_transfer

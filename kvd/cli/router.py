@@ -4,17 +4,17 @@ import argparse
 import asyncio
 import logging
 import signal
+import time
 from typing import Any
 
 import uvloop
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
+from kvd.router import limits
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.http import HttpServer
-from kvd.router.log import FewLines
 from kvd.router.upstream import Timeouts
 
 _DESCRIPTION = """\
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         place(url)
     timeouts = Timeouts(prefill=args.prefill_timeout, decode=args.decode_timeout)
     server = HttpServer(host.strip("[]"), int(port), prefill, decode, timeouts, turns=not args.single_turn)
-    raise_open_files(limits.ROUTER_OPEN_FILES)
+    raise_open_files(limits.OPEN_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(server, Ports.of(args.listen), len(prefill), len(decode)))
     return 0
@@ -91,3 +91,26 @@ async def _serve(server: HttpServer, ports: list[Ports], prefill: int, decode: i
         text = "routing on http://%s between %d prefill and %d decode servers"
         log.info(text, server.address, prefill, decode)
         await stopping.wait()
+
+
+class FewLines(logging.Filter):
+    """Lets `limits.LINES` lines a minute through from each place in the code, and says how many it left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[tuple[str, int], tuple[float, int]] = {}
+        """Where a line comes from: when its minute began, in monotonic time, and how many came since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether `record` is logged."""
+        now, place = time.monotonic(), (record.pathname, record.lineno)
+        began, lines = self._lines.get(place, (now, 0))
+        if now - began >= 60:
+            if lines > limits.LINES:
+                record.msg, record.args = (
+                    f"{record.getMessage()} ({lines - limits.LINES} more were not logged)",
+                    (),
+                )
+            began, lines = now, 0
+        self._lines[place] = began, lines + 1
+        return lines < limits.LINES

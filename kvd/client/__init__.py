@@ -2,8 +2,8 @@
 
 from kvd.client.aio import AsyncWorker
 from kvd.client.blocking import Worker
-from kvd.client.blocks import Blocks
 from kvd.client.events import (
+    Blocks,
     Cancelled,
     DaemonError,
     Disconnected,

@@ -6,9 +6,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
-from kvd.client.events import Event
+from kvd.client.events import Blocks, Event
 from kvd.client.session import Spec
 from kvd.client.waits import WaitingSession, Waits
 

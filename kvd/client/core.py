@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterable
 
-from kvd.client.blocks import Blocks, spans
-from kvd.client.calls import Calls, Kind
-from kvd.client.events import DaemonError, Disconnected, Event, NotExtended, Reattached
-from kvd.client.inbox import Inbox
-from kvd.client.offers import Offers
-from kvd.client.pulls import Pulls
+from kvd.client.events import Blocks, DaemonError, Disconnected, Event, NotExtended, Reattached, spans
+from kvd.client.requests.calls import Calls, Kind
+from kvd.client.requests.inbox import Inbox
+from kvd.client.requests.offers import Offers
+from kvd.client.requests.pulls import Pulls
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import worker as wire
@@ -174,7 +173,7 @@ class Core:
         self._events.append(Reattached(attached.incarnation, same))
 
     def on_disconnected(self, error: KvdError) -> None:
-        """The session ended; requests stay open: see `kvd.client.pulls`."""
+        """The session ended; requests stay open: see `kvd.client.requests.pulls`."""
         if not self._connected:
             return
         self._connected = False

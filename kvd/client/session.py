@@ -5,15 +5,14 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.client.blocks import Blocks
 from kvd.client.driver import Driver
-from kvd.client.events import Event
+from kvd.client.events import Blocks, Event
 from kvd.client.pool import PoolMap
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import SECRET_BYTES
 
 if TYPE_CHECKING:
-    from kvd.client.cuda import DeviceBytes
+    from kvd.client.pool.cuda import DeviceBytes
 
 
 class Spec(Protocol):

@@ -2,23 +2,26 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
 
 from kvd.actors.gateway import admission
+from kvd.actors.runtime.pace import WarnOnce
 from kvd.daemon.config import Config
 from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
 from kvd.daemon.processor import ProcessorWait
-from kvd.daemon.rejections import Rejections
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.host import boot_id
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets
-from kvd.net.trust import Trust
+from kvd.net.trust import Rejection, Trust
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.address import export_path, is_local
 from kvd.transport.routed import RoutedTransport
@@ -29,6 +32,53 @@ if TYPE_CHECKING:
     from kvd.transport.nixl.probe import Probe
     from kvd.transport.nixl.transport import NixlTransport
     from kvd.transport.staged.transport import StagedTransport
+
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("kvd")
+
+
+class Background:
+    """Runs slow work on a thread: faulting in gigabytes takes seconds, decoding a spec milliseconds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
+        """Runs `work` on a thread, then `done` on the loop, with the result or with why there is none."""
+
+        def attempt() -> T | KvdError:
+            try:
+                return work()
+            except KvdError as error:
+                return error
+            except Exception as error:  # noqa: BLE001 - reported to the caller
+                _log.error("background work failed", exc_info=error)
+                return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
+
+        future = self._loop.run_in_executor(None, attempt)
+        future.add_done_callback(lambda finished: done(finished.result()))
+
+
+class Rejections:
+    """Counts every daemon that is refused, and logs each offender once. `log` is a structlog logger."""
+
+    def __init__(self, metrics: Metrics, log: Any) -> None:
+        self._metrics = metrics
+        self._once = WarnOnce(log, "kvd_peers_rejected_total")
+
+    def __call__(self, rejection: Rejection) -> None:
+        """Counts the rejection, and logs it if the offender is new."""
+        self._metrics.peers_rejected.labels(rejection.reason).inc()
+        self._once.warn(
+            "peer rejected",
+            rejection.reason,
+            rejection.key,
+            reason=rejection.reason,
+            key=rejection.key,
+            address=rejection.address,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

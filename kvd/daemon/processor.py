@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvd import limits
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.actor import Loop
 from kvd.metrics import Metrics
 from kvd.protocol.status import ProcessorStatus
 

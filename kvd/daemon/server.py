@@ -20,14 +20,12 @@ from kvd.actors.handshake.peer_server import PeerServer, everything
 from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.supervisor import LoggingSupervisor
-from kvd.daemon.background import Background
 from kvd.daemon.config import Config
-from kvd.daemon.health import Health
-from kvd.daemon.parts import Opened, load_trust, open_parts
+from kvd.daemon.health import Health, Watchdog
+from kvd.daemon.parts import Background, Opened, load_trust, open_parts
 from kvd.daemon.predecessor import wait_for_predecessor
 from kvd.daemon.shutdown import STOP_SECONDS, Part, Parts, Shutdown
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
-from kvd.daemon.watchdog import Watchdog
 from kvd.discovery.directory import Directory, PeersFile
 from kvd.errors import KvdError
 from kvd.host import raise_open_files

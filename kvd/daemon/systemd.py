@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.actor import Loop
 from kvd.errors import ErrorCode, refusal
 from kvd.net.unix import readable
 

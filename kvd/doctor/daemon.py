@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.doctor.processor import check_groups, check_wait
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry

@@ -3,7 +3,7 @@
 from kvd.cuda.copies import pin, unpin
 from kvd.cuda.device import Device, device
 from kvd.cuda.driver import call
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.errors import DeviceError, Unavailable
 from kvd.memory.cuda import CudaProvider
 from kvd.memory.memfd import Backing, MemfdProvider

@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 
 from kvd import limits
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.units import size
 
 _PROC = Path("/proc")

@@ -11,10 +11,9 @@ import numpy as np
 
 from kvd import limits
 from kvd.bench.raw import RawAgent
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.plan import Descriptors
-from kvd.transport.nixl.ucx import nixl_name
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints, nixl_name
 from kvd.units import size
 
 BYTES: Final = 64 * limits.MIB

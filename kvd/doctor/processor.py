@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from kvd.cgroups import ROOT, Quota, processor_group, quotas
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.protocol.status import ProcessorStatus
 
 _PROC: Final = Path("/proc")

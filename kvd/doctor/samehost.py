@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvd import limits
-from kvd.doctor.finding import Finding, Level
+from kvd.doctor import Finding, Level
 from kvd.errors import KvdError
 from kvd.host import boot_id
 from kvd.memory.memfd import MemfdProvider
@@ -22,8 +22,7 @@ from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import Region
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import import_pools
-from kvd.transport.samehost.lent import copy_lent
-from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.lent import copy_lent, map_host_pool
 from kvd.units import size
 
 BYTES: Final = 64 * limits.MIB

@@ -1,5 +1,7 @@
 """What both sides of a transfer must have alike beside the layout: all that changes the bytes of a token's cache.
 
+Both call the parts of a cache by the same names, `KV` and `LATENT`.
+
 A model has the same identity on every engine, so that one may decode what another has prefilled. Engines are given
 most of it with the model's path. What can be set beside that is compared as it took effect where the engine knows that,
 as for RoPE, and as it was given where it does not.
@@ -8,10 +10,17 @@ as for RoPE, and as it was given where it does not.
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvd.layout import VERSION_OF
 from kvd.limits import MAX_IDENTITY_BYTES
+
+KV: Final = "kv"
+"""Keys and values of attention heads; with `kvd.plan.KEYS` or `VALUES` behind it, one of the two."""
+
+LATENT: Final = "latent"
+"""What latent attention keeps of a token: compressed keys and values, and behind them the rotated part of the key."""
+
 
 _KEPT = 200
 """Characters of a text that is too long to be told as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -22,3 +23,23 @@ def record(stream: Any = None) -> Event:
     event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(*(() if stream is None else (stream,)))
     return event
+
+
+class Kernels:
+    """The kernels of an engine whose cache is on a GPU, if `record` is given; those of a CPU end with their step."""
+
+    def __init__(self, record: Callable[[], Event] | None = None) -> None:
+        self._record = record
+        self._last: Event | None = None
+
+    def launched(self) -> None:
+        """A step has given its kernels to the GPU."""
+        if self._record is not None:
+            self._last = self._record()
+
+    @property
+    def last(self) -> Event | None:
+        """The end of the steps so far; None if they have ended."""
+        if self._last is not None and self._last.query():
+            self._last = None
+        return self._last

@@ -11,7 +11,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_LEASE_TTL, MAX_PULL_TIMEOUT, MIN_PULL_TIMEOUT
 from kvd.protocol.address import DEFAULT_SOCKET
 
-_Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
+Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
 _Timeout = Annotated[float, Meta(ge=MIN_PULL_TIMEOUT, le=MAX_PULL_TIMEOUT)]
 
 
@@ -24,7 +24,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Name of the pool at the daemon. It stays the same over restarts of the engine, which so finds its pool again."""
     model: str = ""
     """The model as peers are told of it, whose own must be the same; if empty, its name or path, as given."""
-    offer_ttl: _Ttl = 30.0
+    offer_ttl: Ttl = 30.0
     """How long the producer holds blocks that no decode engine asks for: from there on, it does so while one does."""
     pull_timeout: _Timeout = 60.0
     """How long a pull may take once the decode engine has blocks for it; of an offer that grows, longer."""

@@ -1,6 +1,6 @@
 """Pools in a GPU's memory: one allocation each, which workers and peers on this host import by its descriptor.
 
-Its last bytes are the pool's mark (`kvd.cuda.mark`). Memory that others have mapped cannot be taken from them: when a
+Its last bytes are the pool's mark (`kvd.cuda.memory`). Memory that others have mapped cannot be taken from them: when a
 pool ends it is zeroed, and with it the mark, so that nobody adopts it again. Its pages are free once the last process
 has unmapped them.
 """

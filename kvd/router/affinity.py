@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.servers import Server
 
 _DIGEST_BYTES = 16
@@ -26,7 +26,7 @@ class Pair:
 class Affinity:
     """The pairs that served the last `capacity` beginnings."""
 
-    def __init__(self, capacity: int = limits.ROUTER_PREFIXES) -> None:
+    def __init__(self, capacity: int = limits.PREFIXES) -> None:
         self._capacity = capacity
         self._pairs: OrderedDict[bytes, Pair] = OrderedDict()
 
@@ -53,14 +53,14 @@ def of_messages(model: bytes, messages: Iterable[bytes]) -> tuple[bytes, ...]:
     for message in messages:
         digest.update(b"\0" + message)
         found.append(digest.digest())
-    return tuple(found[-limits.ROUTER_PREFIXES_PER_REQUEST :])
+    return tuple(found[-limits.PREFIXES_PER_REQUEST :])
 
 
 def of_text(model: bytes, text: memoryview) -> tuple[bytes, ...]:
     """The beginnings of a prompt or of a chat with very many messages, given as JSON."""
     digest = hashlib.blake2b(model, digest_size=_DIGEST_BYTES)
     found = []
-    start, end = 0, limits.ROUTER_FIRST_PREFIX_BYTES
+    start, end = 0, limits.FIRST_PREFIX_BYTES
     while end < len(text):  # its last byte is a bracket or a quotation mark, which a longer prompt has elsewhere
         digest.update(text[start:end])
         found.append(digest.digest())

@@ -2,14 +2,16 @@
 
 import codecs
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
-from kvd.router import affinity
+from kvd.limits import MAX_CONSUMERS
+from kvd.router import affinity, limits
 from kvd.router.engines import Engine, Place, Prefilled, handed_fields, room_fields
 
 Fields = dict[str, msgspec.Raw]
@@ -24,7 +26,7 @@ _PREFILL: Final = {
 }
 """What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
 
-_NULL: Final = msgspec.Raw(b"null")
+NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
@@ -59,16 +61,16 @@ class Body:
             self.fields: Fields = decode(data, Fields)
         except msgspec.DecodeError as error:
             raise refusal(ErrorCode.BAD_MESSAGE, f"the body is no JSON object: {error}") from error
-        if len(self.fields) > limits.ROUTER_FIELDS:
-            text = f"the body has {len(self.fields)} fields; at most {limits.ROUTER_FIELDS} are taken"
+        if len(self.fields) > limits.FIELDS:
+            text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        if bytes(self.fields.pop("kv_transfer_params", _NULL)) != bytes(_NULL):
+        if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
-        if not 1 <= self.choices <= limits.MAX_CONSUMERS:
-            text = f"n is {self.choices}; it must be from 1 to {limits.MAX_CONSUMERS}"
+        if not 1 <= self.choices <= MAX_CONSUMERS:
+            text = f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         if self._has_several_prompts():
             text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
@@ -77,12 +79,12 @@ class Body:
     @property
     def for_one_server(self) -> bool:
         """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
-        return bytes(self.fields.get("use_beam_search", _NULL)) not in {b"null", b"false"}
+        return bytes(self.fields.get("use_beam_search", NULL)) not in {b"null", b"false"}
 
     @property
     def streamed(self) -> bool:
         """Whether the client wants each token as it comes."""
-        return bytes(self.fields.get("stream", _NULL)) == b"true"
+        return bytes(self.fields.get("stream", NULL)) == b"true"
 
     def for_prefill(self, offer: str = "", turn: msgspec.Raw | None = None, *, with_token: bool = False) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.
@@ -134,9 +136,9 @@ class Body:
         model = bytes(self.fields.get("model", b""))
         chat = self.fields.get("messages")
         # What is between two commas is a message at most.
-        if chat is not None and bytes(chat).count(b",") < limits.ROUTER_COMMAS:
+        if chat is not None and bytes(chat).count(b",") < limits.COMMAS:
             messages = self._field("messages", list[msgspec.Raw] | None) or []
-            if len(messages) <= limits.ROUTER_MESSAGES:
+            if len(messages) <= limits.MESSAGES:
                 return affinity.of_messages(model, (bytes(message) for message in messages))
         return affinity.of_text(model, memoryview(chat or self.fields.get("prompt", msgspec.Raw(b""))))
 
@@ -186,13 +188,13 @@ def _check_size(data: bytes) -> None:
         msgspec.DecodeError: It is no JSON object.
 
     """
-    if len(data) <= limits.ROUTER_FIELDS_BYTES:
+    if len(data) <= limits.FIELDS_BYTES:
         return
     found: _Long = decode(data, _Long)
     others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
-    if others > limits.ROUTER_FIELDS_BYTES:
+    if others > limits.FIELDS_BYTES:
         text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
-        raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.ROUTER_FIELDS_BYTES} are taken")
+        raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.FIELDS_BYTES} are taken")
 
 
 def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
@@ -207,7 +209,7 @@ def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
 class _Turn(msgspec.Struct):
     kvd_ticket: msgspec.Raw = _NOTHING
     kvd_offer: msgspec.Raw = _NOTHING
-    kvd_ttl: float = limits.ROUTER_TURN_SECONDS
+    kvd_ttl: float = limits.TURN_SECONDS
 
 
 def knows_turns(params: msgspec.Raw) -> bool:
@@ -254,3 +256,14 @@ def _raws(fields: dict[str, Any]) -> Fields:
 
 def _raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for `path` with `body`, and the `headers` that servers get too."""
+
+    path: str
+    body: Body
+    headers: Mapping[str, str]
+    arrived: float
+    """Monotonic time."""

@@ -15,12 +15,11 @@ from collections.abc import Collection, Coroutine
 from functools import partial
 from http import HTTPStatus
 
-from kvd import limits
-from kvd.router.body import new_room
+from kvd.router import limits
+from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
 from kvd.router.legs import told
 from kvd.router.metrics import Metrics
-from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
@@ -66,7 +65,7 @@ class Cleanup:
 
     def _has_room(self, request: Request) -> bool:
         kept = self._bytes + request.body.size
-        return len(self._tasks) < limits.ROUTER_CLEANUPS and kept <= limits.ROUTER_CLEANUP_BYTES
+        return len(self._tasks) < limits.CLEANUPS and kept <= limits.CLEANUP_BYTES
 
     def _start(self, request: Request, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -80,7 +79,7 @@ class Cleanup:
 
     async def _left(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None) -> None:
         try:
-            async with asyncio.timeout(limits.ROUTER_LEAVE_SECONDS):
+            async with asyncio.timeout(limits.LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
@@ -97,7 +96,7 @@ class Cleanup:
             body = request.body.for_release(prefilled, server.engine, new_room())
             try:
                 async with (
-                    asyncio.timeout(limits.ROUTER_RELEASE_SECONDS),
+                    asyncio.timeout(limits.RELEASE_SECONDS),
                     self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
                 ):
                     if answer.status == HTTPStatus.OK:
@@ -111,5 +110,5 @@ class Cleanup:
 async def _taken(answer: Answer) -> None:
     """Waits until the engine has the request: for its first event, or, if it queues or loads, for a moment."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limits.ROUTER_TAKEN_SECONDS):
+        async with asyncio.timeout(limits.TAKEN_SECONDS):
             await answer.part()

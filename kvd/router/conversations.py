@@ -25,12 +25,11 @@ from typing import Final
 import msgspec
 from multidict import CIMultiDict
 
-from kvd import limits
-from kvd.router.body import knows_turns, seconds_of
+from kvd.router import limits
+from kvd.router.body import Request, knows_turns, seconds_of
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.legs import read
 from kvd.router.metrics import Metrics, Turn
-from kvd.router.request import Request
 from kvd.router.servers import Server
 from kvd.router.upstream import Sent, ServerFailed, Upstream
 
@@ -56,7 +55,7 @@ class _Turn:
 
 
 class Conversations:
-    """The last `limits.ROUTER_TURNS` turns; none if it `keeps` none."""
+    """The last `limits.TURNS` turns; none if it `keeps` none."""
 
     def __init__(self, upstream: Upstream, metrics: Metrics, *, keeps: bool) -> None:
         self._upstream = upstream
@@ -70,7 +69,7 @@ class Conversations:
         """A name for the turn of `request`, which `server` is to decode; empty if nothing of it is to be kept."""
         wanted = self._keeps and request.body.choices == 1 and _own_key(request) is not None
         wanted = wanted and server.engine is Engine.VLLM and prefilled is not None and knows_turns(prefilled.params)
-        if not wanted or len(self._asking) >= limits.ROUTER_TURNS_ASKED:
+        if not wanted or len(self._asking) >= limits.TURNS_ASKED:
             return ""
         return "kvdt1." + secrets.token_hex(16)  # who knows it may ask for the ticket: engines keep it out of logs
 
@@ -85,19 +84,19 @@ class Conversations:
             return None
         params = None
         with contextlib.suppress(TimeoutError):  # it may be asked for just now
-            params = await asyncio.wait_for(asyncio.shield(turn.params), limits.ROUTER_TURN_WAIT_SECONDS)
+            params = await asyncio.wait_for(asyncio.shield(turn.params), limits.TURN_WAIT_SECONDS)
         self._metrics.turns.labels(Turn.MISSED if params is None else Turn.FOUND).inc()
         return params
 
     def keep(self, request: Request, server: Server, name: str) -> None:
         """`server` has answered `request` to its end, and may have kept the turn that it was told the `name` of."""
         now = time.monotonic()
-        turn = _Turn(asyncio.get_running_loop().create_future(), now + limits.ROUTER_TURN_SECONDS)
+        turn = _Turn(asyncio.get_running_loop().create_future(), now + limits.TURN_SECONDS)
         key = _own_key(request)
         assert key is not None  # noqa: S101  # the turn got a name
         self._turns.pop(key, None)
         self._turns[key] = turn
-        while len(self._turns) > limits.ROUTER_TURNS or next(iter(self._turns.values())).until < now:
+        while len(self._turns) > limits.TURNS or next(iter(self._turns.values())).until < now:
             self._turns.popitem(last=False)
         body, headers = request.body.for_turn(name), CIMultiDict(request.headers)
         headers[_REQUEST_ID] += "-turn"  # both servers' logs name requests by it
@@ -123,14 +122,14 @@ class Conversations:
             if params is None and self._turns.get(key) is turn:
                 del self._turns[key]
         self._metrics.turns.labels(Turn.KEPT if params else Turn.NOT_KEPT).inc()
-        turn.until = time.monotonic() + min(limits.ROUTER_TURN_SECONDS, seconds_of(params) if params else 0)
+        turn.until = time.monotonic() + min(limits.TURN_SECONDS, seconds_of(params) if params else 0)
 
     async def _asked(self, server: Server, body: bytes, headers: Mapping[str, str]) -> msgspec.Raw | None:
         async with (
-            asyncio.timeout(limits.ROUTER_TURN_ASK_SECONDS),
+            asyncio.timeout(limits.TURN_ASK_SECONDS),
             self._upstream.post(server, _COMPLETIONS, body, headers, Sent(), streamed=False) as answer,
         ):
-            said = await answer.read(limits.ROUTER_TURN_BYTES)
+            said = await answer.read(limits.TURN_BYTES)
         found = read(said, with_token=False) if answer.status == HTTPStatus.OK else None
         return None if found is None else found.params
 

@@ -10,11 +10,10 @@ from typing import Final
 
 import msgspec
 
-from kvd import limits
-from kvd.router.body import decode
+from kvd.router import limits
+from kvd.router.body import NULL, decode
 
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_NULL: Final = msgspec.Raw(b"null")
 _EMPTY: Final = {b'""', b"null", b"[]"}
 
 
@@ -43,12 +42,12 @@ class Beginning:
             if said is not Said.NOTHING:
                 return said
             self._read = searched = end.end()
-        return Said.NOTHING if len(self.held) < limits.ROUTER_HELD_BYTES else Said.SOMETHING
+        return Said.NOTHING if len(self.held) < limits.HELD_BYTES else Said.SOMETHING
 
 
 class _Choice(msgspec.Struct):
     delta: dict[str, msgspec.Raw] = {}
-    finish_reason: msgspec.Raw = _NULL
+    finish_reason: msgspec.Raw = NULL
 
     def says_nothing(self) -> bool:
         others = [value for name, value in self.delta.items() if name != "role"]
@@ -58,7 +57,7 @@ class _Choice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    error: msgspec.Raw = _NULL
+    error: msgspec.Raw = NULL
 
 
 def _said(event: bytes) -> Said:
@@ -70,7 +69,7 @@ def _said(event: bytes) -> Said:
         chunk: _Chunk = decode(data, _Chunk)
     except msgspec.DecodeError:
         return Said.SOMETHING
-    if bytes(chunk.error) != bytes(_NULL):
+    if bytes(chunk.error) != bytes(NULL):
         return Said.ERROR
     opens = chunk.choices is not None and all(choice.says_nothing() for choice in chunk.choices)
     return Said.NOTHING if opens else Said.SOMETHING

@@ -13,11 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from kvd import limits
-from kvd.router.body import decode
+from kvd.router import limits
+from kvd.router.body import Request, decode
 from kvd.router.engines import Prefilled
 from kvd.router.legs import read
-from kvd.router.request import Request
 from kvd.router.servers import Server
 from kvd.router.upstream import Whole
 
@@ -93,7 +92,7 @@ class Producers:
         None if the server has not said that it takes that, or has others to do first.
         """
         producer = self._of.get(server)
-        if producer is None or server.in_flight >= limits.ROUTER_EARLY_REQUESTS:
+        if producer is None or server.in_flight >= limits.EARLY_REQUESTS:
             return None
         return Early(request, server, producer, prefill)
 

@@ -8,11 +8,10 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode
-from kvd.router.body import new_room
+from kvd.router import limits
+from kvd.router.body import Request, new_room
 from kvd.router.engines import Engine, Prefilled, prefilled_of
-from kvd.router.request import Request
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
 
@@ -62,7 +61,7 @@ class Meeting:
     async def _answer(self, upstream: Upstream, request: Request) -> Whole:
         body = request.body.for_room(self._server.place, self.room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
 
 
 def read(answer: bytes, *, with_token: bool) -> Prefilled | None:

@@ -8,8 +8,8 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
+from kvd.router import limits
 
 _BAD = {ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE, ErrorCode.UNKNOWN_REQUEST: HTTPStatus.NOT_FOUND}
 _UNAVAILABLE = {
@@ -48,7 +48,7 @@ class Reply:
         assert self.response is not None  # noqa: S101  # it has begun
         self._last = part
         try:
-            async with asyncio.timeout(limits.ROUTER_CLIENT_SECONDS):
+            async with asyncio.timeout(limits.CLIENT_SECONDS):
                 await self.response.write(part)
         except (TimeoutError, ConnectionError) as error:
             raise ClientGone(ErrorCode.CANCELLED, "the client took nothing more of its answer") from error

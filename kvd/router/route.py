@@ -13,10 +13,11 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvd import limits
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
+from kvd.limits import MAX_ERROR_TEXT
+from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
-from kvd.router.body import new_room
+from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
@@ -24,7 +25,7 @@ from kvd.router.events import Said
 from kvd.router.growing import Early, Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
-from kvd.router.request import Client, Request
+from kvd.router.reply import Reply
 from kvd.router.servers import Server, Servers, ask, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
@@ -79,7 +80,7 @@ class Router:
         self._cleanup = Cleanup(decode, upstream, metrics)
         self._conversations = Conversations(upstream, metrics, keeps=turns)
 
-    async def answer(self, request: Request, client: Client) -> None:
+    async def answer(self, request: Request, client: Reply) -> None:
         """Answers `client`. Being cancelled ends the request on both servers (`kvd.router.cleanup`).
 
         Raises:
@@ -120,7 +121,7 @@ class Router:
         await self._conversations.close()
         await self._cleanup.close()
 
-    async def _attempt(self, request: Request, client: Client, attempts: Attempts) -> None:
+    async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
         if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
@@ -145,7 +146,7 @@ class Router:
             self._metrics.early.labels("again").inc()
             await self._in_turn(request, client, attempts)
 
-    async def _both(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> bool:
+    async def _both(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> bool:
         """Has `server` decode while the prefill goes on. False if what the prefill answers must be looked at first."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it was begun
@@ -167,7 +168,7 @@ class Router:
             return False  # the prefill may have failed, or have lost its offer
         return True
 
-    async def _in_turn(self, request: Request, client: Client, attempts: Attempts) -> None:
+    async def _in_turn(self, request: Request, client: Reply, attempts: Attempts) -> None:
         """Waits for the prefill, and goes on with what it answers."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it goes on
@@ -189,7 +190,7 @@ class Router:
         ask(chosen, now)
         return chosen
 
-    async def _prefilled(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _prefilled(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from `server`. False if it refused the request, which the client then knows."""
         attempts.leave()
         if server.engine is Engine.SGLANG:
@@ -202,7 +203,7 @@ class Router:
             raise
         return await self._use(answer, client, server, attempts)
 
-    async def _use(self, answer: Whole, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _use(self, answer: Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows.
 
         Raises:
@@ -220,7 +221,7 @@ class Router:
         self._served(server, attempts)
         return True
 
-    async def _met(self, request: Request, client: Client, server: Server, attempts: Attempts) -> bool:
+    async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
         """The same on a server of SGLang's, whose request goes on until its offer has been read."""
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
@@ -236,9 +237,9 @@ class Router:
     ) -> Whole:
         body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.ROUTER_PREFILL_ANSWER_BYTES))
+            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
 
-    async def _decoded(self, request: Request, client: Client, server: Server, attempts: Attempts, sent: Sent) -> None:
+    async def _decoded(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed
         prefilled = attempts.prefilled if early is None else early.prefilled
         turn = self._conversations.name(request, server, prefilled)
@@ -254,7 +255,7 @@ class Router:
             said, first = await answer.beginning()
             attempts.prefilled, attempts.taken = None, True
             if said is Said.ERROR:
-                text = first[: limits.MAX_ERROR_TEXT].decode(errors="replace").strip()
+                text = first[:MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
             attempts.answered = True
             if early is not None:
@@ -311,7 +312,7 @@ class Router:
 
     def _may_retry(self, failed: Server, attempts: Attempts) -> bool:
         servers = self._prefill if failed.role == self._prefill.role else self._decode
-        if len(attempts.tried) >= limits.ROUTER_ATTEMPTS or not set(servers.all) - attempts.tried:
+        if len(attempts.tried) >= limits.ATTEMPTS or not set(servers.all) - attempts.tried:
             return False
         self._metrics.retries.labels(failed.role).inc()
         return True
@@ -322,12 +323,12 @@ class Router:
         return refusal(failure.code, failure.text + more)
 
 
-async def _pass_on(answer: Whole, client: Client) -> None:
+async def _pass_on(answer: Whole, client: Reply) -> None:
     await client.begin(answer.status, answer.headers)
     await client.send(answer.body)
 
 
-async def _relay(answer: Answer, first: bytes, client: Client) -> None:
+async def _relay(answer: Answer, first: bytes, client: Reply) -> None:
     """Passes the answer on as it comes; the client's pace is the server's."""
     await client.begin(answer.status, answer.headers)
     part = first

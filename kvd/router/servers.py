@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_LONGEST_REST_SECONDS, ROUTER_REST_SECONDS
 from kvd.router.engines import Engine, Place, place
+from kvd.router.limits import AFFINITY_REQUESTS, LONGEST_REST_SECONDS, REST_SECONDS
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class Servers:
             return None
         awake = [server for server in left if server.rests_until <= now] or left
         chosen = min(awake, key=lambda server: (server.in_flight, server.turn))
-        if known_by in awake and known_by.in_flight <= chosen.in_flight + ROUTER_AFFINITY_REQUESTS:
+        if known_by in awake and known_by.in_flight <= chosen.in_flight + AFFINITY_REQUESTS:
             chosen = known_by
         self._turns += 1
         chosen.turn = self._turns
@@ -81,8 +81,8 @@ def rest(server: Server, now: float) -> None:
     if now < server.rests_until:
         return  # for another one of the requests that it failed at once
     server.failures += 1
-    pause = ROUTER_REST_SECONDS * 2.0 ** min(server.failures - 1, 10)
-    server.rests_until = now + min(pause, ROUTER_LONGEST_REST_SECONDS)
+    pause = REST_SECONDS * 2.0 ** min(server.failures - 1, 10)
+    server.rests_until = now + min(pause, LONGEST_REST_SECONDS)
 
 
 def ask(server: Server, now: float) -> None:

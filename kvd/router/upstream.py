@@ -12,8 +12,9 @@ from http import HTTPStatus
 import aiohttp
 from multidict import CIMultiDict
 
-from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
+from kvd.limits import MAX_ERROR_TEXT, MIB
+from kvd.router import limits
 from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
 
@@ -182,21 +183,19 @@ class Upstream:
     """Connections to servers, kept for a moment after each use. Use as an async context manager."""
 
     def __init__(self, timeouts: Timeouts) -> None:
-        self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.ROUTER_CONNECT_SECONDS)
-        self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.ROUTER_CONNECT_SECONDS)
-        self._whole = aiohttp.ClientTimeout(sock_connect=limits.ROUTER_CONNECT_SECONDS)
+        self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.CONNECT_SECONDS)
+        self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.CONNECT_SECONDS)
+        self._whole = aiohttp.ClientTimeout(sock_connect=limits.CONNECT_SECONDS)
         self._timeouts = timeouts
-        self._probe = aiohttp.ClientTimeout(total=limits.ROUTER_PROBE_SECONDS)
+        self._probe = aiohttp.ClientTimeout(total=limits.PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
         self._session = aiohttp.ClientSession(
             # What is in flight, and the releases, bound the connections.
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=limits.ROUTER_KEEP_SECONDS, socket_factory=_socket
-            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.KEEP_SECONDS, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            read_bufsize=limits.ROUTER_CHUNK_BYTES,
+            read_bufsize=limits.CHUNK_BYTES,
             headers={"Accept-Encoding": "identity"},
         )
         return self
@@ -232,7 +231,7 @@ class Upstream:
             timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
             first = self._timeouts.decode + self._timeouts.prefill * early
             if early and streamed:
-                timing = aiohttp.ClientTimeout(sock_read=first, sock_connect=limits.ROUTER_CONNECT_SECONDS)
+                timing = aiohttp.ClientTimeout(sock_read=first, sock_connect=limits.CONNECT_SECONDS)
             try:
                 response = await self._posted(server.url + path, body, headers, sent, timing)
             except _FAILURES as error:
@@ -240,7 +239,7 @@ class Upstream:
             try:
                 answer = Answer(server, response, begun, first)
                 if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    raise _refusal(server, answer, await answer.read(limits.MIB))
+                    raise _refusal(server, answer, await answer.read(MIB))
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
@@ -255,7 +254,7 @@ class Upstream:
             try:
                 response = await self._session.post(
                     url,
-                    data=body if len(body) <= limits.ROUTER_LARGE_BYTES else io.BytesIO(body),  # piece by piece
+                    data=body if len(body) <= limits.LARGE_BYTES else io.BytesIO(body),  # piece by piece
                     headers=headers,
                     timeout=timing,
                     allow_redirects=False,
@@ -283,13 +282,11 @@ class Upstream:
         begun = asyncio.get_running_loop().time()
         try:
             async with self._session.post(url, timeout=self._prefill, allow_redirects=False) as response:
-                body = await Answer(server, response, begun, self._timeouts.prefill).read(
-                    limits.ROUTER_PREFILL_ANSWER_BYTES
-                )
+                body = await Answer(server, response, begun, self._timeouts.prefill).read(limits.PREFILL_ANSWER_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
         if response.status != HTTPStatus.OK:
-            said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+            said = body[:MAX_ERROR_TEXT].decode(errors="replace")
             raise ServerFailed(
                 ErrorCode.PEER_LOST, server, f"answered at its bootstrap port with status {response.status}: {said}"
             )
@@ -324,17 +321,17 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
         sent.reused = False
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
-    seconds = limits.ROUTER_PROBES * limits.ROUTER_SILENT_SECONDS
+    seconds = limits.PROBES * limits.SILENT_SECONDS
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.ROUTER_SILENT_SECONDS)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.ROUTER_SILENT_SECONDS)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, limits.ROUTER_PROBES)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.SILENT_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, limits.PROBES)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
     return made
 
 
 def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
-    said = body[: limits.MAX_ERROR_TEXT].decode(errors="replace")
+    said = body[:MAX_ERROR_TEXT].decode(errors="replace")
     whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
     code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST
     return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=whole)

@@ -11,8 +11,8 @@ import sys
 import aiohttp
 import pytest
 
-from kvd import limits
 from kvd.cli.main import main
+from kvd.router import limits
 from tests.router.scripted import BODY, DONE, PATH, decoded, prefilled, scripted
 from tests.support.ports import free_port
 
@@ -48,7 +48,7 @@ async def test_it_routes_until_sigterm() -> None:
             line = (await router.stderr.readline()).decode()
             url = re.search(r"routing on (http://127.0.0.1:\d+) between 1 prefill and 1 decode", line)[1]
             soft, hard = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
-            assert soft == min(hard, limits.ROUTER_OPEN_FILES)
+            assert soft == min(hard, limits.OPEN_FILES)
             async with aiohttp.ClientSession() as session:
                 async with session.post(url + PATH, json=BODY) as response:
                     assert (await response.read()).endswith(DONE)

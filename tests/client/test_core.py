@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.client.blocks import Blocks
 from kvd.client.core import Core
-from kvd.client.events import Cancelled, Done, Event, Failed, Freed, Released
-from kvd.client.inbox import ACKNOWLEDGE_EVERY, ACKNOWLEDGE_SECONDS, GAP_SECONDS
-from kvd.client.pulls import GRACE_SECONDS
+from kvd.client.events import Blocks, Cancelled, Done, Event, Failed, Freed, Released
+from kvd.client.requests.inbox import ACKNOWLEDGE_EVERY, ACKNOWLEDGE_SECONDS, GAP_SECONDS
+from kvd.client.requests.pulls import GRACE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.protocol import codec
 from kvd.protocol import worker as wire

@@ -13,9 +13,10 @@ import weakref
 
 import pytest
 
-from kvd.client import Reattached, Worker, dlpack
+from kvd.client import Reattached, Worker
 from kvd.client.connection import Connection
-from kvd.client.cuda import DevicePool
+from kvd.client.pool import dlpack
+from kvd.client.pool.cuda import DevicePool
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -166,7 +167,7 @@ def test_a_pool_is_known_again_by_its_descriptor():
 
 DYING = """
 import os, signal, sys
-from kvd.client.cuda import DevicePool
+from kvd.client.pool.cuda import DevicePool
 from kvd.cuda import device, driver, memory, streams
 
 left, call = int(sys.argv[1]), driver.call

@@ -3,7 +3,7 @@
 from kvd import limits
 from kvd.client import Blocks, Done, Failed
 from kvd.client.driver import FRAMES_PER_STEP, Dependencies, Driver
-from kvd.client.pulls import GRACE_SECONDS
+from kvd.client.requests.pulls import GRACE_SECONDS
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol import worker as notified

@@ -30,10 +30,10 @@ from kvd.client import (
     Released,
     Worker,
     connection,
-    inbox,
     waits,
 )
-from kvd.client.inbox import ACKNOWLEDGE_SECONDS
+from kvd.client.requests import inbox
+from kvd.client.requests.inbox import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
 from kvd.net.options import Kind, apply

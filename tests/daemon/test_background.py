@@ -1,6 +1,6 @@
 import asyncio
 
-from kvd.daemon.background import Background
+from kvd.daemon.parts import Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
 from tests.support.patience import MOMENT
 

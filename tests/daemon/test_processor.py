@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from kvd import limits
 from kvd.daemon.processor import ProcessorWait
+from kvd.doctor import Level
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Level
 from kvd.errors import ErrorCode
 from kvd.metrics import Metrics
 from kvd.net.inquiry import Inquiry

@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry
 
 from kvd.actors.runtime.pace import MAX_CULPRITS
-from kvd.daemon.rejections import Rejections
+from kvd.daemon.parts import Rejections
 from kvd.metrics import Metrics
 from kvd.net.trust import Reason, Rejection
 

@@ -11,7 +11,7 @@ from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, Dispatcher, call
 from kvd.actors.scheduler.actor import SchedulerActor
-from kvd.daemon.watchdog import Watchdog
+from kvd.daemon.health import Watchdog
 from kvd.metrics import Metrics
 
 

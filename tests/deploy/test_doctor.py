@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.doctor import loopback, samehost
+from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Finding, Level
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.processor import check_groups, check_wait
 from kvd.doctor.samehost import check_copy

@@ -5,7 +5,7 @@ from unittest.mock import patch
 from cuda.bindings import nvml
 
 from kvd.cuda.device import device
-from kvd.doctor.finding import Level
+from kvd.doctor import Level
 from kvd.doctor.gpus import check_gpus
 from kvd.errors import DeviceError, ErrorCode
 from tests.support.gpu import over_standin

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.main import main
-from kvd.doctor.finding import Level
+from kvd.doctor import Level
 from kvd.doctor.loopback import check_transfer
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import decode

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, decode
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints
 from kvd.transport.path import Kind, how_read, kind_of, why_slow
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE

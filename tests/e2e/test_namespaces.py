@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd.doctor import Level
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Level
 from kvd.memory.memfd import Backing, MemfdProvider
 from kvd.net.inquiry import Inquiry
 from kvd.net.stream import FrameStream

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.engines.components import KV, LATENT
+from kvd.engines.identity import KV, LATENT
 from kvd.engines.sglang.spec import Cache
 from kvd.engines.sglang.spec import cache_spec as sglang_spec
-from kvd.engines.vllm.spec import CacheGroup, Order, Pages, WorkerCache
-from kvd.engines.vllm.spec import cache_spec as vllm_spec
+from kvd.engines.vllm.cache.spec import CacheGroup, Order, Pages, WorkerCache
+from kvd.engines.vllm.cache.spec import cache_spec as vllm_spec
 from kvd.errors import BadRequest
 from kvd.layout import CacheSpec, Full, Shard
 from kvd.plan import Planner, Span, align, check_compatible, route

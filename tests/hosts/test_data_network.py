@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.hosts.namespaces import Hosts
+from kvd.doctor import Level
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Level
 from tests.hosts.stage import HEARTBEAT, MEGABITS, PORT, SHORT, Stage
 from tests.support.fleet import Fleet, until
 from tests.support.patience import PATIENCE

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from benchmarks.hosts.namespaces import Hosts
+from kvd.doctor import Level
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.finding import Level
 from tests.hosts.stage import BLOCKS, HEARTBEAT, LONG, MEGABITS, OPEN_END, PORT, SHORT, Stage
 from tests.support.fleet import Fleet, send, until
 from tests.support.gpu import MEMORIES, machine_with

@@ -9,7 +9,7 @@ import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvd.daemon.rejections import Rejections
+from kvd.daemon.parts import Rejections
 from kvd.metrics import Metrics
 from kvd.net import keys
 from kvd.net.peers import PeerSockets

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-from kvd import limits
+from kvd.router import limits
 from tests.support.patience import MOMENT
 
 
@@ -16,5 +16,5 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.fixture(autouse=True)
 def _no_server_is_lost_to_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROUTER_CONNECT_SECONDS", "ROUTER_PROBE_SECONDS"):
+    for name in ("CONNECT_SECONDS", "PROBE_SECONDS"):
         monkeypatch.setattr(limits, name, MOMENT)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvd.router.http import HttpServer
+from kvd.router.clients.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.support.patience import MOMENT
 

@@ -6,7 +6,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.body import Body
 from kvd.router.servers import Servers
@@ -69,4 +69,4 @@ def test_a_chat_of_very_many_messages_is_known_by_powers_of_two_of_its_bytes() -
 
 
 def test_a_chat_leaves_a_bounded_number_of_hashes() -> None:
-    assert len(chat(["a"] * 1000)) == limits.ROUTER_PREFIXES_PER_REQUEST
+    assert len(chat(["a"] * 1000)) == limits.PREFIXES_PER_REQUEST

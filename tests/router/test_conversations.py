@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvd import limits
 from kvd.engines.redaction import _TICKET
+from kvd.router import limits
 from kvd.router.body import Body, seconds_of
 from tests.router.scripted import (
     BODY,
@@ -216,7 +216,7 @@ async def test_a_turn_that_comes_at_once_waits_a_moment_for_what_is_being_asked(
         assert await turns(stage, "missed") == 1
         assert given(stage.prefill[0]) == [None, None]
         stage.decode[0].answering = keeping()
-        monkeypatch.setattr(limits, "ROUTER_TURN_WAIT_SECONDS", 30.0)
+        monkeypatch.setattr(limits, "TURN_WAIT_SECONDS", 30.0)
         await stage.ask(CHAT, messages=chat("q"))
         await stage.ask(CHAT, messages=chat("q", "b", "c"))
         assert given(stage.prefill[0])[-1] is not None
@@ -232,7 +232,7 @@ async def test_a_turn_is_forgotten_when_the_decode_server_keeps_it_no_longer() -
 
 
 async def test_the_latest_turns_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_TURNS", 2)
+    monkeypatch.setattr(limits, "TURNS", 2)
     async with routed([prefilled], [keeping()]) as stage:
         for number, text in enumerate("abc"):
             await stage.ask(CHAT, messages=chat(text))

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from kvd.engines.sglang.handoff import PREFIX, read
 from kvd.errors import BadRequest
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import HANDOFF, Engine, Prefilled, place, prefilled_of
-from kvd.router.http import HttpServer
 from kvd.router.legs import told
 from kvd.router.servers import Servers
 from kvd.router.upstream import Timeouts

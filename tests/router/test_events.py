@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.events import Beginning, Said
 
 
@@ -73,5 +73,5 @@ def test_what_is_held_has_a_bound() -> None:
     beginning = Beginning()
     part = b"x" * 1000
     while beginning.add(part) is Said.NOTHING:
-        assert len(beginning.held) < limits.ROUTER_HELD_BYTES
-    assert len(beginning.held) < limits.ROUTER_HELD_BYTES + len(part)
+        assert len(beginning.held) < limits.HELD_BYTES
+    assert len(beginning.held) < limits.HELD_BYTES + len(part)

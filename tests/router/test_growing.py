@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.engines import place
 from tests.router.scripted import (
     BODY,
@@ -164,7 +164,7 @@ async def test_a_turn_whose_prefill_is_lost_while_both_have_it_is_prefilled_else
 async def test_a_decode_server_is_not_asked_for_prefills_that_would_only_queue(
     prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ROUTER_EARLY_REQUESTS", 2)
+    monkeypatch.setattr(limits, "EARLY_REQUESTS", 2)
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
         decoding.early = stalled_before_its_first_token
@@ -336,7 +336,7 @@ async def test_a_refusal_of_the_prefill_server_is_the_answer(prefilling: Growing
 async def test_a_refusal_of_the_decode_server_is_the_answer_and_the_prefill_is_ended(
     prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.1)
     decoding.early = answering(400)
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
@@ -382,7 +382,7 @@ async def test_a_decode_server_that_never_got_the_request_leaves_the_prefill_to_
 async def test_a_decode_server_that_is_lost_late_or_busy_has_its_prefill_ended_and_another_pair_tried(
     prefilling: Growing, bad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.1)
 
     async def one_is_bad(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (bad if asked_early(body) else decoded)(server, request, body)
@@ -415,7 +415,7 @@ async def test_an_answer_that_says_the_prefill_is_late_may_take_the_time_of_both
 async def test_a_client_that_disconnects_ends_both_requests(
     prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.1)
     decoding.early = stalled_before_its_first_token
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from kvd import limits
 from kvd.errors import BadRequest
+from kvd.router import limits
 from kvd.router.body import Body
-from kvd.router.connections import client_of
+from kvd.router.clients.connections import client_of
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
 from tests.support.patience import PATIENCE
@@ -59,7 +59,7 @@ async def fall_to(tasks: int, descriptors: int) -> None:
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled, prefilled], [decoded]) as stage:
         assert await stage.get("/healthz") == (200, "alive\n")
         assert await stage.get("/readyz") == (200, "ready\n")
@@ -83,7 +83,7 @@ async def test_the_models_are_those_of_a_decode_server() -> None:
 
 async def test_requests_for_the_models_are_passed_on_a_few_at_a_time(monkeypatch) -> None:
     """Each takes a connection to a server, which no other bound counts."""
-    monkeypatch.setattr(limits, "ROUTER_LISTINGS", 2)
+    monkeypatch.setattr(limits, "LISTINGS", 2)
     asked, go_on = asyncio.Semaphore(0), asyncio.Event()
     async with routed([prefilled], [decoded]) as stage:
         get = stage.server._upstream.get
@@ -141,7 +141,7 @@ async def test_load_balancers_may_ask_with_head(path: str) -> None:
 
 
 async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.health.ROUTER_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled], [decoded]) as stage:
         assert (await stage.get("/health"))[0] == 200
         stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
@@ -164,7 +164,7 @@ async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
 async def test_a_client_that_waits_for_leave_to_send_too_much_is_refused_before() -> None:
     async with routed([prefilled], [decoded]) as stage:
         reader, writer = await asyncio.open_connection(*bound(stage))
-        asking = head(limits.ROUTER_BODY_BYTES + 1).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        asking = head(limits.BODY_BYTES + 1).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
         writer.write(asking)
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
         writer.close()
@@ -172,7 +172,7 @@ async def test_a_client_that_waits_for_leave_to_send_too_much_is_refused_before(
 
 @pytest.mark.parametrize("length", ["known", "unknown"])
 async def test_a_body_that_is_too_large_is_refused(monkeypatch, length: str) -> None:
-    monkeypatch.setattr(limits, "ROUTER_BODY_BYTES", 1000)
+    monkeypatch.setattr(limits, "BODY_BYTES", 1000)
 
     async def parts():
         for _ in range(20):
@@ -190,14 +190,14 @@ async def test_the_loop_goes_on_while_large_bodies_are_read_one_at_a_time(monkey
     reading, go_on = [], threading.Event()
 
     def slow(data: bytes) -> Body:
-        if len(data) > limits.ROUTER_LARGE_BYTES:
+        if len(data) > limits.LARGE_BYTES:
             reading.append(len(data))
             assert go_on.wait(PATIENCE)
         return Body(data)
 
-    monkeypatch.setattr("kvd.router.completions.Body", slow)
+    monkeypatch.setattr("kvd.router.clients.completions.Body", slow)
     async with routed([prefilled], [decoded]) as stage:
-        asking = [asyncio.create_task(stage.ask(prompt="x" * limits.ROUTER_LARGE_BYTES)) for _ in range(2)]
+        asking = [asyncio.create_task(stage.ask(prompt="x" * limits.LARGE_BYTES)) for _ in range(2)]
         await until(lambda: stage.server._intake.requests == 2 and len(reading) == 1)
         assert (await stage.ask())[0] == 200
         assert len(reading) == 1
@@ -206,7 +206,7 @@ async def test_the_loop_goes_on_while_large_bodies_are_read_one_at_a_time(monkey
 
 
 async def test_bodies_have_a_bound_together(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_BODIES_BYTES", 400)
+    monkeypatch.setattr(limits, "BODIES_BYTES", 400)
     async with routed([prefilled], [stalled]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
         await stage.decode[0].until(lambda server: server.open == 2)
@@ -220,7 +220,7 @@ async def test_bodies_have_a_bound_together(monkeypatch) -> None:
 
 
 async def test_requests_in_flight_have_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_REQUESTS", 2)
+    monkeypatch.setattr(limits, "REQUESTS", 2)
     async with routed([prefilled], [stalled]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
         await stage.decode[0].until(lambda server: server.open == 2)
@@ -233,7 +233,7 @@ async def test_requests_in_flight_have_a_bound(monkeypatch) -> None:
 
 
 async def test_bodies_that_come_slowly_take_no_place_of_others(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_REQUESTS", 1)
+    monkeypatch.setattr(limits, "REQUESTS", 1)
     async with routed([prefilled], [decoded]) as stage:
         slow = [await asyncio.open_connection(*bound(stage)) for _ in range(5)]
         for _, writer in slow:
@@ -246,7 +246,7 @@ async def test_bodies_that_come_slowly_take_no_place_of_others(monkeypatch) -> N
 
 async def test_bodies_that_do_not_end_make_room_for_those_of_clients_with_fewer_bytes(monkeypatch) -> None:
     """Two addresses could otherwise have all of it for a minute at a time."""
-    monkeypatch.setattr(limits, "ROUTER_BODIES_BYTES", 1000)
+    monkeypatch.setattr(limits, "BODIES_BYTES", 1000)
     async with routed([prefilled], [decoded]) as stage:
         intake, held = stage.server._intake, contextlib.ExitStack()
         with held:
@@ -265,8 +265,8 @@ async def test_bodies_that_do_not_end_make_room_for_those_of_clients_with_fewer_
 @pytest.mark.parametrize(
     ("bound", "most", "said"),
     [
-        pytest.param("ROUTER_CLIENT_REQUESTS", 1, "1 requests of 127.0.0.1 are in flight", id="requests"),
-        pytest.param("ROUTER_CLIENT_BODIES_BYTES", 150, "the bodies of 127.0.0.1 fill the memory", id="bodies"),
+        pytest.param("CLIENT_REQUESTS", 1, "1 requests of 127.0.0.1 are in flight", id="requests"),
+        pytest.param("CLIENT_BODIES_BYTES", 150, "the bodies of 127.0.0.1 fill the memory", id="bodies"),
     ],
 )
 async def test_one_client_leaves_room_for_others(monkeypatch, bound: str, most: int, said: str) -> None:
@@ -302,7 +302,7 @@ async def answers(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter])
 
 
 async def test_one_connection_too_many_closes_the_oldest_idle_one_of_the_client_with_the_most(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 4)
+    monkeypatch.setattr(limits, "CONNECTIONS", 4)
     async with routed([prefilled], [decoded]) as stage:
         first = await asyncio.open_connection(*bound(stage), local_addr=("127.0.0.2", 0))
         crowd = [await asyncio.open_connection(*bound(stage)) for _ in range(3)]
@@ -315,7 +315,7 @@ async def test_one_connection_too_many_closes_the_oldest_idle_one_of_the_client_
 
 
 async def test_a_connection_whose_request_is_served_is_not_closed_for_others(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_CONNECTIONS", 2)
+    monkeypatch.setattr(limits, "CONNECTIONS", 2)
     async with routed([prefilled], [stalled]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
         await stage.decode[0].until(lambda server: server.open == 2)
@@ -345,9 +345,9 @@ def test_an_ipv6_client_is_known_by_its_network(one: str, other: str, same: bool
 @pytest.mark.parametrize(
     ("sent", "limit"),
     [
-        pytest.param(b"", "ROUTER_IDLE_SECONDS", id="nothing"),
-        pytest.param(b"POST /v1/comp", "ROUTER_IDLE_SECONDS", id="half a head"),
-        pytest.param(head(100) + b"{", "ROUTER_BODY_SECONDS", id="half a body"),
+        pytest.param(b"", "IDLE_SECONDS", id="nothing"),
+        pytest.param(b"POST /v1/comp", "IDLE_SECONDS", id="half a head"),
+        pytest.param(head(100) + b"{", "BODY_SECONDS", id="half a body"),
     ],
 )
 async def test_a_client_that_sends_too_slowly_is_let_go(monkeypatch, sent: bytes, limit: str) -> None:
@@ -443,7 +443,7 @@ async def test_a_slow_client_slows_its_decode_server_and_gets_every_byte() -> No
 
 
 async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "CLIENT_SECONDS", 0.2)
 
     async with routed([prefilled], [endless]) as stage:
         client = connect(stage)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from kvd import limits
+from kvd.router import limits
+from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.http import HttpServer
 from kvd.router.upstream import Timeouts
 from tests.router.scripted import (
     BODY,
@@ -167,7 +167,7 @@ async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one()
 
 
 async def test_a_server_that_failed_rests(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.servers.ROUTER_REST_SECONDS", 600.0)
+    monkeypatch.setattr("kvd.router.servers.REST_SECONDS", 600.0)
     async with routed([prefilled], [failing, decoded]) as stage:
         for _ in range(4):
             assert (await stage.ask())[0] == 200
@@ -178,7 +178,7 @@ async def test_a_server_that_failed_rests(monkeypatch) -> None:
 @pytest.mark.parametrize("bad", [failing, without_params, too_large, answering(429), hanging])
 async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, monkeypatch) -> None:
     """It may be one that no server can serve: a client could put all to rest with it."""
-    monkeypatch.setattr(limits, "ROUTER_PREFILL_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(limits, "PREFILL_ANSWER_BYTES", 1000)
 
     async def only_the_odd_one(server: Scripted, request, body):
         return await (bad if body["prompt"] == "odd" else prefilled)(server, request, body)
@@ -194,7 +194,7 @@ async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, m
 
 @pytest.mark.parametrize("bad", [vanishing, failing, without_params, too_large, answering(429), hanging])
 async def test_a_server_that_fails_what_another_one_serves_rests(bad, monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_PREFILL_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(limits, "PREFILL_ANSWER_BYTES", 1000)
     async with routed([bad, prefilled], [decoded], seconds=(3, 30)) as stage:
         for _ in range(4):
             assert (await stage.ask())[0] == 200
@@ -207,13 +207,13 @@ async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pa
     async with routed([failing, prefilled], [decoded]) as stage:
         for pause in (0.0, 1.0, 2.0, 4.0):
             asked = len(stage.prefill[0].bodies)
-            now += pause * limits.ROUTER_REST_SECONDS
+            now += pause * limits.REST_SECONDS
             await asyncio.gather(*(stage.ask(prompt=f"{pause} {number}") for number in range(1 + 9 * (pause > 0))))
             assert len(stage.prefill[0].bodies) == asked + 1
-            now += 0.9 * (pause or 0.5) * limits.ROUTER_REST_SECONDS
+            now += 0.9 * (pause or 0.5) * limits.REST_SECONDS
             await stage.ask()
             assert len(stage.prefill[0].bodies) == asked + 1
-            now -= 0.9 * (pause or 0.5) * limits.ROUTER_REST_SECONDS
+            now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:
@@ -381,8 +381,8 @@ async def test_a_stream_that_stalls_is_broken_off() -> None:
     ],
 )
 async def test_a_client_that_disconnects_ends_its_requests_everywhere(prefill, decode, where, monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr(limits, "ROUTER_RELEASE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "RELEASE_SECONDS", 0.1)
     requests = 2 if decode is hanging else 1  # the second one is to release the offer
     async with routed([prefill], [decode]) as stage:
         busy = stage.prefill[0] if where == "prefill" else stage.decode[0]
@@ -424,7 +424,7 @@ async def test_an_offer_that_no_decode_server_has_seen_is_released_when_its_clie
 
 async def test_a_release_does_not_end_before_the_engine_has_it(monkeypatch) -> None:
     """VLLM sends the head of an answer, and gives its engine the request only then."""
-    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", 600.0)
+    monkeypatch.setattr(limits, "TAKEN_SECONDS", 600.0)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def late(server: Scripted, request, body):
@@ -447,7 +447,7 @@ async def test_a_release_does_not_end_before_the_engine_has_it(monkeypatch) -> N
 
 
 async def test_a_release_whose_engine_is_slow_ends_after_a_moment(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_TAKEN_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "TAKEN_SECONDS", 0.1)
 
     async def slow(server: Scripted, request, body):
         await streaming(request)
@@ -480,7 +480,7 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
 
 
 async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_CLEANUPS", 1)
+    monkeypatch.setattr(limits, "CLEANUPS", 1)
     async with routed([hanging], [decoded]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(3)]
         await stage.prefill[0].until(lambda server: server.open == 3)
@@ -492,8 +492,8 @@ async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> No
 
 async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills_have_ended(monkeypatch) -> None:
     """They are in flight no more: who leaves again and again would fill the memory with them."""
-    monkeypatch.setattr(limits, "ROUTER_CLEANUP_BYTES", 3000)
-    monkeypatch.setattr(limits, "ROUTER_LEAVE_SECONDS", 600.0)
+    monkeypatch.setattr(limits, "CLEANUP_BYTES", 3000)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 600.0)
     gone = asyncio.Event()
 
     async def late(server: Scripted, request, body):
@@ -548,7 +548,7 @@ async def test_requests_spread_over_servers_by_load() -> None:
 
 
 async def test_a_router_that_stops_lets_requests_end(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "ROUTER_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "STOP_SECONDS", 0.1)
     async with scripted(prefilled) as one, scripted(stalled) as two, aiohttp.ClientSession() as session:
         async with HttpServer("127.0.0.1", 0, [one.url], [two.url], Timeouts(30, 30)) as server:
             asking = asyncio.create_task(session.post(f"http://{server.address}{PATH}", json=BODY))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.limits import ROUTER_AFFINITY_REQUESTS, ROUTER_LONGEST_REST_SECONDS, ROUTER_REST_SECONDS
+from kvd.router.limits import AFFINITY_REQUESTS, LONGEST_REST_SECONDS, REST_SECONDS
 from kvd.router.servers import Servers, ask, rest, served
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -53,8 +53,8 @@ def test_a_server_that_failed_is_chosen_only_if_no_other_is_there(loads, data) -
     failed = data.draw(st.sets(st.sampled_from(servers.all)))
     for server in failed:
         rest(server, 0.0)
-    assert (servers.choose(ROUTER_REST_SECONDS / 2) in failed) == (len(failed) == len(loads))
-    assert servers.choose(ROUTER_REST_SECONDS).in_flight == min(loads)
+    assert (servers.choose(REST_SECONDS / 2) in failed) == (len(failed) == len(loads))
+    assert servers.choose(REST_SECONDS).in_flight == min(loads)
 
 
 def test_a_server_that_fails_for_ever_is_asked_more_and_more_seldom() -> None:
@@ -72,7 +72,7 @@ def test_a_server_that_fails_for_ever_is_asked_more_and_more_seldom() -> None:
             now += 0.5
     pauses = [after - before for before, after in itertools.pairwise(asked)]
     assert pauses[0] < pauses[1] < pauses[2]
-    assert max(pauses) == pytest.approx(ROUTER_LONGEST_REST_SECONDS, abs=3)
+    assert max(pauses) == pytest.approx(LONGEST_REST_SECONDS, abs=3)
     assert len(asked) < 40
 
 
@@ -80,16 +80,16 @@ def test_a_server_that_fails_for_ever_is_asked_more_and_more_seldom() -> None:
 def test_requests_that_a_server_fails_at_once_count_once(ends) -> None:
     (server,) = make([0]).all
     for end in ends:
-        if end < ends[0] + ROUTER_REST_SECONDS:
+        if end < ends[0] + REST_SECONDS:
             rest(server, end)
     assert server.failures == 1
-    assert server.rests_until == ends[0] + ROUTER_REST_SECONDS
+    assert server.rests_until == ends[0] + REST_SECONDS
 
 
 def test_one_request_finds_out_whether_a_server_still_fails_while_others_go_elsewhere() -> None:
     bad, good = (servers := make([0, 0])).all
     rest(bad, 0.0)
-    now = ROUTER_REST_SECONDS
+    now = REST_SECONDS
     chosen = [servers.choose(now, known_by=bad)]
     ask(bad, now)
     chosen += [servers.choose(now, known_by=bad) for _ in range(5)]
@@ -107,7 +107,7 @@ def test_a_server_that_knows_the_prompt_is_chosen_unless_it_is_much_busier_or_fa
         rest(known, 0.0)
     chosen = servers.choose(0.0, known_by=known)
     awake = [server for server in servers.all if server is not known or not failed] or [known]
-    near = known in awake and known.in_flight <= min(one.in_flight for one in awake) + ROUTER_AFFINITY_REQUESTS
+    near = known in awake and known.in_flight <= min(one.in_flight for one in awake) + AFFINITY_REQUESTS
     assert chosen is known if near else chosen.in_flight == min(server.in_flight for server in awake)
 
 

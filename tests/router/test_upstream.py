@@ -4,7 +4,7 @@ import socket
 
 from multidict import CIMultiDict
 
-from kvd import limits
+from kvd.router import limits
 from kvd.router.upstream import _socket, passed_on
 
 
@@ -14,7 +14,7 @@ def test_a_host_that_is_gone_is_noticed_though_nothing_is_to_be_sent() -> None:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         found = [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
-    seconds, probes = limits.ROUTER_SILENT_SECONDS, limits.ROUTER_PROBES
+    seconds, probes = limits.SILENT_SECONDS, limits.PROBES
     assert found == [seconds, seconds, probes, 1000 * seconds * probes]
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor, _Log
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions, _Log
 from kvd.actors.handshake import peer_table as peer_machine
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
@@ -19,8 +18,8 @@ from kvd.actors.leases import offers
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.leases.claim import ClaimRecord
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.ended import Tombstones
 from kvd.actors.leases.offers import Offers
-from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools import actor as pools
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.pool import Event as PoolEvent

@@ -25,7 +25,7 @@ from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints
 from kvd.transport.slices import CHUNK_DESCRIPTORS
 from tests.transport.descriptors import Descriptors, descriptors, request
 from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError

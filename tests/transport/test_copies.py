@@ -33,7 +33,7 @@ def read_of(number: int, slices: int, copy) -> Read:
     offsets = np.arange(count, dtype=np.uint64)
     descriptors = Descriptors(offsets, offsets, np.ones(count, dtype=np.uint64))
     memory = Memory(0, count)
-    return Read(ReadRequest(number, "peer", 0, 0, descriptors), memory, memory, copy, lambda _address: 0)
+    return Read(ReadRequest(number, "peer", 0, 0, descriptors), memory, memory, lambda _address: 0, copy)
 
 
 def test_a_read_ends_only_when_no_thread_copies_a_slice_of_it():

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from kvd.transport.nixl.examined import ExaminedPeers
+from kvd.transport.nixl.probe import ExaminedPeers
 
 
 class Run:

@@ -26,7 +26,7 @@ from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, W
 from kvd.transport.interface import Region
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, import_pools
-from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.lent import map_host_pool
 from kvd.transport.samehost.process_memory import copy
 from tests.support.patience import PATIENCE
 

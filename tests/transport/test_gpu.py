@@ -59,7 +59,7 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     request = ReadRequest(1, "peer", target.base, source.base, Descriptors(ONE, ONE, ALL), stamp=8)
     threads = CopyThreads(1, events.put)
     threads.start()
-    threads.add(Read(request, *sides, gpu.copy, stamp=lambda _address: last_byte(target)))
+    threads.add(Read(request, *sides, lambda _address: last_byte(target), gpu.copy))
     ended = events.get(timeout=MOMENT)
     threads.stop()
     assert isinstance(ended, Landed), ended

@@ -23,7 +23,7 @@ from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, W
 from kvd.protocol.types import Message
 from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
 from kvd.transport.samehost.importer import ImportedPools, import_pools
-from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.lent import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
 from tests.support.descriptors import no_descriptors_left
 from tests.support.lingering import lingering_socket

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvd.router.body import Body
+from kvd.router.body import Body, Request
 from kvd.router.cleanup import Cleanup
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
-from kvd.router.request import Request
 from kvd.router.servers import Servers
 from kvd.router.upstream import Timeouts, Upstream, passed_on
 from tests.support.patience import PATIENCE

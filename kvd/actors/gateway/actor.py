@@ -8,16 +8,14 @@ from collections.abc import Callable
 import msgspec
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Session, Sessions
+from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission, Policy
 from kvd.actors.gateway.connections import Connections
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, OnFailure, call, run
+from kvd.actors.runtime.actor import Actor, Background, OnFailure, call, run
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.pools import check_spans
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, refusal

@@ -22,7 +22,7 @@ import structlog
 from msgspec import Meta
 
 from kvd import files, limits
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.actor import Loop
 from kvd.actors.runtime.pace import RateLimit, TokenBucket, TokenBuckets, WarnOnce
 from kvd.errors import BadRequest, ErrorCode, refusal
 

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Session, Sessions
+from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
-from kvd.actors.runtime.actor import Actor, Component, call, run
+from kvd.actors.runtime.actor import Actor, Background, Component, call, run
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
-from kvd.actors.runtime.loop import Background
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.layout import CacheSpec

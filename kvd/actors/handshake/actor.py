@@ -7,16 +7,14 @@ transport, then a ping every heartbeat. Peers that connect to us (they pull from
 import structlog
 
 from kvd import limits
-from kvd.actors.handshake import peer_table as machine
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
-from kvd.actors.handshake.peer_table import Effect, Event, State
+from kvd.actors.handshake.peer_table import TABLE, Effect, Event, State
 from kvd.actors.handshake.peers import PeerListener, Peers
 from kvd.actors.handshake.priority_slots import PrioritySlots
-from kvd.actors.runtime.actor import Actor, OnFailure
+from kvd.actors.runtime.actor import Actor, Background, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
@@ -116,9 +114,8 @@ class HandshakeActor(Actor):
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
                 continue
             peer.needed = now
-        for address in self._expected - addresses:
-            if address in self._peers.by_address:
-                self._peers.by_address[address].needed = now
+        for address in (self._expected - addresses) & self._peers.by_address.keys():
+            self._peers.by_address[address].needed = now
         self._expected = addresses
 
     def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
@@ -165,10 +162,11 @@ class HandshakeActor(Actor):
         """A slot has been held for too long: a hello is sent again by the next heartbeat, a load is given up."""
         if link in self._answers_due:
             return  # the answer came while this call waited, and the slot has a new deadline
-        peer = self._peers.by_link.get(link)
-        if peer is not None and peer.state is State.LOADING:
+        if (peer := self._peers.by_link.get(link)) is None:
+            return
+        if peer.state is State.LOADING:
             self._lose(peer, Event.SILENT, f"the transport has not reached it within {_LOADING:g} s")
-        elif peer is not None:
+        else:
             self._free_slot(peer)
 
     # --- what peers answer ------------------------------------------------------------------------------------------
@@ -227,8 +225,8 @@ class HandshakeActor(Actor):
         if first.link >= peer.link or first.welcome == welcome:
             return True
         if key_of(first.address) != key_of(peer.address):
-            taken = f"the agent {welcome.agent!r} is that of {first.address}"
-            self._misspoke(peer, refusal(ErrorCode.NOT_PERMITTED, taken))
+            text = f"the agent {welcome.agent!r} is that of {first.address}"
+            self._misspoke(peer, refusal(ErrorCode.NOT_PERMITTED, text))
         else:
             first.early.add(peer.link)
             self._step(first, Event.REFRESH)
@@ -279,8 +277,7 @@ class HandshakeActor(Actor):
             self._listener.idle(peer.address, peer.announced)
         if peer.beat(now):
             text = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
-            text = self._context.with_reason(text, MISSED_BEATS * settings.heartbeat)
-            self._lose(peer, Event.SILENT, text)
+            self._lose(peer, Event.SILENT, self._context.with_reason(text, MISSED_BEATS * settings.heartbeat))
             if not peer.announced and peer.address not in self._expected:
                 self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
@@ -308,7 +305,7 @@ class HandshakeActor(Actor):
         self._step(peer, event)
 
     def _step(self, peer: Peer, event: Event) -> None:
-        step = machine.TABLE.step(peer.state, event)
+        step = TABLE.step(peer.state, event)
         if step.state is not peer.state:
             self._context.metrics.peers.labels(peer.state).dec()
             self._context.metrics.peers.labels(step.state).inc()

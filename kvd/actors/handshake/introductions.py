@@ -10,8 +10,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.loop import Background
+from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec

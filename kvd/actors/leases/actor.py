@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.leases.claim import ClaimKey, OfferKey
 from kvd.actors.leases.claims import Claims
+from kvd.actors.leases.ended import Tombstones
 from kvd.actors.leases.lease import Event, Lease
 from kvd.actors.leases.offers import Offers
-from kvd.actors.leases.tombstones import Tombstones
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.runtime.actor import Actor, call
 from kvd.actors.runtime.context import ActorContext

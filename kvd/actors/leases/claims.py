@@ -152,7 +152,7 @@ class Claims(Component):
         if self._held_of[claim.peer] >= limits.MAX_CLAIMS_PER_PEER:
             text = f"{self._held_of[claim.peer]} claims of this daemon hold offers here, the bound; try again later"
             raise refusal(ErrorCode.OVERLOADED, text)
-        self._offers.consumers.check(lease, request.consumer)
+        self._offers.bounds.check_consumer(lease, request.consumer)
         if not self._offers.claim(lease):
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         claim.state, claim.lease = machine.TABLE.step(claim.state, Event.GRANT).state, lease
@@ -307,7 +307,7 @@ class Claims(Component):
         del lease.claims[claim.key]
         self._count(claim, -1)
         if finished:
-            self._offers.consumers.finish(lease, claim.request)
+            self._offers.bounds.finish(lease, claim.request)
         if lease.is_read:
             self._offers.step(lease, lease_machine.Event.FINISHED, "read")
         elif not lease.claims:

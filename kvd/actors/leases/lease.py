@@ -6,8 +6,9 @@ The rules, which the table below makes precise:
   is alive and the generation is that of the grant.
 - It ends when as many consumers as were offered it have finished and no other holds a claim (`released`), when its time
   is over and nobody holds a claim (`expired`; while somebody does, it is `overdue`), or when the producer takes it back
-  (`revoked`). A consumer has finished
-  when all ranks of its engine have. An offer to any number of consumers counts none: it expires or is revoked.
+  (`revoked`).
+- A consumer has finished when all ranks of its engine have. An offer to any number of consumers counts none: it expires
+  or is revoked.
 - The end of a lease breaks the claims that are still held, before the worker is told that the blocks are its own again:
   from then on no fence of theirs can hold.
 - An offer that grows is one lease from its opening on. Its time begins anew with each extension and with its close; it

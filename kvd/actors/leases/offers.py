@@ -1,7 +1,6 @@
 """The offers of this daemon's workers: a lease for each that stands, and for a while for each that has ended."""
 
 import hmac
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -9,10 +8,10 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
+from kvd.actors.leases.bounds import Bounds
 from kvd.actors.leases.claim import OfferKey
-from kvd.actors.leases.consumers import Consumers
+from kvd.actors.leases.ended import Returns
 from kvd.actors.leases.lease import Effect, Event, Lease, State
-from kvd.actors.leases.returns import Returns
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
@@ -59,12 +58,9 @@ class Offers:
         # No two runs of a daemon share a generation: incarnations lie further apart than a run has leases.
         self._last_generation = context.settings.incarnation
         self._in_claim = 0
-        # Offers that stand, and their parts, by the id of their pool.
-        self._standing: Counter[int] = Counter()
-        self._parts: Counter[int] = Counter()
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
-        self.consumers, self._returns = Consumers(), Returns(actor, self._returned)
+        self.bounds, self._returns = Bounds(), Returns(actor, self._returned)
         expiring = Batch(actor, self._expired, lambda key: self._leases[key].size.blocks if key in self._leases else 0)
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, expiring.put, for_others=True)
         self._revoking: Batch[tuple[Lease, str, bool]] = Batch(actor, self._revoke, lambda each: each[0].size.blocks)
@@ -97,12 +93,13 @@ class Offers:
         if offer.grows:
             self._growing.setdefault(pool.name, {})[key] = lease
         else:
-            self._check_parts(lease)
+            self.bounds.check_parts(lease)
             self._add(lease, growth.Event.CLOSE, offer.tokens, offer.spans, lease.proof)
         self._last_generation += 1
         self._leases[key] = lease
         self._count_held(lease, Hold.OFFERED)
-        self._count_standing(pool.id, +1)
+        self.bounds.begin(lease)
+        self._count_standing()
         self._due.set(key, lease.expires)
         return lease
 
@@ -118,9 +115,7 @@ class Offers:
             raise refusal(ErrorCode.BAD_MESSAGE, f"{text}; open it without, then extend it")
         if (known := self._leases.get(key)) is not None and known.state not in machine.TABLE.final:
             raise refusal(ErrorCode.DUPLICATE_REQUEST, f"the offer {key[1]!r} stands already; use a new id")
-        if self._standing[pool.id] >= limits.MAX_REQUESTS_PER_WORKER:
-            text = f"{self._standing[pool.id]} offers of this worker stand, the bound; wait until some are released"
-            raise refusal(ErrorCode.OVERLOADED, text)
+        self.bounds.check_offer(pool.id)
 
     # --- it grows ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +135,7 @@ class Offers:
         spans = tuple(span for span in more.spans if span.ids)
         self._check_size(lease, spans)
         if not more.closes:  # any may be closed
-            self._check_parts(lease)
+            self.bounds.check_parts(lease)
         self._add(lease, growth.Event.CLOSE if more.closes else growth.Event.EXTEND, more.tokens, spans)
         lease.expires = self._context.loop.time() + lease.ttl
         self._due.set(lease.key, lease.expires)
@@ -152,14 +147,6 @@ class Offers:
         if blocks > limits.MAX_BLOCKS_PER_REQUEST:
             text = f"the offer would have {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
             raise refusal(ErrorCode.TOO_LARGE, text)
-
-    def _check_parts(self, lease: Lease) -> None:
-        if len(lease.content.parts) >= limits.MAX_PARTS_PER_OFFER:
-            text = f"the offer was extended {len(lease.content.parts)} times, the bound; close it with all that is left"
-            raise refusal(ErrorCode.TOO_LARGE, text)
-        if self._parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
-            text = f"{self._parts[lease.pool.id]} parts of this worker's offers stand, the bound"
-            raise refusal(ErrorCode.OVERLOADED, f"{text}; name more at a time, or wait until some are released")
 
     def _add(self, lease: Lease, event: growth.Event, tokens: int, spans: Spans, proof: bytes = b"") -> None:
         """Takes what is named together, which has been checked. `proof` is that of the whole offer, if it is known.
@@ -174,7 +161,7 @@ class Offers:
         content.state = step.state
         before = content.spans
         content.add(tokens, spans)
-        self._parts[pool.id] += content.spans - before
+        self.bounds.parts[pool.id] += content.spans - before
         counted = lease.counted
         self._count_held(lease, None)
         more = pool.blocks.size_of(spans)
@@ -278,10 +265,9 @@ class Offers:
 
     def _returned(self, lease: Lease) -> None:
         """The blocks of an offer that has ended are its worker's again."""
-        self._parts -= Counter({lease.pool.id: lease.content.spans})
+        self.bounds.end(lease)
         lease.content.forget()
-        self.consumers.forget(lease)
-        self._count_standing(lease.pool.id, -1)
+        self._count_standing()
         self._completion.notify(lease.key[0], Released(lease.key[1], lease.reason))
         self._check_quiet(lease.pool)
 
@@ -305,11 +291,8 @@ class Offers:
         self._held.move(lease.size, lease.counted, hold)
         lease.counted = hold
 
-    def _count_standing(self, pool: int, change: int) -> None:
-        self._standing[pool] += change
-        if not self._standing[pool]:
-            del self._standing[pool]
-        self._context.metrics.leases_active.set(self._standing.total())
+    def _count_standing(self) -> None:
+        self._context.metrics.leases_active.set(self.bounds.standing.total())
         self._check_idle()
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
@@ -337,12 +320,12 @@ class Offers:
                 self.step(lease, Event.REVOKE, reason)
 
     def _check_quiet(self, pool: Pool) -> None:
-        if pool.id in self._quiescing and not self._standing[pool.id]:
+        if pool.id in self._quiescing and not self.bounds.standing[pool.id]:
             self._quiet(pool)
 
     def leased_pools(self) -> frozenset[int]:
         """The ids of the pools of which offers stand."""
-        return frozenset(self._standing)
+        return frozenset(self.bounds.standing)
 
     def drain(self) -> None:
         """Takes no new offers; calls `idle` when the last has ended."""
@@ -350,13 +333,13 @@ class Offers:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if self._draining and not self._standing:
+        if self._draining and not self.bounds.standing:
             self._context.idle(self._owner)
 
     def report(self, *, claims_held: int, claims_waiting: int) -> LeaseStatus:
         """The leases' part of a status, with what the claims tell."""
         return LeaseStatus(
-            active=self._standing.total(),
+            active=self.bounds.standing.total(),
             claimed=self._in_claim,
             claims_held=claims_held,
             claims_waiting=claims_waiting,

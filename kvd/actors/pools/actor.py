@@ -22,9 +22,8 @@ from kvd.actors.pools.memory import PoolMemory
 from kvd.actors.pools.pool import TABLE, Effect, Event, PoolRecord, State
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent, User, Watcher, Workers
 from kvd.actors.pools.waits import Waits
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.pools import BlocksInUse, Pool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore

@@ -7,9 +7,8 @@ import structlog
 from msgspec.structs import replace
 
 from kvd.actors.pools.pool import Event, PoolRecord, State
-from kvd.actors.runtime.actor import Actor, Component
+from kvd.actors.runtime.actor import Actor, Background, Component
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.memory.interface import Memory, MemoryProvider, PoolStore
 from kvd.transport.interface import Deregistered, Region, Registered, RegisterFailed, Transport

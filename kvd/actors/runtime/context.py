@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvd.actors.runtime.actor import Dispatcher, Supervisor
-from kvd.actors.runtime.loop import Loop
+from kvd.actors.runtime.actor import Dispatcher, Loop, Supervisor
 from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
 from kvd.metrics import Metrics

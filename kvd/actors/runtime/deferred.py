@@ -5,8 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.loop import Loop, Timer
+from kvd.actors.runtime.actor import Actor, Loop, Timer
 
 T = TypeVar("T")
 

@@ -4,22 +4,17 @@ A pull follows the table of `pull`. It has one transfer for each producer rank t
 each of those follows the table of `transfer`.
 """
 
-from collections.abc import Iterator
-from itertools import chain
-
 from kvd import limits
-from kvd.actors.completion.actor import CompletionActor
-from kvd.actors.completion.sessions import Sessions
+from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
-from kvd.actors.runtime.pools import HeldBlocks, Hold, PeerView, Pool
+from kvd.actors.runtime.pools import PeerView, Pool
 from kvd.actors.scheduler import pull as machine
 from kvd.actors.scheduler.known_routes import KnownRoutes
 from kvd.actors.scheduler.leaving import LeavingPulls
@@ -61,7 +56,7 @@ class SchedulerActor(Actor):
         self._pools = pools
         self._leases = leases
         self._handshake = handshake
-        self._targets = Targets()
+        self._targets = Targets(context)
         self._producers = Producers(KnownRoutes(self, background, self._route_made))
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
@@ -78,9 +73,6 @@ class SchedulerActor(Actor):
             grow=self._targets.grow,
         )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
-        self._quarantined = 0
-        self._held = HeldBlocks((Hold.PULLING, Hold.QUARANTINED))
-        context.metrics.watch_held((Hold.PULLING, Hold.QUARANTINED), self._held.of)
         self._draining = False
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, Batch(self, self._deadlines_over).put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
@@ -88,10 +80,7 @@ class SchedulerActor(Actor):
     # --- a pull begins ----------------------------------------------------------------------------------------------
 
     def start(self, pool: Pool, request: protocol.Pull, ticket: Ticket) -> None:
-        """Accepts a pull or refuses it, in which case nothing has changed.
-
-        Its ticket has been decoded, and its blocks have been checked.
-        """
+        """Accepts a pull, with a decoded ticket and checked blocks; or refuses it, and then nothing has changed."""
         key = (pool.name, request.request)
         now, unknown = self.loop.time(), self._producers.unknown(ticket)
         pull = Pull(
@@ -116,7 +105,6 @@ class SchedulerActor(Actor):
         if self._context.spans is not None:
             pull.span = self._context.spans.pull(pool.name, request)
         self._pulls[key] = pull
-        self._held.move(pull.size, None, Hold.PULLING)
         self._deadlines.set(key, now + request.timeout)
         if unknown:
             self._step(pull, Event.MISSING)
@@ -150,13 +138,9 @@ class SchedulerActor(Actor):
                 self._route(pull)
 
     def _find_transfers(self, pull: Pull) -> Event | None:
-        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it has to wait for.
+        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for.
 
         None while its route is being worked out.
-
-        Raises:
-            KvdError: it cannot be done.
-
         """
         self._producers.check_names(pull.ticket)
         missing = self._producers.without_pool(pull.ticket)
@@ -234,8 +218,8 @@ class SchedulerActor(Actor):
     def _unrouted(self, address: str) -> list[Pull]:
         return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]
 
-    def _all(self) -> Iterator[Pull]:
-        return chain(self._pulls.values(), self._leaving)
+    def _all(self) -> list[Pull]:
+        return [*self._pulls.values(), *self._leaving]
 
     # --- steps and their effects ------------------------------------------------------------------------------------
 
@@ -267,13 +251,11 @@ class SchedulerActor(Actor):
                 self._leaving.discard(pull)
                 self.transfers.leave(pull)
             case Effect.TELL_FREED:
-                self._held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)  # which `FREE` ends
-                self._count_quarantined(-1)
+                self._targets.end_quarantine(pull)
                 self._completion.notify(pull.key[0], Freed(pull.key[1]))
             case Effect.FREE:
                 del self._pulls[pull.key]
                 self._targets.give_back(pull)
-                self._held.move(pull.size, Hold.PULLING, None)
                 self._check_quiet(pull.pool)
 
     def _conclude(self, pull: Pull, error: KvdError | None) -> None:
@@ -288,8 +270,7 @@ class SchedulerActor(Actor):
             self._context.metrics.pull_failures.labels(error.code).inc()
             outcome = Failed(request, error.code, error.text[: limits.MAX_ERROR_TEXT], quarantined)
         if quarantined:
-            self._held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
-            self._count_quarantined(+1)
+            self._targets.quarantine(pull)
         self._deadlines.unset(pull.key)
         self._completion.notify(worker, outcome)
         name = type(outcome).__name__.lower()
@@ -300,15 +281,6 @@ class SchedulerActor(Actor):
     def _count(self, outcome: str, seconds: float) -> None:
         self._context.metrics.pulls.labels(outcome).inc()
         self._context.metrics.pull_seconds.observe(seconds)
-
-    def _count_quarantined(self, change: int) -> None:
-        self._quarantined += change
-        self._context.metrics.quarantined.set(self._quarantined)
-        bound = self._context.settings.max_quarantined
-        over = (
-            f"{self._quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
-        )
-        self._context.condition("quarantine", over if self._quarantined > bound else None)
 
     # --- a pull ends early ------------------------------------------------------------------------------------------
 
@@ -384,9 +356,9 @@ class SchedulerActor(Actor):
         return PullStatus(
             pulls=len(self._pulls),
             transfers=self.transfers.states(),
-            quarantined=self._quarantined,
+            quarantined=self._targets.quarantined,
             busy_blocks=self._targets.busy_blocks(),
-            blocks=self._held.report(),
+            blocks=self._targets.held.report(),
             connecting=sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
             routes=self._producers.routes,
         )

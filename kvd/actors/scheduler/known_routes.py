@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.loop import Background
+from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.scheduler.pull import Pull
 from kvd.actors.scheduler.routes import RouteKey, Sources, is_long, make_route, route_key
 from kvd.errors import ErrorCode, KvdError, refusal

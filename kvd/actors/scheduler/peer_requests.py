@@ -1,5 +1,6 @@
 """What producers are asked on behalf of transfers: claims, renewals, fences; sent again if an answer is late."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from kvd import limits
@@ -9,8 +10,43 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.scheduler.pull import WAS_CANCELLED
 from kvd.actors.scheduler.transfer import TELLING, Event, State, Transfer
+from kvd.errors import ErrorCode, refusal
 from kvd.protocol.peer import Claim, Fence, Follow, Release, Renew, Settle
 from kvd.protocol.types import Message
+
+
+class ClaimsAhead:
+    """Claims whose tickets name no lease: they wait at the producer for offers that may not have been made yet.
+
+    Counted by user and producer, who has room for so many of this daemon: one user leaves some to others.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: Counter[tuple[int, str]] = Counter()
+
+    def check(self, transfer: Transfer) -> None:
+        """Checks whether one more may wait.
+
+        Raises:
+            Unavailable: `OVERLOADED`, too many of its user's claims do already.
+
+        """
+        waiting = self._waiting[_key(transfer)]
+        if waiting >= limits.MAX_CLAIMS_AHEAD:
+            text = f"{waiting} claims of this user wait for offers at {transfer.address}, the bound; try again later"
+            raise refusal(ErrorCode.OVERLOADED, text)
+
+    def step(self, transfer: Transfer, before: State) -> None:
+        """A transfer has come from another state."""
+        key = _key(transfer)
+        self._waiting[key] += (transfer.state is State.CLAIMING) - (before is State.CLAIMING)
+        if not self._waiting[key]:
+            del self._waiting[key]
+
+
+def _key(transfer: Transfer) -> tuple[int, str]:
+    return transfer.pull.pool.uid, transfer.address
+
 
 CLAIM_AFTER = 0.02
 """Seconds after which a read that began without a claim sends one: on the same host most have ended by then."""

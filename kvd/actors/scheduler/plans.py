@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.actors.runtime.actor import Actor
-from kvd.actors.runtime.loop import Background
+from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.scheduler.routes import parts, plan_read
 from kvd.actors.scheduler.transfer import Transfer
 from kvd.errors import KvdError

@@ -1,11 +1,14 @@
-"""The pools that pulls write to: which of their blocks are busy, and how much is open."""
+"""The pools that pulls write to: which of their blocks are busy or in quarantine, and how much is open."""
 
 from dataclasses import dataclass, replace
 
 from kvd import limits
-from kvd.actors.runtime.pools import Pool
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.pools import HeldBlocks, Hold, Pool
 from kvd.actors.scheduler.pull import Pull
 from kvd.errors import ErrorCode, refusal
+
+_HOLDS = (Hold.PULLING, Hold.QUARANTINED)
 
 
 @dataclass(slots=True)
@@ -43,11 +46,16 @@ class _Open:
 class Targets:
     """The pools of this daemon's workers, from their registration until they are gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ActorContext) -> None:
+        self._context = context
         self._pools: dict[str, Pool] = {}
         self._open: dict[int, _Open] = {}
         """By the id of the pool that pulls write to."""
         self._closing: set[int] = set()
+        self.quarantined = 0
+        """Pulls whose blocks are in quarantine."""
+        self.held = HeldBlocks(_HOLDS)
+        context.metrics.watch_held(_HOLDS, self.held.of)
 
     def up(self, pool: Pool) -> None:
         """Accepts pulls into this pool from now on."""
@@ -83,6 +91,7 @@ class Targets:
         after.check()
         pool.blocks.take(pull.blocks)
         self._open[pool.id] = after
+        self.held.move(pull.size, None, Hold.PULLING)
 
     def grow(self, pull: Pull, more: int) -> None:
         """Counts so many bytes, of which a producer has told, as a part of a pull's ticket.
@@ -97,8 +106,26 @@ class Targets:
         self._open[pull.pool.id] = after
         pull.ticket_bytes += more
 
+    def quarantine(self, pull: Pull) -> None:
+        """Counts a pull that has ended while the transport may still write to its blocks."""
+        self.held.move(pull.size, Hold.PULLING, Hold.QUARANTINED)
+        self._count_quarantined(+1)
+
+    def end_quarantine(self, pull: Pull) -> None:
+        """The transport has ended the reads of such a pull; `give_back` follows."""
+        self.held.move(pull.size, Hold.QUARANTINED, Hold.PULLING)
+        self._count_quarantined(-1)
+
+    def _count_quarantined(self, change: int) -> None:
+        self.quarantined += change
+        self._context.metrics.quarantined.set(self.quarantined)
+        bound = self._context.settings.max_quarantined
+        over = f"{self.quarantined} pulls are in quarantine, the bound is {bound}: the transport does not end its reads"
+        self._context.condition("quarantine", over if self.quarantined > bound else None)
+
     def give_back(self, pull: Pull) -> None:
         """Frees the blocks of a pull, to which nothing writes any more."""
+        self.held.move(pull.size, Hold.PULLING, None)
         pull.pool.blocks.give_back(pull.blocks)
         left = self._open[pull.pool.id]
         left.add(pull, times=-1)

@@ -11,15 +11,14 @@ import structlog
 
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
-from kvd.actors.runtime.actor import Actor, Component, call
+from kvd.actors.runtime.actor import Actor, Background, Component
 from kvd.actors.runtime.context import ActorContext
-from kvd.actors.runtime.loop import Background
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler import transfer as machine
-from kvd.actors.scheduler.ahead import ClaimsAhead
+from kvd.actors.scheduler.grants import Grants
 from kvd.actors.scheduler.leaving import Leaving
-from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.peer_requests import ClaimsAhead, PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
@@ -59,11 +58,8 @@ class Transfers(Component):
         self.actor = scheduler
         self._context = context
         self._transport = transport
-        self._handshake = handshake
-        self._producers = producers
         self._effects = effects
         self._step_pull = step_pull
-        self._grow = grow
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
         self._ahead = ClaimsAhead()
@@ -71,6 +67,9 @@ class Transfers(Component):
         self._leaving: Leaving[Transfer] = Leaving(self._give_up)
         self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, channel, transfers=self._open, step=self._step)
+        self._grants = Grants(
+            producers, self._plans, self._requests, handshake=handshake, step=self._step, fail=self._fail, grow=grow
+        )
 
     def __len__(self) -> int:
         return len(self._open)
@@ -163,9 +162,9 @@ class Transfers(Component):
     def _answered(self, transfer: Transfer, reply: LeaseAnswer) -> None:
         match reply:
             case Grant():
-                self._granted(transfer, reply)
+                self._grants.granted(transfer, reply)
             case Grown():
-                self._grown(transfer, reply)
+                self._grants.grown(transfer, reply)
             case Held():
                 if transfer.state is State.FENCING or transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
@@ -198,55 +197,6 @@ class Transfers(Component):
             text=error.text,
         )
 
-    def _granted(self, transfer: Transfer, grant: Grant) -> None:
-        if transfer.granted or transfer.state not in (State.CLAIMING, State.READING, State.DRAINING):
-            return
-        rank = transfer.rank
-        if rank.generation not in (0, grant.generation) or rank.incarnation not in (0, grant.incarnation):
-            text = f"the ticket names lease {rank.generation} of run {rank.incarnation} of {rank.daemon!r}"
-            text += f", which grants {grant.generation} of {grant.incarnation}"
-            self._fail(transfer, refusal(ErrorCode.OFFER_GONE, text))
-            return
-        told = transfer.view.told_of(transfer.source.pool, grant)
-        if transfer.state is State.CLAIMING:
-            self._use(transfer, grant, told=told)
-        elif told:
-            self._requests.answered(transfer)
-            transfer.granted = True
-
-    def _use(self, transfer: Transfer, grant: Grant, *, told: bool) -> None:
-        """Reads under a grant; later, unless the peer has `told` us about the pool that it grants."""
-        try:
-            if not told and not self._reroute(transfer, grant):
-                transfer.early_grant = grant
-                if transfer.pull.routing is None:  # otherwise it waits for a route, and not for word from the peer
-                    call(self._handshake.need, transfer.address, stale=True)
-                return
-            grows = not transfer.told.whole
-            planned = not grows and self._plans.plan(transfer)
-        except KvdError as error:
-            self._fail(transfer, error)
-            return
-        transfer.early_grant = None
-        transfer.granted = True
-        transfer.generation = grant.generation
-        read = Event.GROWS if grows else Event.GRANTED if planned else Event.UNPLANNED
-        self._step(transfer, Event.HOLD if transfer.pull.hold else read)
-
-    def _grown(self, transfer: Transfer, grown: Grown) -> None:
-        """Reads what an offer has grown by. An answer to an earlier question is dropped: what it says is known."""
-        if transfer.state is not State.FOLLOWING or grown.seen != transfer.told.parts:
-            return
-        self._requests.answered(transfer)
-        try:
-            self._grow(transfer.pull, sum(len(span.ids) for span in grown.spans))
-            transfer.told = transfer.told.more(grown, transfer.source.pool.spec.groups)
-            planned = self._plans.plan(transfer)
-        except KvdError as error:
-            self._fail(transfer, error)
-            return
-        self._step(transfer, Event.GREW if planned else Event.UNPLANNED)
-
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
             self._fail(transfer, result)
@@ -262,37 +212,13 @@ class Transfers(Component):
         """Uses the grants of this peer's pools that were not known before the peer told about them."""
         for transfer in list(self._open.values()):
             if transfer.address == address and transfer.early_grant is not None:
-                self._granted(transfer, transfer.early_grant)
+                self._grants.granted(transfer, transfer.early_grant)
 
     def rerouted(self, pull: Pull) -> None:
         """Uses the grants that waited for a route of this pull."""
         for transfer in pull.transfers:
             if transfer.early_grant is not None:
-                self._granted(transfer, transfer.early_grant)
-
-    def _reroute(self, transfer: Transfer, grant: Grant) -> bool:
-        """Routes anew, to the pool that is granted; False if the peer has not told us about it, or if that takes long.
-
-        Raises:
-            KvdError: that pool does not fit.
-
-        """
-        pull, rank = transfer.pull, transfer.rank
-        if rank.address not in self._producers:
-            return False
-        view = self._producers[rank.address]
-        pool = view.pools.get(rank.pool)
-        if pool is None or not view.told_of(pool, grant):
-            return False
-        self._plans.drop(transfer)
-        self._plans.ended(transfer)
-        pull.views[rank.address] = view
-        found = self._producers.sources(pull)
-        if found is None:
-            return False
-        sources = {source.rank: source for source in found}
-        transfer.source = sources.get(transfer.source.rank, transfer.source)
-        return True
+                self._grants.granted(transfer, transfer.early_grant)
 
     # --- what the transport says ------------------------------------------------------------------------------------
 

@@ -3,12 +3,11 @@
 import sys
 
 from kvd.client import Blocks, DaemonError, Disconnected, Done, Event, Reattached, Worker
-from kvd.engines.demo.blocks import BlockManager
 from kvd.engines.demo.engine import Engine
 from kvd.engines.demo.host_copy import HostCopy
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.model import Model, ModelConfig
-from kvd.engines.demo.paged import PagedCache
+from kvd.engines.demo.paged import BlockManager, PagedCache
 from kvd.engines.demo.spec import engine_specs
 from kvd.protocol import ticket
 

@@ -9,8 +9,17 @@ import msgspec
 
 from kvd import client
 from kvd.engines.demo.attached import AttachedEngine
-from kvd.engines.demo.channel import Channel
-from kvd.engines.demo.messages import Decoded, DecodeRequest, EngineConfig, Failed, Pulled, Ready, Stop, ToDecode
+from kvd.engines.demo.messages import (
+    Channel,
+    Decoded,
+    DecodeRequest,
+    EngineConfig,
+    Failed,
+    Pulled,
+    Ready,
+    Stop,
+    ToDecode,
+)
 
 IDLE_SECONDS = 0.02
 PULLING_SECONDS = 0.0005

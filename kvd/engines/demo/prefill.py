@@ -7,8 +7,7 @@ import msgspec
 
 from kvd import client
 from kvd.engines.demo.attached import AttachedEngine
-from kvd.engines.demo.channel import Channel
-from kvd.engines.demo.messages import EngineConfig, Prefilled, Prompt, Ready, Released, Stop, ToPrefill
+from kvd.engines.demo.messages import Channel, EngineConfig, Prefilled, Prompt, Ready, Released, Stop, ToPrefill
 
 IDLE_SECONDS = 0.005
 """How long to wait for prompts before looking for notifications again."""

@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvd.engines.demo.channel import Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
     DecodeRequest,
     Failed,
     FromEngine,
+    Lines,
     Prefilled,
     Prompt,
     Pulled,
     Ready,
     Released,
     Stop,
+    line,
 )
 from kvd.processes import Child
 

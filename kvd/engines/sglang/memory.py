@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from torch.overrides import TorchFunctionMode
 
-from kvd.engines.components import KV, LATENT
+from kvd.engines.identity import KV, LATENT
 from kvd.engines.sglang.identity import identity
 from kvd.engines.sglang.settings import Settings, read_settings
 from kvd.engines.sglang.spec import Cache, cache_spec

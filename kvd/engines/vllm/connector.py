@@ -1,4 +1,4 @@
-"""The hooks that vLLM calls. The work is in `scheduler`, `worker`, `cache_config` and `memory`."""
+"""The hooks that vLLM calls. The work is in `scheduler`, `worker` and `cache`."""
 
 import sys
 from collections.abc import Sequence
@@ -17,20 +17,19 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import Worker
-from kvd.engines.kernels import record
+from kvd.engines.kernels import Kernels, record
 from kvd.engines.pool import attach, pool_tensor
-from kvd.engines.vllm.cache_config import check_supported, windows, worker_cache
-from kvd.engines.vllm.kernels import Kernels
-from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
+from kvd.engines.vllm.cache.config import check_supported, windows, worker_cache
+from kvd.engines.vllm.cache.memory import PoolAllocation, check_views, warn_of_restarts
+from kvd.engines.vllm.cache.parallel import has_replicas, is_replica, rank_of, ranks_of
+from kvd.engines.vllm.cache.spec import cache_spec
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
-from kvd.engines.vllm.parallel import has_replicas, is_replica, rank_of, ranks_of
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.replica import ReplicaSide
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.settings import read_settings
-from kvd.engines.vllm.spec import cache_spec
 from kvd.engines.vllm.stats import KvdPromMetrics, KvdStats
-from kvd.engines.vllm.turns import TurnPolicy
+from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import ErrorCode, refusal
 

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers to do, and what it knows of them. Plain data."""
+"""What the halves of the connector tell each other, and what each counts until `stats` shows it. Plain data."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -116,3 +116,37 @@ class StepMetadata:
     """Of offers that grow, in their order."""
     withdrawals: list[str] = field(default_factory=list)
     """Offers of turns that are given up."""
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What a worker counted since its last report; the lists have an entry for each pull that brought blocks."""
+
+    pull_seconds: list[float] = field(default_factory=list)
+    """From the scheduler's request to the step that sees the end."""
+    pull_blocks: list[int] = field(default_factory=list)
+    pull_bytes: list[int] = field(default_factory=list)
+    failed_pulls: int = 0
+    refused_offers: int = 0
+    """Offers that the daemon refused; their requests fail on the decode side."""
+    expired_offers: int = 0
+    """Offers that nobody claimed in time."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What ended since the last step, as vLLM's request ids."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """What the scheduler counted since its last report; an entry for each turn of a conversation."""
+
+    turns: list[str] = field(default_factory=list)
+    """What became of an earlier turn that a prefill may pull: `pulled`, or why it was computed (`turns`)."""
+    kept_turns: list[str] = field(default_factory=list)
+    """Why an answer is no longer kept, or was not."""

@@ -1,7 +1,6 @@
 """A worker whose cache is a copy of another's, which alone is read (prefill context parallelism): it has no daemon."""
 
-from kvd.engines.vllm.metadata import StepMetadata
-from kvd.engines.vllm.results import Results, TransferCounts
+from kvd.engines.vllm.metadata import Results, StepMetadata, TransferCounts
 
 
 class ReplicaSide:

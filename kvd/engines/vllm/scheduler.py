@@ -19,21 +19,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvd.client import Blocks
-from kvd.client.blocks import spans
+from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
-from kvd.engines.vllm.turns import TurnPolicy, Turns, is_complete
+from kvd.engines.vllm.turns.scheduler import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import Full, State, Window
 from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
-
-_NULL_BLOCK = 0
-"""vLLM's block id at positions without a block."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,25 +147,17 @@ class SchedulerSide:
         if external == 0:
             self._let_go(request, offered)
             return
-        pull = self._name(request.request_id)
-        self._loading[request.request_id] = pull
-        missing = tuple(self._missing(blocks, tokens))
+        name = request.request_id
+        pull = self._loading[name] = self._name(name)
+        missing = tuple(self._prompts.missing(blocks, tokens))
         refused = offered.refused
         if len({part.group for part in missing}) < len(missing):
             refused = "the prefix cache holds blocks between the missing ones; kvd does not overwrite them"
         if offered.once and not refused:
-            self._pulling[offered.ticket] = request.request_id
+            self._pulling[offered.ticket] = name
+        held, grows = self._holds.pop(name, ""), offered.grows
         self._metadata.pulls.append(
-            PullOrder(
-                request.request_id,
-                pull,
-                offered.ticket,
-                missing,
-                waits=True,
-                refused=refused,
-                consumer=self._holds.pop(request.request_id, ""),
-                grows=offered.grows,
-            )
+            PullOrder(name, pull, offered.ticket, missing, waits=True, refused=refused, consumer=held, grows=grows)
         )
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -204,7 +193,7 @@ class SchedulerSide:
         if not transfer_params.is_producer(request.kv_transfer_params) or not is_complete(request):
             return None
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
-        held = self._held(block_ids, tokens)
+        held = self._prompts.held(block_ids, tokens)
         if not held:
             return None
         try:
@@ -227,7 +216,7 @@ class SchedulerSide:
         if not self.turns.keeps(request):
             return self.turns.take(request)
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request._all_token_ids))
-        held = self._held(block_ids, tokens)
+        held = self._prompts.held(block_ids, tokens)
         if not held or (self._has_states and tokens != request.num_computed_tokens):  # a step has taken the state on
             return None
         blocks = self.turns.kept.room(request, [block for part in held for block in part.ids])
@@ -330,30 +319,6 @@ class SchedulerSide:
             order = PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold)
             self._metadata.pulls.append(order)
 
-    def _missing(self, blocks: Sequence[Sequence[Any]], tokens: int) -> Iterable[Blocks]:
-        """The blocks that attention to the next token needs and that have no hash: they are not here."""
-        for group, (window, block_tokens) in enumerate(self._groups):
-            table = blocks[group]
-            wanted = [
-                position
-                for position in window.needed(tokens, block_tokens)
-                if not table[position].is_null and table[position].block_hash is None
-            ]
-            yield from _runs(group, wanted, [table[position].block_id for position in wanted])
-
-    def _held(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[Blocks, ...]:
-        """The last run of blocks of each group: attention to the next token needs none before a gap.
-
-        Of a recurrent state it is the last block alone. What vLLM keeps behind it is for drafts, and before it older.
-        """
-        held = []
-        for group, (window, block_tokens) in enumerate(self._groups):
-            table = block_ids[group][: -(-tokens // block_tokens)]
-            first = window.needed(tokens, block_tokens).start if isinstance(window, State) else 0
-            positions = [position for position in range(first, len(table)) if table[position] != _NULL_BLOCK]
-            held += list(_runs(group, positions, [table[position] for position in positions]))[-1:]
-        return tuple(held)
-
     def _new_order(
         self, request: Any, tokens: int, held: tuple[Blocks, ...], consumers: int = 1, turn_ttl: float = 0.0
     ) -> OfferOrder:
@@ -362,10 +327,8 @@ class SchedulerSide:
 
     def _ticket(self, order: OfferOrder) -> str:
         ranks = tuple(
-            TicketRank(
-                endpoint.daemon, endpoint.address, endpoint.incarnation, endpoint.pool, order.offer, 0, order.secret
-            )
-            for endpoint in self._ranks_endpoints()
+            TicketRank(rank.daemon, rank.address, rank.incarnation, rank.pool, order.offer, 0, order.secret)
+            for rank in self._ranks_endpoints()
         )
         return Ticket(order.tokens, ranks, (spans(order.blocks),)).encode()
 
@@ -380,12 +343,3 @@ class SchedulerSide:
         self._names += 1
         unique = f"#{self._nonce}.{self._names}"
         return request.encode()[: MAX_REQUEST_ID_BYTES - len(unique)].decode(errors="ignore") + unique
-
-
-def _runs(group: int, positions: Sequence[int], ids: Sequence[int]) -> Iterable[Blocks]:
-    """`Blocks` of each run of consecutive positions."""
-    start = 0
-    for end in range(1, len(positions) + 1):
-        if end == len(positions) or positions[end] != positions[end - 1] + 1:
-            yield Blocks(group, positions[start], ids[start:end])
-            start = end

@@ -6,12 +6,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvd.engines.settings import EngineSettings, checked
-from kvd.engines.vllm.turns import TurnPolicy
+from kvd.engines.settings import EngineSettings, Ttl, checked
+from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.errors import ErrorCode, refusal
-from kvd.limits import MAX_LEASE_TTL
 
-_Ttl = Annotated[float, Meta(gt=0, le=MAX_LEASE_TTL)]
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 
 _TURNS = TurnPolicy()
@@ -27,7 +25,7 @@ class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     drafter: str = ""
     """The drafter as peers are told of it, whose own must be the same; if empty, its name or path, or `model` if it is
     part of the model."""
-    turn_ttl: _Ttl = _TURNS.ttl
+    turn_ttl: Ttl = _TURNS.ttl
     """How long a decode engine keeps an answer for the next turn of its conversation, whose prefill engine pulls it."""
     turn_share: _Share = _TURNS.share
     """The most of its KV cache that it keeps so. It gives up the oldest ones when it is short of blocks itself."""

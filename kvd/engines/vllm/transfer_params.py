@@ -33,7 +33,7 @@ class TransferParams:
     grows: bool = False
     """Whether the prefill may still go on, or have to begin."""
     turn: bool = False
-    """Whether it is what an earlier turn of the conversation left (`turn_params`), which may as well be computed."""
+    """Whether it is what an earlier turn of the conversation left (`turns`), which may as well be computed."""
 
 
 @dataclass(frozen=True, slots=True)

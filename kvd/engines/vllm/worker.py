@@ -6,7 +6,7 @@ once, when the daemon has let go of its blocks. Ends of kept turns it reports be
 
 An offer that is held for a request is held until the request's pull has ended, or until nothing of it is wanted.
 
-No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.vllm.kernels`);
+No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.kernels`);
 holds and those that only let go overtake. While the daemon is away or takes no more, orders to it wait up to
 `PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only with its next step. vLLM makes
 no steps for requests that it has ended, unless it is told that something is `unsent`.
@@ -14,8 +14,8 @@ no steps for requests that it has ended, unless it is told that something is `un
 
 import logging
 import time
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 from kvd.client import (
     Cancelled,
@@ -30,12 +30,19 @@ from kvd.client import (
     Reattached,
     Released,
 )
-from kvd.engines.kernels import Event
+from kvd.engines.kernels import Kernels
 from kvd.engines.vllm.growing.worker import GrowingOffers
-from kvd.engines.vllm.kernels import Kernels
-from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
-from kvd.engines.vllm.results import Results, TransferCounts
-from kvd.errors import ErrorCode, KvdError, Unavailable
+from kvd.engines.vllm.metadata import (
+    HoldOrder,
+    OfferOrder,
+    PullOrder,
+    RankEndpoint,
+    Results,
+    StepMetadata,
+    TransferCounts,
+)
+from kvd.engines.vllm.orders import Cancel, Order, Orders
+from kvd.errors import ErrorCode, KvdError
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_PULL_TIMEOUT
 
@@ -46,29 +53,6 @@ _HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, 
 """Why a hold may end although its offer stands: a session or a link was lost, the daemon is new, an hour is over."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    """Stop this pull, end this hold or withdraw this offer."""
-
-    request: str
-
-
-Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | _Cancel
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """An order that is not sent yet: not before `after`, and while the daemon is away not later than `until`.
-
-    Of cancels, which never come too late, `until` only bounds how long vLLM makes steps for them alone.
-    """
-
-    order: Order | None
-    """None once it is sent, has failed or is not wanted any more."""
-    until: float
-    after: Event | None = None
 
 
 class WorkerSide:
@@ -83,7 +67,7 @@ class WorkerSide:
         self._block_bytes = [group.block_bytes for group in spec.groups]
         self._offer_ttl = offer_ttl
         self._pull_timeout = pull_timeout
-        self._queue: list[_Waiting] = []
+        self._orders = Orders(self._send_one, self._give_up)
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
         self._holds: dict[str, HoldOrder] = {}
@@ -146,7 +130,7 @@ class WorkerSide:
     def changed_unsent(self) -> bool | None:
         """Whether orders wait to be sent, for which vLLM is to make steps; None if that is as at the last call."""
         now = time.monotonic()
-        unsent = any(now < waiting.until for waiting in self._queue) or self._growing.is_unsent(now)
+        unsent = self._orders.is_unsent(now) or self._growing.is_unsent(now)
         if unsent == self._told_unsent:
             return None
         self._told_unsent = unsent
@@ -170,37 +154,19 @@ class WorkerSide:
 
     @property
     def _has_orders(self) -> bool:
-        return bool(self._queue) or self._growing.is_due
+        return bool(self._orders) or self._growing.is_due
 
     def _wait_to_send(self, order: Order) -> None:
         uses_blocks = isinstance(order, OfferOrder | PullOrder) and bool(order.blocks)
         after = self._kernels.last if uses_blocks else None
-        self._queue.append(_Waiting(order, time.monotonic() + PATIENCE_SECONDS, after))
+        self._orders.put(order, time.monotonic() + PATIENCE_SECONDS, after)
 
     def _send(self) -> None:
-        """Sends what may leave, in order, up to the first that the daemon cannot take now."""
         self._growing.send(time.monotonic())
-        trouble: Unavailable | None = None
-        for waiting in tuple(self._queue):
-            order = waiting.order
-            if order is None or (waiting.after is not None and not waiting.after.query()):
-                continue
-            try:
-                if trouble is not None:
-                    raise trouble
-                self._send_one(order)
-            except Unavailable as error:
-                trouble = error
-                if isinstance(order, _Cancel) or time.monotonic() < waiting.until:
-                    continue
-                self._give_up(order, error)
-            except KvdError as error:
-                self._give_up(order, error)
-            waiting.order = None
-        self._queue = [waiting for waiting in self._queue if waiting.order is not None]
+        self._orders.send()
 
     def _send_one(self, order: Order) -> None:
-        if isinstance(order, _Cancel):
+        if isinstance(order, Cancel):
             self._client.cancel(order.request)
         elif isinstance(order, HoldOrder):
             self._client.pull(order.hold, order.ticket, blocks=(), timeout=MAX_PULL_TIMEOUT, hold=True)
@@ -222,7 +188,7 @@ class WorkerSide:
             self._pulls[order.pull] = order, time.monotonic()
 
     def _give_up(self, order: Order, error: KvdError) -> None:
-        if isinstance(order, _Cancel):
+        if isinstance(order, Cancel):
             logger.debug("nothing to cancel, %s has ended: %s", order.request, error)
         elif isinstance(order, HoldOrder):
             self._not_held(order, error.code, error.text)
@@ -240,33 +206,31 @@ class WorkerSide:
         return _without_blocks(order)
 
     def _cancel(self, pull: str) -> None:
-        for waiting in self._queue:
-            order = waiting.order
+        for order in self._orders:
             if isinstance(order, PullOrder) and order.pull == pull:
                 # It is still sent, without blocks: the producer's are held until it hears that nobody wants them.
-                waiting.order, waiting.after = _without_blocks(order), None
+                self._orders.replace(order, _without_blocks(order))
                 self._received(order)
                 return
         if pull in self._pulls:
-            self._wait_to_send(_Cancel(pull))
+            self._wait_to_send(Cancel(pull))
 
     def _withdraw(self, offer: str) -> None:
-        for waiting in self._queue:
-            order = waiting.order
+        for order in self._orders:
             if isinstance(order, OfferOrder) and order.offer == offer:
-                waiting.order = None
+                self._orders.replace(order, None)
                 self._offer_ended(order, "withdrawn")
                 return
         if offer in self._offers:
-            self._wait_to_send(_Cancel(offer))
+            self._wait_to_send(Cancel(offer))
 
     def _end_hold(self, order: PullOrder) -> None:
         """Nothing more of this request's offer is wanted."""
         if self._holds.pop(order.consumer, None) is not None:
-            self._wait_to_send(_Cancel(order.consumer))
-        for waiting in self._queue:
-            if isinstance(waiting.order, HoldOrder) and waiting.order.hold == order.consumer:
-                waiting.order = None  # it was about to be sent again
+            self._wait_to_send(Cancel(order.consumer))
+        for waiting in self._orders:
+            if isinstance(waiting, HoldOrder) and waiting.hold == order.consumer:
+                self._orders.replace(waiting, None)  # it was about to be sent again
 
     # --- events in --------------------------------------------------------------------------------------------------
 

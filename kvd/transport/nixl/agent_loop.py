@@ -24,10 +24,9 @@ from kvd.transport.interface import (
 )
 from kvd.transport.nixl import metadata
 from kvd.transport.nixl.messages import Reported
-from kvd.transport.nixl.peers import text_of
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
 from kvd.transport.nixl.reads import Reads
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints, text_of
 
 Command = Callable[[], None]
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvd.transport.interface import AgentEvent, PeerAdded, PeerFailed
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.metadata import Metadata, agent_of
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints, text_of
 
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
 """What the bindings make of C++ exceptions that malformed metadata may cause inside NIXL."""
@@ -165,8 +165,3 @@ class Peers:
         self.disconnect(peer.agent)
         if peer.again is not None:
             self.add(peer.agent, peer.again)
-
-
-def text_of(error: Exception) -> str:
-    """An error of NIXL in one line."""
-    return f"{type(error).__name__}: {error}"

@@ -2,8 +2,8 @@
 
 NIXL passes a peer's metadata to UCX, which trusts every length in it. The probe process loads it into an agent like the
 daemon's own (same library, same environment), connects, and forgets it again. If that kills the process, or takes too
-long, the peer is refused and the next one gets a new process. `Probe` is the daemon's side, on its loop; `main` is the
-process, which ends when its input does.
+long, the peer is refused and the next one gets a new process. `ExaminedPeers` has metadata tried before NIXL loads it,
+`Probe` is the daemon's side of the process, on its loop, and `main` the process, which ends when its input does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
+
+from msgspec import Struct
 
 from kvd.limits import MAX_ERROR_TEXT, MIB
 from kvd.transport.nixl.ucx import environment_of, make_agent
@@ -208,6 +211,61 @@ async def _answer(process: Process) -> str:
     if size > _ANSWER_BYTES:
         raise ValueError(f"{size} bytes, the bound is {_ANSWER_BYTES}")
     return (await process.stdout.readexactly(size)).decode()
+
+
+Examine = Callable[[str, bytes, bytes, Callable[[str], None]], None]
+"""Takes an agent, its previous metadata (may be empty) and its new; reports later why the new is unusable, or ""."""
+
+
+def accept(_agent: str, _known: bytes, _metadata: bytes, done: Callable[[str], None]) -> None:
+    """Finds no fault with any metadata."""
+    done("")
+
+
+class _Peer(Struct, eq=False):
+    """Metadata of a peer, as it was added last."""
+
+    metadata: bytes
+    examined: bool = False
+
+
+class ExaminedPeers:
+    """Calls `load(agent, metadata)` for metadata without a fault, `refuse(agent, fault)` for any other."""
+
+    def __init__(
+        self, examine: Examine, *, load: Callable[[str, bytes], None], refuse: Callable[[str, str], None]
+    ) -> None:
+        self._examine = examine
+        self._load = load
+        self._refuse = refuse
+        self._peers: dict[str, _Peer] = {}
+
+    def add(self, agent: str, metadata: bytes) -> None:
+        """Examines metadata, unless it is what was loaded last; what is said of older metadata is not heard."""
+        known, peer = self._peers.get(agent), _Peer(metadata)
+        self._peers[agent] = peer
+        if known is not None and known.examined and known.metadata == metadata:
+            self._examined(agent, peer, "")
+        else:
+            self._examine(agent, known.metadata if known else b"", metadata, partial(self._examined, agent, peer))
+
+    def forget(self, agent: str) -> None:
+        """Forgets a peer that is removed or lost."""
+        self._peers.pop(agent, None)
+
+    def forget_all(self) -> None:
+        """Loads nothing any more."""
+        self._peers.clear()
+
+    def _examined(self, agent: str, peer: _Peer, fault: str) -> None:
+        if self._peers.get(agent) is not peer:
+            return
+        if fault:
+            self.forget(agent)
+            self._refuse(agent, fault)
+        else:
+            peer.examined = True
+            self._load(agent, peer.metadata)
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from kvd.transport.interface import Deregistered, Described, PeerAdded, Register
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.agent_loop import AgentLoop
 from kvd.transport.nixl.metadata import agent_of
-from kvd.transport.nixl.ucx import failures_of, load_nixl, open_agent
-from kvd.transport.nixl.ucx_endpoints import UcxEndpoints
+from kvd.transport.nixl.ucx import UcxEndpoints, failures_of, load_nixl, open_agent
 
 _PR_SET_PDEATHSIG: Final = 1
 _METHODS: Final[dict[type[messages.Command], str]] = {

@@ -34,8 +34,8 @@ from kvd.transport.interface import (
 )
 from kvd.transport.nixl import messages
 from kvd.transport.nixl import metadata as form
-from kvd.transport.nixl.examined import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.keeper import Keeper
+from kvd.transport.nixl.probe import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.ucx import choose_settings, nixl_name
 
 T = TypeVar("T")

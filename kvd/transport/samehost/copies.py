@@ -84,8 +84,9 @@ class Read(Struct, eq=False):
     request: ReadRequest
     source: Memory
     target: Memory
-    copy: Copy
     stamp: Callable[[int], int]
+    copy: Copy | None = None
+    """What threads copy it by; None for a read that is copied at once (`run_few`)."""
     running: int = 0
     """Slices that are being copied."""
     started: float = 0.0
@@ -98,6 +99,7 @@ class Read(Struct, eq=False):
 
     def run(self, piece: Slice) -> None:
         """Copies a slice; what goes wrong becomes the read's failure."""
+        assert self.copy is not None  # noqa: S101 - threads get no other
         self.started = self.started or time.perf_counter()
         part = slice(piece.start, piece.stop)
         try:

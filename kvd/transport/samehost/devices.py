@@ -10,13 +10,12 @@ import structlog
 
 from kvd.errors import Unavailable
 from kvd.transport.samehost.copies import Copy, Memory
-from kvd.transport.samehost.lent import copy_lent
-from kvd.transport.samehost.mapped import map_host_pool
+from kvd.transport.samehost.lent import copy_lent, map_host_pool
 
 if TYPE_CHECKING:
     from kvd.protocol.export import ExportedPool
     from kvd.transport.samehost.gpu import Gpu
-    from kvd.transport.samehost.mapped import MappedPool
+    from kvd.transport.samehost.lent import MappedPool
 
 _log = structlog.get_logger("kvd.transport")
 

@@ -18,7 +18,7 @@ from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
-from kvd.transport.samehost.mapped import MappedPool, map_host_pool
+from kvd.transport.samehost.lent import MappedPool, map_host_pool
 from kvd.transport.slices import U64
 
 _log = structlog.get_logger("kvd.transport")

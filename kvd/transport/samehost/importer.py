@@ -17,7 +17,7 @@ from kvd.protocol.address import POOLS, export_path, is_unix
 from kvd.protocol.codec import encode, exports
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, ImportRefused, Withdrawn
 from kvd.transport.samehost.copies import Memory
-from kvd.transport.samehost.mapped import MappedPool, MapPool
+from kvd.transport.samehost.lent import MappedPool, MapPool
 from kvd.transport.samehost.process_memory import ProcessMemory
 
 _FRAME_BYTES: Final = 4 * limits.KIB

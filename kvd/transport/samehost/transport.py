@@ -267,12 +267,13 @@ class SameHostTransport:
         if request.expected and pools.stamp(request.stamp) != request.expected:
             self._on_event(request.unproven())
             return
-        read = Read(request, source, target, self._devices.copy_between(source, target), pools.stamp)
+        read = Read(request, source, target, pools.stamp)
         host = not source.device and not target.device  # a GPU may take any time
         if host and _is_small(request.descriptors) and source.is_whole:
             read.run_few()
             self._on_event(read.end())
             return
+        read.copy = self._devices.copy_between(source, target)
         pools.use(request.remote_base)
         self._reads[request.read] = (pools, request.remote_base)
         self._copies.add(read)

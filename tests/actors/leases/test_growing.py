@@ -251,7 +251,7 @@ def test_blocks_stand_in_the_offer_from_the_moment_they_are_named_until_it_ends(
     stage.request(Cancel(3, "o"))
     assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 0
     assert stage.pull("later", (0, 5)) == []
-    assert not stage.actors.leases._offers._parts
+    assert not stage.actors.leases._offers.bounds.parts
 
 
 def test_each_span_that_is_named_counts_until_its_offer_has_ended(monkeypatch):

@@ -749,7 +749,7 @@ def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(h
     stage.run(1.1) if how == "expire" else stage.session(Detach())
     assert turns == [2, 2, "other", "other"] * 3
     assert sorted(released(stage)) == [(f"o{n}", "expired") for n in range(6)] or how == "detach"
-    assert not stage.actors.leases._offers._standing
+    assert not stage.actors.leases._offers.bounds.standing
 
 
 def test_one_offer_of_very_many_blocks_ends_at_once_and_is_given_back_in_parts(monkeypatch):

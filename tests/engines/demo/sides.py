@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvd.engines.demo.blocks import BlockManager
 from kvd.engines.demo.engine import Engine
 from kvd.engines.demo.model import Model, attention
-from kvd.engines.demo.paged import PagedCache
+from kvd.engines.demo.paged import BlockManager, PagedCache
 from kvd.engines.demo.spec import cache_spec
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvd.engines.demo.blocks import BlockManager
+from kvd.engines.demo.paged import BlockManager
 
 
 def test_a_request_gets_as_many_blocks_as_its_tokens_fill():

@@ -3,12 +3,13 @@ import os
 import msgspec
 import pytest
 
-from kvd.engines.demo.channel import Channel, Lines, line
 from kvd.engines.demo.messages import (
+    Channel,
     Decoded,
     DecodeRequest,
     Failed,
     FromEngine,
+    Lines,
     Prefilled,
     Prompt,
     Pulled,
@@ -17,6 +18,7 @@ from kvd.engines.demo.messages import (
     Stop,
     ToDecode,
     ToPrefill,
+    line,
 )
 
 FROM_ENGINE = [

@@ -6,9 +6,8 @@ import signal
 import pytest
 
 from kvd.cli import demo
-from kvd.engines.demo.report import make_report
+from kvd.engines.demo.report import Amount, make_report
 from kvd.engines.demo.router import Request
-from kvd.engines.demo.traffic import Amount
 from kvd.processes import ProcessEndedError
 
 

@@ -3,9 +3,8 @@ import json
 
 from rich.console import Console
 
-from kvd.engines.demo.report import as_json, as_table, make_report
+from kvd.engines.demo.report import Amount, as_json, as_table, make_report
 from kvd.engines.demo.router import Request
-from kvd.engines.demo.traffic import Amount
 
 
 def requests():

@@ -3,11 +3,11 @@ import os
 import pytest
 
 from kvd.engines.demo import router as module
-from kvd.engines.demo.channel import Lines, line
 from kvd.engines.demo.messages import (
     Decoded,
     DecodeRequest,
     Failed,
+    Lines,
     Prefilled,
     Prompt,
     Pulled,
@@ -15,6 +15,7 @@ from kvd.engines.demo.messages import (
     Released,
     ToDecode,
     ToPrefill,
+    line,
 )
 from kvd.engines.demo.router import CONCURRENT, Request, RequestFailedError, Router
 from kvd.processes import ProcessEndedError

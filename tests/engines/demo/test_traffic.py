@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from kvd.engines.demo.messages import EngineConfig
+from kvd.engines.demo.report import Amount, Traffic
 from kvd.engines.demo.spec import engine_specs
-from kvd.engines.demo.traffic import Amount, Traffic
 from kvd.errors import BadRequest, ErrorCode
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks, NotExtended, Offered, OfferRefused, Released
-from kvd.engines.vllm.kernels import Kernels
+from kvd.engines.kernels import Kernels
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OpenOrder, StepMetadata, WithdrawOrder
 from kvd.engines.vllm.worker import PATIENCE_SECONDS, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable

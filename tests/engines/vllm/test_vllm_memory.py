@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvd.engines.vllm.memory import PoolAllocation, check_views, warn_of_restarts
-from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache
+from kvd.engines.vllm.cache.memory import PoolAllocation, check_views, warn_of_restarts
+from kvd.engines.vllm.cache.spec import CacheGroup, Pages, WorkerCache
 from kvd.errors import BadRequest, InternalError
 from kvd.layout import Full, Shard
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvd.engines.vllm.spec import CacheGroup, Pages, WorkerCache, cache_spec
+from kvd.engines.vllm.cache.spec import CacheGroup, Pages, WorkerCache, cache_spec
 from kvd.errors import BadRequest
 from kvd.layout import Full, Shard, Sliding
 from kvd.plan import Planner, Span, route

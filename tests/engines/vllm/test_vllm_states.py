@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.engines.vllm.spec import CacheGroup, States, WorkerCache, cache_spec
-from kvd.engines.vllm.states import recurrent
+from kvd.engines.vllm.cache.spec import CacheGroup, States, WorkerCache, cache_spec
+from kvd.engines.vllm.cache.states import recurrent
 from kvd.errors import BadRequest
 from kvd.layout import CacheSpec, Shard, State
 from kvd.plan import Planner, Span, check_compatible, route

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.client import Blocks
-from kvd.client.blocks import spans
-from kvd.engines.vllm import turn_params
+from kvd.client.events import spans
 from kvd.engines.vllm.transfer_params import Prompt
+from kvd.engines.vllm.turns import params as turn_params
 from kvd.limits import MAX_REQUEST_ID_BYTES, MAX_TURN_PREFIXES
 from kvd.protocol.ticket import Ticket, TicketRank
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks
-from kvd.engines.vllm import kept_turns
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
-from kvd.engines.vllm.turns import TurnPolicy
+from kvd.engines.vllm.turns import kept as kept_turns
+from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.layout import Full, Sliding
 from kvd.protocol.ticket import decode
 from tests.engines.vllm.blocks import Manager

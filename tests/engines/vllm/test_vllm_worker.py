@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, OfferRefused, Reattached, Released
+from kvd.engines.kernels import Kernels
 from kvd.engines.vllm import worker as worker_module
-from kvd.engines.vllm.kernels import Kernels
-from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, StepMetadata
-from kvd.engines.vllm.results import Results
+from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, Results, StepMetadata
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View

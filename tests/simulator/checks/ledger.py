@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.client import events
-from kvd.client.blocks import Blocks
+from kvd.client.events import Blocks
 from kvd.errors import ErrorCode
 from kvd.protocol import worker as wire
 from tests.simulator.checks.promises import Promise

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from kvd.client.blocks import Blocks
+from kvd.client.events import Blocks
 from kvd.errors import KvdError
 from kvd.layout import Full
 from kvd.limits import SECRET_BYTES

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from kvd.client.blocks import Blocks
+from kvd.client.events import Blocks
 from kvd.layout import Full
 from kvd.protocol import ticket
 from kvd.protocol import worker as wire

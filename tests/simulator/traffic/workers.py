@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 
 from kvd.client import events
-from kvd.client.blocks import Blocks, spans
 from kvd.client.connection import Phase
 from kvd.client.driver import Dependencies, Driver
+from kvd.client.events import Blocks, spans
 from kvd.errors import ErrorCode, KvdError
 from kvd.protocol import codec
 from kvd.protocol import worker as wire

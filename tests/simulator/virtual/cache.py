@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.client.blocks import Blocks
+from kvd.client.events import Blocks
 from kvd.layout import CacheSpec, Full, Group, Shard, Sliding
 from kvd.layout.presets import LAYOUTS, Attention, Placement
 from kvd.layout.view import View

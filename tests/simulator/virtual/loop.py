@@ -38,7 +38,7 @@ class Handle:
 
 
 class VirtualLoop:
-    """The clock of the world; has the interface of `kvd.actors.runtime.loop.Loop`, for what belongs to no process."""
+    """The clock of the world; has the interface of `kvd.actors.runtime.actor.Loop`, for what belongs to no process."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -108,7 +108,7 @@ class VirtualLoop:
 
 
 class Process:
-    """One process's view of the loop; implements `kvd.actors.runtime.loop.Loop`."""
+    """One process's view of the loop; implements `kvd.actors.runtime.actor.Loop`."""
 
     def __init__(self, world: VirtualLoop, name: str) -> None:
         self.world = world

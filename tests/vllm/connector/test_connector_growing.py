@@ -10,7 +10,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM: make test-vllm")
 
 import torch
 
-from kvd.engines.vllm.cache_config import window_of
+from kvd.engines.vllm.cache.config import window_of
 from kvd.engines.vllm.growing.params import producer as producer_of
 from kvd.layout import Full
 from tests.support.fleet import until

@@ -1,0 +1,1 @@
+"""The clients' side: the port, connections, and requests as they come in."""
