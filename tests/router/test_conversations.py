@@ -245,7 +245,7 @@ async def test_the_latest_turns_are_remembered_and_no_more(monkeypatch: pytest.M
 async def test_decode_servers_are_asked_for_so_many_turns_at_a_time_and_keep_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "ROUTER_TURNS_ASKED", 1)
+    monkeypatch.setattr(limits, "TURNS_ASKED", 1)
     async with routed([prefilled], [keeping(hanging)]) as stage:
         await stage.ask(CHAT, messages=chat("a"))
         (decode,) = stage.decode

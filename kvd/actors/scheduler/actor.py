@@ -16,9 +16,8 @@ from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pools import PeerView, Pool
 from kvd.actors.scheduler import pull as machine
-from kvd.actors.scheduler.known_routes import KnownRoutes
 from kvd.actors.scheduler.leaving import LeavingPulls
-from kvd.actors.scheduler.producers import Producers
+from kvd.actors.scheduler.producers import KnownRoutes, Producers
 from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
 from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.targets import Targets

@@ -174,7 +174,7 @@ class Pull(Struct, eq=False):
     views: dict[str, PeerView] = field(default_factory=dict)
     """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
     routing: object = None
-    """Names the route that is being worked out for it (`kvd.actors.scheduler.known_routes`)."""
+    """Names the route that is being worked out for it (`kvd.actors.scheduler.producers`)."""
     span: PullSpan | None = None
 
     def reads_from(self, address: str) -> bool:

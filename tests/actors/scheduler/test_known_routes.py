@@ -7,8 +7,8 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.admission import Rule
-from kvd.actors.scheduler import known_routes
-from kvd.actors.scheduler.known_routes import KnownRoutes
+from kvd.actors.scheduler import producers
+from kvd.actors.scheduler.producers import KnownRoutes
 from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_found_out_once(stage, monkeypatch, at_once):
         asked.append(1)
         raise BadRequest(ErrorCode.INCOMPATIBLE, "head sizes differ")
 
-    monkeypatch.setattr(known_routes, "make_route", make)
+    monkeypatch.setattr(producers, "make_route", make)
     monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", at_once)
     for number in range(1, 4):
         pull_of(stage, 1, f"p{number}")
@@ -206,9 +206,9 @@ def made(monkeypatch):
         planners = [SimpleNamespace(of_a_block=2048 if rank == "many" else 1) for rank in ranks]
         return tuple(SimpleNamespace(planner=planner) for planner in planners)
 
-    monkeypatch.setattr(known_routes, "route_key", lambda _pool, ranks, _views: (1, ranks))
-    monkeypatch.setattr(known_routes, "make_route", make)
-    monkeypatch.setattr(known_routes, "is_long", lambda _pools: False)
+    monkeypatch.setattr(producers, "route_key", lambda _pool, ranks, _views: (1, ranks))
+    monkeypatch.setattr(producers, "make_route", make)
+    monkeypatch.setattr(producers, "is_long", lambda _pools: False)
     return made
 
 
