@@ -195,7 +195,7 @@ async def test_what_has_no_next_turn_is_not_kept(more: dict[str, Any]) -> None:
 
 
 async def telling_too_much(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"choices": [], "kv_transfer_params": LEFT | {"x": "y" * limits.ROUTER_TURN_BYTES}})
+    return web.json_response({"choices": [], "kv_transfer_params": LEFT | {"x": "y" * limits.TURN_BYTES}})
 
 
 @pytest.mark.parametrize("asked", [failing, vanishing, answering(404), answering(200), telling_too_much])
