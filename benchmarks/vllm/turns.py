@@ -111,8 +111,8 @@ async def _round(
             before, body = await talking.prefilled(), talk.body(plan.answered, plan.asked)
             begun = time.perf_counter()
             turn.first_token[way].append((await talk.turn(body)).times[0] - begun)
-            after = await talking.prefilled()
-            turn.prefilled[way].append(after["local_compute"] - before["local_compute"])
+            counted = await talking.prefilled_since(before, len(body["prompt"]), turns=0)
+            turn.prefilled[way].append(counted["computed"])
             advance()
         await talking.asked(kept + place + 1)
 

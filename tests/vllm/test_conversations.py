@@ -43,17 +43,16 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
     for number in range(TURNS):
         before, early, body = await talking.prefilled(), await talking.early(), talk.body()
         said.append((body, await talk.turn(body)))
-        after = await talking.prefilled()
         await talking.asked(kept + number + 1)
-        counted = {name: after[name] - before[name] for name in after}
+        counted = await talking.prefilled_since(before, len(body["prompt"]), turns=int(number > 0))
         if number:
             # All but the answer's last token, which was never computed on, and the question.
-            assert counted["local_compute"] == ASKED + 1
-            assert counted["external_kv_transfer"] >= ANSWERED - 1
+            assert counted["computed"] == ASKED + 1, counted
+            assert counted["tokens_pulled"] >= ANSWERED - 1, counted
             assert counted["pulled"] == 1
             assert await talking.early() == early + 1
         else:
-            assert counted["local_compute"] == ASKED
+            assert counted["computed"] == ASKED, counted
     # Not between the turns, which are kept for a time.
     for (_, got), want in zip(said, await asyncio.gather(*(alone(talking, body) for body, _ in said)), strict=True):
         assert_same(got, want)
@@ -67,8 +66,7 @@ async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
         messages.append({"role": "user", "content": words})
         messages.append({"role": "assistant", "content": await chat(talking.router.url, talking.model, messages)})
         await talking.asked(kept + number + 1)
-    after = await talking.prefilled()
-    counted = {name: after[name] - before[name] for name in after}
+    counted = await talking.prefilled_since(before, 0, turns=2)
     assert counted["pulled"] == 2, counted
     turns = range(1, len(messages), 2)
     said = await asyncio.gather(*(chat(talking.single.url, talking.model, messages[:turn]) for turn in turns))
@@ -88,25 +86,25 @@ async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then
     await no_leases(talking)
     before, body = await talking.prefilled(), talk.body()
     offered = await post(talking.pair.prefill.url, "/v1/completions", body | {"kv_transfer_params": turn} | ONE)
-    after = await talking.prefilled()
-    assert after["gone"] == before["gone"] + 1
+    assert (await talking.prefilled_since(before, len(body["prompt"]), turns=1))["gone"] == 1
     got = await complete(decode.url, body | {"kv_transfer_params": offered["kv_transfer_params"]})
     assert_same(got, await alone(talking, body))
 
 
 async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking: Talking) -> None:
     talk = conversation(talking)
-    kept, before = await talking.turns("kept"), await talking.prefilled()
+    kept = await talking.turns("kept")
     await talk.turn(talk.body())
     await talking.asked(kept + 1)
+    before = await talking.prefilled()
     talk.tokens[ASKED + 300] = 2 + (talk.tokens[ASKED + 300] + 1) % 500
     body = talk.body()
     got = await talk.turn(body)
     assert_same(got, await alone(talking, body))
-    after = await talking.prefilled()
-    assert after["pulled"] == before["pulled"] + 1
-    brought = after["external_kv_transfer"] - before["external_kv_transfer"]
-    assert 280 < brought - ASKED % BLOCK <= 300  # the last block of the question is not full, and so not cached
+    counted = await talking.prefilled_since(before, len(body["prompt"]), turns=1)
+    assert counted["pulled"] == 1
+    # The last block of the question is not full, and so not cached.
+    assert 280 < counted["tokens_pulled"] - ASKED % BLOCK <= 300
 
 
 async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_token(talking: Talking) -> None:
@@ -120,8 +118,8 @@ async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_to
     before, expired, body = await talking.prefilled(), await talking.turns("expired"), talk.body()
     got = await talk.turn(body)
     assert_same(got, await alone(talking, body))
-    after, late = await talking.prefilled(), await talking.turns("expired") - expired  # engines may start that slowly
-    assert after["gone"] - before["gone"] + late == 1
+    late = await talking.turns("expired") - expired  # engines may start that slowly
+    assert (await talking.prefilled_since(before, len(body["prompt"]), turns=1 - int(late)))["gone"] == 1 - late
 
 
 @pytest.mark.slow
@@ -133,10 +131,10 @@ async def test_windows_travel_back_with_all_of_a_turn(shared: Shared, model: str
     for number in range(3):
         before, body = await talking.prefilled(), talk.body()
         said.append((body, await talk.turn(body)))
-        after = await talking.prefilled()
         await talking.asked(kept + number + 1)
-        assert after["local_compute"] - before["local_compute"] <= ASKED + 1
-        assert after["pulled"] - before["pulled"] == (number > 0)
+        counted = await talking.prefilled_since(before, len(body["prompt"]), turns=int(number > 0))
+        assert counted["computed"] <= ASKED + 1, counted
+        assert counted["pulled"] == (number > 0)
     for body, got in said:
         assert_same(got, await alone(talking, body))
 

@@ -19,6 +19,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 ASKED, ANSWERED = 200, 400
 """Tokens of a user's message and of an answer, in a turn of 600."""
 
+OUTCOMES = ("pulled", "gone", "differs", "cached", "policy")
+"""What may become of a turn at the prefill server."""
+
 
 class Talking:
     """A pair with a router before it, and a server of its own to compare with; `extra` are the connector's settings."""
@@ -36,12 +39,29 @@ class Talking:
         return [*self.pair.services, self.single, self.router]
 
     async def prefilled(self) -> dict[str, float]:
-        """Tokens of prompts at the prefill server so far, by where they came from; and what became of turns."""
+        """Tokens of prompts that the prefill server has scheduled, by where it has them from; and turns, by outcome.
+
+        As its scheduler counts. Its front end counts no request that the router closed: one that both servers got at
+        once may be answered by the decode server before the prefill server's own answer is under way.
+        """
         metrics = await scrape(self.pair.prefill)
-        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
-        tokens = {source: metrics.total("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
-        outcomes = ("pulled", "gone", "differs", "cached", "policy")
-        return tokens | {name: metrics.total("vllm:kvd_turns_total", outcome=name) for name in outcomes}
+        prompts, cached = (metrics.total(f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+        pulled = metrics.total("vllm:external_prefix_cache_hits_total")
+        outcomes = {name: metrics.total("vllm:kvd_turns_total", outcome=name) for name in OUTCOMES}
+        return outcomes | {"prompts": prompts, "tokens_pulled": pulled, "computed": prompts - cached - pulled}
+
+    async def prefilled_since(self, before: dict[str, float], tokens: int, turns: int) -> dict[str, float]:
+        """What was counted since `before`, once prompts of so many tokens are, and what became of so many turns."""
+        counted: dict[str, float] = {}
+
+        async def are() -> bool:
+            nonlocal counted
+            after = await self.prefilled()
+            counted = {name: after[name] - before[name] for name in after}
+            return counted["prompts"] >= tokens and sum(counted[outcome] for outcome in OUTCOMES) >= turns
+
+        await until(are)
+        return counted
 
     async def turns(self, outcome: str) -> float:
         """What the router counted."""
