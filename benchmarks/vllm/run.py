@@ -4,7 +4,8 @@ vLLM runs as users start it: engine and worker spin while they wait for each oth
 kind of groups that daemons and engines may be in (`benchmarks.vllm.groups`). NixlConnector runs twice: with its default
 of four NIXL threads, and without them, which is better if cores are few. The pairs take turns, so that whatever else
 the machine does hits all alike; those that wait are suspended. Each pair has two turns per round: pinned, with one core
-per server, and unpinned. Daemons are never pinned. A request that fails ends the measurement.
+per server, and unpinned. Daemons are never pinned. A request that fails ends the measurement, unless it is the first
+of a pair.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ TOKENS_SECONDS: Final = 120.0
 
 RESTART_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 0.05
-"""Between requests that a killed daemon makes fail."""
+"""Between requests that fail until a pair serves."""
 
 Figures = dict[str, float]
 """Results of one turn, by the names of `benchmarks.vllm.report.FIGURES`: seconds, bytes, counts."""
@@ -123,8 +124,10 @@ async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Ca
         async with asyncio.timeout(plan.seconds):
             for pair in pairs:  # one by one: waiting servers keep their cores busy
                 await start_all(pair.services)
-                # The first request of a pair pays for handshakes and page faults.
-                await pair.complete(make_prompt(plan.prompt_tokens, next(seeds)), ANSWER_TOKENS)
+                # The first request of a pair pays for handshakes and page faults. NixlConnector's handshake fails after
+                # 5 s, in which a server that has just started may not answer.
+                async with asyncio.timeout(RESTART_SECONDS):
+                    await _served(pair, plan.prompt_tokens, ANSWER_TOKENS, seeds)
                 suspend(pair)
                 advance()
             for _ in range(plan.rounds):
@@ -211,13 +214,16 @@ async def _killed(pair: KvdPair, prompt_tokens: int, seeds: Iterator[int]) -> fl
         killed = time.perf_counter()
         daemon.kill()
         daemon.start()
-        while True:
-            try:
-                completion = await pair.complete(make_prompt(prompt_tokens, next(seeds)), 1)
-            except HttpError:
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return completion.times[0] - killed
+        return (await _served(pair, prompt_tokens, 1, seeds)).times[0] - killed
+
+
+async def _served(pair: Pair, prompt_tokens: int, tokens: int, seeds: Iterator[int]) -> Completion:
+    """The first completion of a pair that serves again."""
+    while True:
+        try:
+            return await pair.complete(make_prompt(prompt_tokens, next(seeds)), tokens)
+        except HttpError:
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _spread(name: str, gaps: Sequence[float]) -> Figures:
