@@ -5,6 +5,7 @@ has said it: what is aborted is polled as `Transferring` until nothing reads or 
 """
 
 import time
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -74,8 +75,14 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
                 prompt=prompt,
             )
         elif computing is None or computing.query():  # else an earlier step still writes them: they go with the next
-            prompt = checksum(self.prompt)
-            self.kv_mgr.call(producer.extend, room, [*self._pages], tokens=self._tokens, first=first, prompt=prompt)
+            self.kv_mgr.call(
+                producer.extend, room, [*self._pages], tokens=self._tokens, first=first, prompt=self._whole
+            )
+
+    @cached_property
+    def _whole(self) -> int:
+        """The checksum of the whole prompt."""
+        return checksum(self.prompt)
 
     def abort(self) -> None:
         """The engine gives the request up."""
