@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from benchmarks.command import make_parser, run
-from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, model_folder, resume, suspend
+from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, model_folder, resume, suspend, until_served
 from kvd.errors import ErrorCode, refusal
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body, prefill
@@ -101,6 +102,7 @@ async def _measure_pairs(
         for server in (pair.prefill, pair.decode):
             server.flags = FLAGS
         await start_all(pair.services)
+        await until_served(partial(request, pair, make_prompt(64, next(seeds)), at_once=False))
         for at_once, tokens in itertools.product((False, True), prompts):  # connections, pages
             await request(pair, make_prompt(tokens, next(seeds)), at_once=at_once)
         suspend(pair)

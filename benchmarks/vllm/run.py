@@ -21,10 +21,9 @@ from typing import Final
 import numpy as np
 
 from benchmarks.vllm.groups import place
-from benchmarks.vllm.servers import MODEL, PLACEMENTS, as_users_run, resume, suspend
+from benchmarks.vllm.servers import MODEL, PLACEMENTS, as_users_run, resume, suspend, until_served
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
-from tests.vllm.testbed.http import HttpError
 from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
 from tests.vllm.testbed.servers import scrape
 from tests.vllm.testbed.service import start_all, stop_all
@@ -39,10 +38,6 @@ WAKING_TOKENS: Final = 64
 ENDLESS_TOKENS: Final = 1800
 TOKENS_SECONDS: Final = 120.0
 """Seconds the decoding request may take for the tokens awaited; if all is well it takes a few."""
-
-RESTART_SECONDS: Final = 60.0
-RETRY_SECONDS: Final = 0.05
-"""Between requests that fail until a pair serves."""
 
 Figures = dict[str, float]
 """Results of one turn, by the names of `benchmarks.vllm.report.FIGURES`: seconds, bytes, counts."""
@@ -124,10 +119,8 @@ async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Ca
         async with asyncio.timeout(plan.seconds):
             for pair in pairs:  # one by one: waiting servers keep their cores busy
                 await start_all(pair.services)
-                # The first request of a pair pays for handshakes and page faults. NixlConnector's handshake fails after
-                # 5 s, in which a server that has just started may not answer.
-                async with asyncio.timeout(RESTART_SECONDS):
-                    await _served(pair, plan.prompt_tokens, ANSWER_TOKENS, seeds)
+                # The first request of a pair pays for handshakes and page faults.
+                await _served(pair, plan.prompt_tokens, ANSWER_TOKENS, seeds)
                 suspend(pair)
                 advance()
             for _ in range(plan.rounds):
@@ -209,7 +202,7 @@ async def _killed(pair: KvdPair, prompt_tokens: int, seeds: Iterator[int]) -> fl
     Requests meanwhile end in an error, or wait, while another one decodes.
     """
     daemon = pair.daemons["decode"]
-    async with _decoding(pair) as decoding, asyncio.timeout(RESTART_SECONDS):
+    async with _decoding(pair) as decoding:
         await _tokens(decoding, SETTLING_TOKENS)
         killed = time.perf_counter()
         daemon.kill()
@@ -218,12 +211,7 @@ async def _killed(pair: KvdPair, prompt_tokens: int, seeds: Iterator[int]) -> fl
 
 
 async def _served(pair: Pair, prompt_tokens: int, tokens: int, seeds: Iterator[int]) -> Completion:
-    """The first completion of a pair that serves again."""
-    while True:
-        try:
-            return await pair.complete(make_prompt(prompt_tokens, next(seeds)), tokens)
-        except HttpError:
-            await asyncio.sleep(RETRY_SECONDS)
+    return await until_served(lambda: pair.complete(make_prompt(prompt_tokens, next(seeds)), tokens))
 
 
 def _spread(name: str, gaps: Sequence[float]) -> Figures:

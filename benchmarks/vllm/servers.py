@@ -1,14 +1,15 @@
 """What the commands of this folder share: a folder with the model, and servers that are kept to cores, or suspended."""
 
+import asyncio
 import contextlib
 import importlib.util
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.processes import ProcessEndedError
@@ -22,6 +23,12 @@ TOKEN_BYTES: Final = 131_072
 
 PLACEMENTS: Final = ("pinned", "unpinned")
 """Each server of a pair on a core of its own, or all on all."""
+
+
+SERVED_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 0.05
+
+Answer = TypeVar("Answer")
 
 
 @contextlib.contextmanager
@@ -50,6 +57,23 @@ def as_users_run(pair: KvdPair) -> None:
     """Takes the test bed's settings away, with which daemons lose no peer, however late it answers."""
     for daemon in pair.daemons.values():
         daemon.settings = {}
+
+
+async def until_served(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """The first answer of a pair that has just started, or whose daemon has: requests may fail before.
+
+    NixlConnector's handshake fails after 5 s, in which a server that has just started may not answer.
+
+    Raises:
+        TimeoutError: None came in a minute.
+
+    """
+    async with asyncio.timeout(SERVED_SECONDS):
+        while True:
+            try:
+                return await ask()
+            except HttpError:
+                await asyncio.sleep(RETRY_SECONDS)
 
 
 def suspend(pair: Pair) -> None:

@@ -12,13 +12,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from benchmarks.vllm.serve.bench import Bench, bench_serve
-from benchmarks.vllm.servers import MODEL, as_users_run, resume
+from benchmarks.vllm.servers import MODEL, as_users_run, resume, until_served
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body
 from tests.vllm.testbed.http import HttpError
@@ -112,7 +113,7 @@ class System:
         if self._pair is not None:
             resume(self._pair, "pinned")
         for seed in range(3):
-            await complete(self.url, make_body(MODEL, make_prompt(600, seed), 8))
+            await until_served(partial(complete, self.url, make_body(MODEL, make_prompt(600, seed), 8)))
 
 
 async def measure(folder: Path, plan: Plan, found: list[Measured], advance: Callable[[], None]) -> None:
