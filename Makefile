@@ -16,8 +16,8 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
-  test-pure test-real test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed test-vllm-all \
-  test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
+  test-pure test-real test-last test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed \
+  test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -84,10 +84,10 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: six minutes on two cores, with a sample of what has many variants. One core computes while the
+# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
 # other waits for real processes.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real test-last
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
@@ -95,7 +95,12 @@ test-pure: setup
 	$(BIN)/python -m pytest -m "not slow and not real"
 
 test-real: setup
-	$(BIN)/python -m pytest -m "not slow and real"
+	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
+
+# Those of real processes that come after the rules, so that both cores have as much to do.
+LAST := tests/benchmarks tests/standin
+test-last: setup
+	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
 
 # A real vLLM: the main path, ten minutes.
 test-vllm: setup-vllm

@@ -18,13 +18,15 @@ import numpy as np
 
 from kvd import limits
 from kvd.transport.interface import NetworkDown, NetworkUp, PeerFailed, Region, Registered
-from kvd.transport.nixl import messages
+from kvd.transport.nixl import keeper, messages
 from kvd.transport.nixl.probe import Probe
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import nixl_name
 from tests.conformance.contract import CHECKS, Contract
 from tests.conformance.site import PRODUCED, Bytes, Reader, pattern
-from tests.support.patience import MOMENT
+from tests.support.patience import MOMENT, PATIENCE
+
+keeper.START_SECONDS = PATIENCE  # what is checked here is not how soon a process starts
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.transport.nixl_child"])
