@@ -318,7 +318,7 @@ class SchedulerActor(Actor):
         """Pulls into this pool are accepted from now on."""
         self._targets.up(pool)
 
-    def pool_down(self, pool: Pool) -> None:
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:  # noqa: ARG002 - routes end with either
         """The pool is gone; it was quiet."""
         self._targets.down(pool)
         self._leaving.end(pool.id)
