@@ -9,7 +9,7 @@ from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.scheduler.pull import Pull
 from kvd.actors.scheduler.routes import RouteKey, Sources, is_long, make_route, route_key
-from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.errors import BadRequest, ErrorCode, KvdError, refusal
 from kvd.protocol.ticket import Ticket
 
 
@@ -110,6 +110,8 @@ class KnownRoutes:
         self._making, self._is_stale = None, False
         self._start()
         self._made(key)
+        if not _is_lasting(result):
+            self._known.pop(key, None)  # those that waited have heard of it; others try again
 
     def _make_room(self, cost: int) -> None:
         """Forgets the routes that were not used for longest; pulls keep what they have."""
@@ -195,8 +197,13 @@ class Producers:
 def _outcome(key: RouteKey, make: Callable[[], Sources]) -> _Known:
     try:
         return _known(key, make())
-    except KvdError as error:
+    except BadRequest as error:
         return _known(key, error)
+
+
+def _is_lasting(result: Sources | KvdError) -> bool:
+    """Whether the same would come out again: unlike an error of the thread, such as a want of memory."""
+    return isinstance(result, tuple | BadRequest)
 
 
 def _known(key: RouteKey, result: Sources | KvdError) -> _Known:

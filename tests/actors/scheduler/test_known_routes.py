@@ -9,7 +9,7 @@ from kvd import limits
 from kvd.actors.gateway.admission import Rule
 from kvd.actors.scheduler import producers
 from kvd.actors.scheduler.producers import KnownRoutes
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Grant, Settle
@@ -95,6 +95,24 @@ def test_what_does_not_fit_is_found_out_once(stage, monkeypatch, at_once):
         assert [(item.code, item.text) for item in stage.notified] == [("incompatible", "head sizes differ")] * number
     assert len(asked) == 1
     assert is_idle(stage)
+
+
+def test_a_failure_of_the_thread_fails_those_that_wait_and_later_pulls_try_again(stage, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(producers, "make_route", fail)
+        pull_of(stage, 1, "p1")
+        pull_of(stage, 1, "p2", blocks=(4, 5))
+        stage.peer_says(welcome_of())
+        make_route(stage)
+    assert [(item.request, item.code) for item in stage.notified] == [("p1", "internal"), ("p2", "internal")]
+    assert is_idle(stage)
+    pull_of(stage, 1, "p3")
+    make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p3"]
+
+
+def fail(*_):
+    raise InternalError(ErrorCode.INTERNAL, "internal MemoryError; see the daemon's log")
 
 
 def test_users_take_turns_however_many_routes_they_wait_for(monkeypatch):
