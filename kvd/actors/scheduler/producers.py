@@ -1,6 +1,6 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,13 +28,21 @@ class KnownRoutes:
 
     The thread makes one at a time; users take turns.
 
-    `made` is called with the key of a route for which pulls may wait (`Pull.routing`).
+    `made` is called with the key of a route for which pulls may wait (`Pull.routing`); `wanted` gives the keys of those
+    for which some do.
     """
 
-    def __init__(self, actor: Actor, background: Background, made: Callable[[RouteKey], None]) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        background: Background,
+        made: Callable[[RouteKey], None],
+        wanted: Callable[[], Collection[object]],
+    ) -> None:
         self._actor = actor
         self._background = background
         self._made = made
+        self._wanted = wanted
         self._known: dict[RouteKey, _Known] = {}
         """The one that was used last is the last."""
         self._waiting: dict[int, dict[RouteKey, Callable[[], Sources]]] = {}
@@ -74,12 +82,15 @@ class KnownRoutes:
     def forget(self, is_gone: Callable[[RouteKey], bool]) -> None:
         """Forgets the routes of a peer or of a pool."""
         self._known = {key: known for key, known in self._known.items() if not is_gone(key)}
+        self._drop_waiting(is_gone)
+        self._is_stale |= self._making is not None and is_gone(self._making)
+
+    def _drop_waiting(self, is_gone: Callable[[RouteKey], bool]) -> None:
         for uid, waiting in list(self._waiting.items()):
             for key in [key for key in waiting if is_gone(key)]:
                 del waiting[key]
             if not waiting:
                 del self._waiting[uid]
-        self._is_stale |= self._making is not None and is_gone(self._making)
 
     def _put_off(self, key: RouteKey, uid: int, make: Callable[[], Sources]) -> None:
         waiting = self._waiting.get(uid, {})
@@ -108,6 +119,9 @@ class KnownRoutes:
             self._make_room(known.cost)
             self._known[key] = known
         self._making, self._is_stale = None, False
+        if self._waiting:
+            wanted = self._wanted()
+            self._drop_waiting(lambda other: other not in wanted)  # their pulls have ended
         self._start()
         self._made(key)
         if not _is_lasting(result):

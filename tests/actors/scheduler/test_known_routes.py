@@ -192,6 +192,20 @@ def test_what_waits_behind_a_route_is_not_made_once_its_producer_is_lost(stage):
     assert is_idle(stage)
 
 
+def test_what_waits_behind_a_route_is_not_made_once_its_pulls_have_ended(stage):
+    for number, timeout in enumerate((1.0, 1.0, 30.0)):
+        ticket = make_ticket(pool=f"pool{number}")
+        assert stage.request(Pull(2, f"p{number}", ticket, (Span(0, 0, ids(number)),), timeout)) == []
+    stage.peer_says(welcome_of(pools=("pool0", "pool1", "pool2")))
+    stage.run(1.0)
+    assert len(stage.notified) == 2
+    make_route(stage)
+    assert len(stage.works) == 1
+    make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p2"]
+    assert is_idle(stage)
+
+
 def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_that(stage):
     pull_of(stage, 1, "p")
     stage.peer_says(welcome_of())
@@ -236,7 +250,7 @@ def of_ranks(*ranks):
 
 def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None)
+    known = KnownRoutes(None, None, None, None)
     for ranks in (("a",), ("b",), ("c", "d"), ("a",)):
         assert len(known.find(of_ranks(*ranks))) == len(ranks)
     assert made == [("a",), ("b",), ("c", "d")]
@@ -255,7 +269,7 @@ def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monke
 
 def test_ranks_whose_blocks_take_many_descriptors_count_as_several(made, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None)
+    known = KnownRoutes(None, None, None, None)
     known.find(of_ranks("a"))
     known.find(of_ranks("many"))
     assert len(known) == 2
