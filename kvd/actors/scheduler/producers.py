@@ -68,7 +68,7 @@ class KnownRoutes:
         known = self._known.pop(key, None)
         if known is None:
             make = partial(make_route, pull.pool, ranks, dict(views))  # the pull may be told of others meanwhile
-            if is_long(views[rank.address].pools[rank.pool] for rank in ranks):
+            if is_long(pool for rank in ranks for pool in (views[rank.address].pools[rank.pool], pull.pool)):
                 self._put_off(key, pull.pool.uid, make)
                 pull.routing = key
                 return None
@@ -224,5 +224,6 @@ def _known(key: RouteKey, result: Sources | KvdError) -> _Known:
     ranks = len(key[1])
     if isinstance(result, KvdError):
         return _Known((), (result.code, result.text), ranks)
-    descriptors = sum(source.planner.of_a_block for source in result if source.planner is not None)
-    return _Known(result, None, ranks + descriptors // limits.DESCRIPTORS_PER_RANK)
+    planners = [source.planner for source in result if source.planner is not None]
+    size = sum(planner.of_a_block + planner.units for planner in planners)
+    return _Known(result, None, ranks + size // limits.DESCRIPTORS_PER_RANK)

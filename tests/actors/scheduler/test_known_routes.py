@@ -7,8 +7,10 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.admission import Rule
+from kvd.actors.runtime.pools import PeerPool, Pool
 from kvd.actors.scheduler import producers
 from kvd.actors.scheduler.producers import KnownRoutes
+from kvd.actors.scheduler.routes import is_long
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
@@ -16,6 +18,7 @@ from kvd.protocol.peer import Claim, Grant, Settle
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
 from tests.actors.stage import Stage, ids, make_ticket, welcome_of
+from tests.simulator.virtual.cache import make_cache
 
 SHORT = 1 << 20
 
@@ -218,6 +221,18 @@ def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_tha
     assert is_idle(stage)
 
 
+def test_a_route_to_large_blocks_of_our_own_is_long_too(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 400)
+    small, large = (make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=size, groups=1) for size in (2, 64))
+    assert not is_long([small, small])
+    assert is_long([small, large])
+    asked = []
+    monkeypatch.setattr(producers, "is_long", lambda pools: bool(asked.extend(pools)))
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    assert [type(pool) for pool in asked] == [PeerPool, Pool]
+
+
 def test_a_block_may_take_so_many_descriptors_of_all_ranks(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTE_DESCRIPTORS", 0)
     pull_of(stage, 1, "p")
@@ -235,7 +250,10 @@ def made(monkeypatch):
 
     def make(_pool, ranks, _views):
         made.append(ranks)
-        planners = [SimpleNamespace(of_a_block=2048 if rank == "many" else 1) for rank in ranks]
+        planners = [
+            SimpleNamespace(of_a_block=2048 if rank == "many" else 1, units=2048 if rank == "large" else 2)
+            for rank in ranks
+        ]
         return tuple(SimpleNamespace(planner=planner) for planner in planners)
 
     monkeypatch.setattr(producers, "route_key", lambda _pool, ranks, _views: (1, ranks))
@@ -267,11 +285,12 @@ def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monke
     assert len(known) == 1
 
 
-def test_ranks_whose_blocks_take_many_descriptors_count_as_several(made, monkeypatch):
+@pytest.mark.parametrize("rank", ["many", "large"])
+def test_ranks_whose_blocks_take_many_descriptors_or_units_count_as_several(made, monkeypatch, rank):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
     known = KnownRoutes(None, None, None, None)
     known.find(of_ranks("a"))
-    known.find(of_ranks("many"))
+    known.find(of_ranks(rank))
     assert len(known) == 2
     known.find(of_ranks("b"))
     assert len(known) == 2
