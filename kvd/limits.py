@@ -135,9 +135,13 @@ worked out once for each peer, in 100 ms; NIXL then needs half a second for each
 MAX_ROUTE_DESCRIPTORS: Final = 1 << 19
 """The same from all ranks that a pool reads from: what one rank's pool would take of a block four times as large."""
 
+MAX_ROUTE_UNITS: Final = 1 << 19
+"""Units that blocks are cut into where their sizes differ, on both sides and from all ranks: 32 ranks of 32 different
+strides take half of it to read blocks of 4,096 tokens into blocks of 16. Each takes 8 bytes of a route."""
+
 MAX_ROUTED_AT_ONCE: Final = 1 << 13
-"""Parts of a block (each head and token of each layer) up to which the event loop works out a route, in some ms. Longer
-ones are left to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
+"""Parts of a block (each head and token of each layer, on both sides) up to which the event loop works out a route, in
+some ms. Longer ones are left to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
 
 # --- queues ---------------------------------------------------------------------------------------------------------
 MAILBOX_MESSAGES: Final = 1 << 22
@@ -185,7 +189,7 @@ MAX_ROUTED_RANKS: Final = 16_384
 daemon stays."""
 
 DESCRIPTORS_PER_RANK: Final = 1024
-"""As one more rank count so many descriptors of a block there, of 16 bytes each: 256 MiB at most."""
+"""As one more rank count so many descriptors of a block there, of 16 bytes each, or units: 256 MiB at most."""
 
 MAX_ROUTES_WAITING: Final = 256
 """Long routes of one user that wait to be worked out: from 32 engines, for each of 8 own pools."""

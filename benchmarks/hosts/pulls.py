@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvd.bench.pair import Pair, Place, Pool
 from kvd.errors import ErrorCode, InternalError
-from kvd.limits import KIB, MIB
+from kvd.limits import KIB
 
 CASES = {
     "16 KiB": (16 * KIB, 1),
@@ -20,7 +20,6 @@ CASES = {
     "64 MiB in blocks of 16 KiB": (16 * KIB, 4096),
 }
 """(bytes of a block, blocks)."""
-_POOL_BYTES = 64 * MIB
 
 
 def check_path(pool: Pool) -> None:

@@ -5,7 +5,7 @@ from kvd.plan.arrays import Descriptors, Ids, check_ids
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
 from kvd.plan.route import Part, Route, Share, route
-from kvd.plan.template import check_runs
+from kvd.plan.template import check_runs, check_units
 from kvd.plan.units import WHOLE, Section, Span
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "check_compatible",
     "check_ids",
     "check_runs",
+    "check_units",
     "route",
 ]

@@ -9,7 +9,7 @@ from kvd.layout import CacheSpec
 from kvd.limits import MAX_DESCRIPTORS
 from kvd.plan.arrays import Copy, Descriptors, Ints, ascending, join
 from kvd.plan.route import Share
-from kvd.plan.template import Runs, Template, check_runs, make_templates
+from kvd.plan.template import Runs, Template, check_runs, check_units, make_templates
 from kvd.plan.units import WHOLE, Pairing, Section, Span, Units
 
 FEW = 16
@@ -23,7 +23,8 @@ class Planner:
     destination's (`route`). The descriptors are the fewest that move each byte once: no two are adjacent on both sides.
 
     Raises:
-        BadRequest: INCOMPATIBLE, if the orders differ so much that a block takes more than MAX_BLOCK_DESCRIPTORS.
+        BadRequest: INCOMPATIBLE, if the orders differ so much that a block takes more than MAX_BLOCK_DESCRIPTORS, or
+            block sizes so much that they are cut into more than MAX_ROUTE_UNITS.
 
     """
 
@@ -32,6 +33,8 @@ class Planner:
         shards = source.shard, destination.shard
         self._pairings = [Pairing(f"groups[{index}]", *groups, *shards) for index, groups in enumerate(pairs)]
         self._templates: list[tuple[Template, list[int]]] = []
+        self.units = 0
+        """How many units of blocks it has the places of."""
         runs = 0
         known: dict[tuple[object, ...], list[int]] = {}
         for group in range(len(pairs)):
@@ -42,7 +45,9 @@ class Planner:
                 members = known.setdefault(template.key, [])
                 if not members:
                     self._templates.append((template, members))
+                    self.units += template.units
                 members.append(group)
+            check_units("all groups", self.units)
         self.of_a_block = runs
         """How many descriptors one block takes, over all groups."""
         self._most = runs * max((pairing.units_per_block for pairing in self._pairings), default=1)

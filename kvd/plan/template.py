@@ -7,14 +7,14 @@ a run's addresses are those of the unit plus offsets that are the same for every
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import numpy as np
 
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Dim, Group, State, View
-from kvd.limits import MAX_BLOCK_DESCRIPTORS
+from kvd.limits import MAX_BLOCK_DESCRIPTORS, MAX_ROUTE_UNITS
 from kvd.plan.arrays import Copy, Ints, join
 from kvd.plan.route import Part
 
@@ -28,26 +28,30 @@ class Side:
     """How a unit is addressed on one side: block id * stride + phases[which unit of its block]."""
 
     stride: int
-    phases: tuple[int, ...]
-    num_blocks: int
+    packed: bytes
+    """The phases, by which sides are compared."""
+    phases: Ints = field(compare=False)
+    """int64 [units of a block]: there may be as many as a block has tokens."""
+    reach: int
+    """The largest distance of two units' addresses."""
+    step: int
+    """The greatest common divisor of all addresses of units."""
 
-    @property
-    def reach(self) -> int:
-        """The largest distance of two units' addresses."""
-        return (self.num_blocks - 1) * self.stride + max(self.phases)
-
-    @property
-    def step(self) -> int:
-        """The greatest common divisor of all addresses of units."""
-        return math.gcd(self.stride, *self.phases) or 1
+    @classmethod
+    def of(cls, view: View, phases: Ints, num_blocks: int) -> "Side":
+        """The side of `view` in a group of so many blocks."""
+        stride, packed = view.block_stride, phases.tobytes()
+        reach = (num_blocks - 1) * stride + int(phases.max())
+        step = math.gcd(stride, int(np.gcd.reduce(phases))) or 1
+        return cls(stride, packed, np.frombuffer(packed, dtype=np.int64), reach, step)
 
     def address(self, block: int, phase: int) -> int:
         """Address of one unit."""
-        return block * self.stride + self.phases[phase]
+        return block * self.stride + self.phases.item(phase)
 
     def addresses(self, ids: Ints, phase: Ints | None) -> Ints:
         """Addresses of the units that are number `phase` of the blocks `ids` (None: of blocks that are one unit)."""
-        return ids * self.stride if phase is None else ids * self.stride + np.array(self.phases)[phase]
+        return ids * self.stride if phase is None else ids * self.stride + self.phases[phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ class Template:
         offsets = tuple((run.length, run.src.tobytes(), run.dst.tobytes()) for run in self.runs)
         return self.source, self.destination, offsets
 
+    @property
+    def units(self) -> int:
+        """How many units a block is cut into on both sides together, each of which has a phase."""
+        return len(self.source.phases) + len(self.destination.phases)
+
 
 def check_runs(what: str, count: int, most: int = MAX_BLOCK_DESCRIPTORS) -> None:
     """Refuses a pair of layouts if one block of `what` takes too many descriptors, `count`.
@@ -107,11 +116,24 @@ def check_runs(what: str, count: int, most: int = MAX_BLOCK_DESCRIPTORS) -> None
         raise refusal(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts that agree on the order of heads and tokens")
 
 
+def check_units(what: str, count: int) -> None:
+    """Refuses pairs of layouts if `what` is cut into too many units, `count`.
+
+    Raises:
+        BadRequest: INCOMPATIBLE, beyond MAX_ROUTE_UNITS.
+
+    """
+    if count > MAX_ROUTE_UNITS:
+        text = f"{what}: blocks would be cut into {count} units, the limit is {MAX_ROUTE_UNITS}"
+        raise refusal(ErrorCode.INCOMPATIBLE, f"{text}; choose layouts whose block sizes differ less")
+
+
 def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Part], group: int) -> list[Template]:
     """The templates of group number `group` for the `parts` of it that are read.
 
     Raises:
-        BadRequest: INCOMPATIBLE, if a unit of one component falls into too many runs (`check_runs`).
+        BadRequest: INCOMPATIBLE, if a unit of one component falls into too many runs (`check_runs`), or the group into
+            too many units (`check_units`).
 
     """
     ours, theirs = source.groups[group], destination.groups[group]
@@ -119,12 +141,16 @@ def make_templates(source: CacheSpec, destination: CacheSpec, parts: Iterable[Pa
     tokens = 1 if isinstance(ours.window, State) else unit
     found: dict[tuple[Side, Side], list[tuple[Ints, Ints, Ints]]] = {}
     wanted = {(view.component, layer): view for view in theirs.views for layer in view.layers}
+    units = 0
     for part in parts:
         for view in ours.views:
             if (group, view.component, view.heads) != (part.group, part.component, part.total):
                 continue
             for other, layers in _meetings(view, wanted):
                 sides = _side(ours, unit, view), _side(theirs, unit, other)
+                if sides not in found:
+                    units += sum(len(side.phases) for side in sides)
+                    check_units(f"groups[{group}]", units)
                 cut = _Cut(view, source.shard.heads(view.heads), other, destination.shard.heads(other.heads))
                 found.setdefault(sides, []).append(cut.runs(layers, part.heads, tokens))
     return [_template(sides, runs) for sides, runs in found.items()]
@@ -141,9 +167,8 @@ def _meetings(view: View, wanted: dict[tuple[str, int], View]) -> list[tuple[Vie
 
 
 def _side(group: Group, unit: int, view: View) -> Side:
-    if isinstance(group.window, State):
-        return Side(view.block_stride, (0,), group.num_blocks)
-    return Side(view.block_stride, tuple(_offsets(view, "token")[::unit].tolist()), group.num_blocks)
+    phases = np.zeros(1, dtype=np.int64) if isinstance(group.window, State) else _offsets(view, "token")[::unit]
+    return Side.of(view, phases, group.num_blocks)
 
 
 def _offsets(view: View, dim: Dim) -> Ints:

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -102,6 +104,29 @@ def test_the_groups_of_a_block_share_the_limit() -> None:
     ours, theirs = (engine(model(*kinds), layout, block=1 << 11, blocks=2) for layout in ("packed-hnd", "packed-nhd"))
     with pytest.raises(BadRequest, match="all groups: one block would take 262144 descriptors"):
         planner_between(ours, theirs[0])
+
+
+@pytest.mark.parametrize(("most", "what"), [(64, r"groups\[0\]"), (65, "all groups")])
+def test_blocks_that_would_be_cut_into_more_units_than_a_route_may_have_are_refused(monkeypatch, most, what) -> None:
+    kinds = [LayerKind(Full(), (layer,), (Attention(1, 2),)) for layer in range(2)]
+    ours, theirs = (engine(model(*kinds), "packed-hnd", block=block, blocks=2) for block in (64, 1))
+    assert planner_between(ours, theirs[0]).units == 2 * (64 + 1)
+    monkeypatch.setattr("kvd.plan.template.MAX_ROUTE_UNITS", most)
+    with pytest.raises(BadRequest, match=f"{what}: blocks would be cut into .* choose layouts whose block") as refused:
+        planner_between(ours, theirs[0])
+    assert refused.value.code == ErrorCode.INCOMPATIBLE
+
+
+def test_a_plan_of_one_unit_takes_no_memory_for_all_others_of_its_block(monkeypatch) -> None:
+    monkeypatch.setattr("kvd.plan.planner.FEW", 0)
+    ours, theirs = (engine(MODEL, "packed-hnd", block=block, blocks=2) for block in (1 << 16, 1))
+    planner = planner_between(ours, theirs[0])
+    planner.plan(span([0], [1]))
+    tracemalloc.start()
+    planner.plan(span([0], [1]))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 16
 
 
 @pytest.mark.parametrize("bound", ["_MOST_PAIRS", "_MOST_WRAPS"])

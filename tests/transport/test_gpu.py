@@ -124,6 +124,22 @@ def test_a_host_pool_is_pinned_while_a_peer_has_pools_on_a_gpu_and_unpinned_befo
 
 
 @over_standin()
+def test_a_host_pool_that_the_driver_does_not_unpin_is_given_back_all_the_same_and_the_log_says_so():
+    async def check():
+        refused = DeviceError(ErrorCode.NO_DEVICE, "cuMemHostUnregister", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
+        with patch.object(Gpu, "unpin", side_effect=refused), capture_logs() as logged:
+            producer, consumer, events = lend_to_a_host_pool()
+            await heard(events, PeerAdded)
+            consumer.deregister(1)
+            await heard(events, Deregistered)
+            assert [entry["exc_info"] for entry in logged if "cannot be unpinned" in entry["event"]] == [refused]
+        consumer.stop()
+        producer.stop()
+
+    asyncio.run(check())
+
+
+@over_standin()
 def test_a_host_pool_that_cannot_be_pinned_is_used_all_the_same_and_the_log_says_so():
     async def check():
         refused = DeviceError(ErrorCode.OVERLOADED, "cuMemHostRegister: too much", "CUDA_ERROR_OUT_OF_MEMORY")

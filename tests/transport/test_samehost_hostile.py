@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.errors import BadRequest, Unavailable
@@ -22,6 +23,7 @@ from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
 from kvd.protocol.types import Message
 from kvd.transport.interface import Event, PeerAdded, PeerFailed, Region, Registered, RegisterFailed
+from kvd.transport.samehost import transport
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.lent import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
@@ -205,6 +207,20 @@ def test_an_import_that_was_interrupted_in_a_queue_goes_on_waiting(tmp_path: Pat
             serve_in_turn(listener, importing)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+async def test_a_peer_whose_import_raises_what_nobody_expects_is_lost_and_the_log_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> ImportedPools:
+        raise MemoryError
+
+    monkeypatch.setattr(transport, "import_pools", fail)
+    with Agent(tmp_path, "producer") as producer, Agent(tmp_path, "consumer") as consumer, capture_logs() as logged:
+        consumer.transport.add_peer("producer", producer.transport.metadata)
+        failed = await consumer.events.get()
+    assert failed == PeerFailed("producer", "internal MemoryError; see the daemon's log")
+    assert [entry["event"] for entry in logged] == ["an import failed"]
 
 
 async def test_a_peer_that_comes_while_the_daemon_stops_is_ignored(tmp_path: Path) -> None:

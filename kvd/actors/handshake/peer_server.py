@@ -94,7 +94,7 @@ class PeerServer(Component):
         self._network_lost: float | None = None
         """When the transport to other hosts ended, while it is being started again."""
         self._told: set[tuple[str, str]] = set()
-        """(key of a peer, pool that it was told of)."""
+        """(key of a peer, pool whose keys it got)."""
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
@@ -103,13 +103,14 @@ class PeerServer(Component):
         self._pools[pool.name] = pool
         self._keys_changed(metadata)
 
-    def pool_down(self, pool: Pool) -> None:
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:
         """Tells peers no more of this pool."""
         worker = pool.name
         self._pools.pop(worker, None)
         self._parts.clear()
         self._welcomes.clear()
-        self._told = {(key, name) for key, name in self._told if name != worker}
+        if keys_end:
+            self._told = {(key, name) for key, name in self._told if name != worker}
 
     def rights_changed(self) -> None:
         """Another allow-list holds.

@@ -130,7 +130,7 @@ class LeasesActor(Actor):
         """Offers of this pool are accepted from now on."""
         self._offers.pool_up(pool)
 
-    def pool_down(self, pool: Pool) -> None:
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:  # noqa: ARG002 - offers end with either
         """The pool is gone; it was quiet."""
         self._offers.pool_down(pool)
 

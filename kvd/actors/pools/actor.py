@@ -271,8 +271,9 @@ class PoolsActor(Actor):
         if record.users:
             return
         self._waits.end(record)
+        keys_end = record.ends or record.state is State.RENEWING
         for watcher in self._watchers:
-            call(watcher.pool_down, record.pool)
+            call(watcher.pool_down, record.pool, keys_end=keys_end)
         if record.ends:
             self._step(record, Event.SPENT)
         else:

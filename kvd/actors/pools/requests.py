@@ -71,8 +71,8 @@ class Watcher(Protocol):
     def pool_up(self, pool: Pool, metadata: bytes) -> None:
         """A pool is registered. `metadata` is the transport's, which includes the pool."""
 
-    def pool_down(self, pool: Pool) -> None:
-        """A pool is gone; it was quiet."""
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:
+        """A pool is gone; it was quiet. Unless its keys end with it, it comes back, and whoever has them reads it."""
 
 
 class User(Watcher, Protocol):

@@ -56,7 +56,7 @@ class SchedulerActor(Actor):
         self._leases = leases
         self._handshake = handshake
         self._targets = Targets(context)
-        self._producers = Producers(KnownRoutes(self, background, self._route_made))
+        self._producers = Producers(KnownRoutes(self, background, self._route_made, self._wanted_routes))
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
         self.transfers = Transfers(
@@ -135,6 +135,10 @@ class SchedulerActor(Actor):
                 self.transfers.rerouted(pull)
             elif not pull.awaited:
                 self._route(pull)
+
+    def _wanted_routes(self) -> set[object]:
+        """The keys of the routes that pulls wait for."""
+        return {pull.routing for pull in self._all()}
 
     def _find_transfers(self, pull: Pull) -> Event | None:
         """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for.
@@ -318,7 +322,7 @@ class SchedulerActor(Actor):
         """Pulls into this pool are accepted from now on."""
         self._targets.up(pool)
 
-    def pool_down(self, pool: Pool) -> None:
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:  # noqa: ARG002 - routes end with either
         """The pool is gone; it was quiet."""
         self._targets.down(pool)
         self._leaving.end(pool.id)

@@ -1,6 +1,6 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,7 @@ from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.scheduler.pull import Pull
 from kvd.actors.scheduler.routes import RouteKey, Sources, is_long, make_route, route_key
-from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.errors import BadRequest, ErrorCode, KvdError, refusal
 from kvd.protocol.ticket import Ticket
 
 
@@ -28,13 +28,21 @@ class KnownRoutes:
 
     The thread makes one at a time; users take turns.
 
-    `made` is called with the key of a route for which pulls may wait (`Pull.routing`).
+    `made` is called with the key of a route for which pulls may wait (`Pull.routing`); `wanted` gives the keys of those
+    for which some do.
     """
 
-    def __init__(self, actor: Actor, background: Background, made: Callable[[RouteKey], None]) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        background: Background,
+        made: Callable[[RouteKey], None],
+        wanted: Callable[[], Collection[object]],
+    ) -> None:
         self._actor = actor
         self._background = background
         self._made = made
+        self._wanted = wanted
         self._known: dict[RouteKey, _Known] = {}
         """The one that was used last is the last."""
         self._waiting: dict[int, dict[RouteKey, Callable[[], Sources]]] = {}
@@ -60,7 +68,7 @@ class KnownRoutes:
         known = self._known.pop(key, None)
         if known is None:
             make = partial(make_route, pull.pool, ranks, dict(views))  # the pull may be told of others meanwhile
-            if is_long(views[rank.address].pools[rank.pool] for rank in ranks):
+            if is_long(pool for rank in ranks for pool in (views[rank.address].pools[rank.pool], pull.pool)):
                 self._put_off(key, pull.pool.uid, make)
                 pull.routing = key
                 return None
@@ -74,12 +82,15 @@ class KnownRoutes:
     def forget(self, is_gone: Callable[[RouteKey], bool]) -> None:
         """Forgets the routes of a peer or of a pool."""
         self._known = {key: known for key, known in self._known.items() if not is_gone(key)}
+        self._drop_waiting(is_gone)
+        self._is_stale |= self._making is not None and is_gone(self._making)
+
+    def _drop_waiting(self, is_gone: Callable[[RouteKey], bool]) -> None:
         for uid, waiting in list(self._waiting.items()):
             for key in [key for key in waiting if is_gone(key)]:
                 del waiting[key]
             if not waiting:
                 del self._waiting[uid]
-        self._is_stale |= self._making is not None and is_gone(self._making)
 
     def _put_off(self, key: RouteKey, uid: int, make: Callable[[], Sources]) -> None:
         waiting = self._waiting.get(uid, {})
@@ -108,8 +119,13 @@ class KnownRoutes:
             self._make_room(known.cost)
             self._known[key] = known
         self._making, self._is_stale = None, False
+        if self._waiting:
+            wanted = self._wanted()
+            self._drop_waiting(lambda other: other not in wanted)  # their pulls have ended
         self._start()
         self._made(key)
+        if not _is_lasting(result):
+            self._known.pop(key, None)  # those that waited have heard of it; others try again
 
     def _make_room(self, cost: int) -> None:
         """Forgets the routes that were not used for longest; pulls keep what they have."""
@@ -195,13 +211,19 @@ class Producers:
 def _outcome(key: RouteKey, make: Callable[[], Sources]) -> _Known:
     try:
         return _known(key, make())
-    except KvdError as error:
+    except BadRequest as error:
         return _known(key, error)
+
+
+def _is_lasting(result: Sources | KvdError) -> bool:
+    """Whether the same would come out again: unlike an error of the thread, such as a want of memory."""
+    return isinstance(result, tuple | BadRequest)
 
 
 def _known(key: RouteKey, result: Sources | KvdError) -> _Known:
     ranks = len(key[1])
     if isinstance(result, KvdError):
         return _Known((), (result.code, result.text), ranks)
-    descriptors = sum(source.planner.of_a_block for source in result if source.planner is not None)
-    return _Known(result, None, ranks + descriptors // limits.DESCRIPTORS_PER_RANK)
+    planners = [source.planner for source in result if source.planner is not None]
+    size = sum(planner.of_a_block + planner.units for planner in planners)
+    return _Known(result, None, ranks + size // limits.DESCRIPTORS_PER_RANK)

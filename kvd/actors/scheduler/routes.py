@@ -38,8 +38,11 @@ class Source:
 Sources = tuple[Source, ...]
 
 
-def is_long(pools: Iterable[PeerPool]) -> bool:
-    """Whether a route from these pools takes longer to work out than the loop should: each part of a block counts."""
+def is_long(pools: Iterable[PeerPool | Pool]) -> bool:
+    """Whether a route takes longer to work out than the loop should: each part of a block counts.
+
+    `pools` are those of both sides: each that it is from, and with each the one that it leads to.
+    """
     steps = 0
     for pool in pools:
         for group in pool.spec.groups:
@@ -82,11 +85,14 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
         plan.check_compatible(theirs, ours)
     routing = plan.route([theirs for theirs, _ in aligned], pool.spec)
     planners: dict[int, Planner] = {}
-    descriptors = 0
+    descriptors = units = 0
     for share in routing.shares:
         planners[share.source] = planner = Planner(*aligned[share.source], share)
         descriptors += planner.of_a_block
-        plan.check_runs(f"{len(planners)} of {len(routing.shares)} ranks", descriptors, limits.MAX_ROUTE_DESCRIPTORS)
+        units += planner.units
+        so_far = f"{len(planners)} of {len(routing.shares)} ranks"
+        plan.check_runs(so_far, descriptors, limits.MAX_ROUTE_DESCRIPTORS)
+        plan.check_units(so_far, units)
     involved = sorted(planners.keys() | set(routing.releases))
     return tuple(
         Source(

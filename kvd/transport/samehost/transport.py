@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.codec import encode, export_addresses
@@ -37,6 +39,8 @@ from kvd.transport.samehost.importer import ImportedPools, check_path, import_po
 
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
+
+_log = structlog.get_logger("kvd.transport")
 
 PATH: Final = "copy/memory"
 """The path to every peer (`kvd.transport.path`)."""
@@ -149,9 +153,12 @@ class SameHostTransport:
             self._on_event(Deregistered(pool, self._metadata))
 
     def _unpinned(self, pool: int, unpinning: asyncio.Future[None]) -> None:
-        if not unpinning.cancelled() and not self._stopped:
-            unpinning.result()
-            self._on_event(Deregistered(pool, self._metadata))
+        if unpinning.cancelled() or self._stopped:
+            return
+        error = unpinning.exception()
+        if error is not None:
+            _log.error("a pool cannot be unpinned, and is given back all the same", exc_info=error)
+        self._on_event(Deregistered(pool, self._metadata))
 
     def _pin(self, base: int) -> None:
         if self._gpu and not self._stopped:
@@ -209,10 +216,14 @@ class SameHostTransport:
                 self._add(agent, metadata, pools)
             else:
                 pools.hang_up()
-        elif not isinstance(error, KvdError):
-            raise error
-        elif current:
-            self._lose(agent, error.text)
+            return
+        reason = f"internal {type(error).__name__}; see the daemon's log"
+        if isinstance(error, KvdError):
+            reason = error.text
+        else:
+            _log.error("an import failed", agent=agent, exc_info=error)
+        if current:
+            self._lose(agent, reason)
 
     def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)

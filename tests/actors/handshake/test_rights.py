@@ -136,6 +136,31 @@ def test_a_pool_is_registered_anew_at_another_address_when_who_was_told_of_it_ma
     assert after.base != before.base
 
 
+def test_a_right_is_withdrawn_too_from_a_peer_that_was_told_before_the_pool_went_to_a_successor(firm):
+    before = pools_in(firm.hello(BOB))["two"]
+    firm.stage.process_ends(2)
+    firm.stage.hang_up(2)
+    assert firm.stage.attach("two", 3, b"\3" * 16, pid=9).kept
+    firm.change(alice=("*",))
+    assert firm.stage.commands == [("deregister", 2)]
+    assert pools_in(firm.hello(ALICE))["two"].base != before.base
+
+
+@pytest.mark.parametrize("keys", ["ended", "renewed"])
+def test_a_peer_whose_keys_have_ended_has_nothing_to_lose(firm, keys):
+    if keys == "ended":
+        firm.hello(BOB)
+        firm.stage.session(Detach(), 2)
+        firm.stage.attach("two", 3, b"\3" * 16)
+    else:
+        firm.rights["cc" * 32] = ("two",)
+        firm.hello("cc" * 32)
+        firm.hello(BOB)
+        firm.change(alice=("*",), bob=("two",))
+    firm.change(alice=("*",))
+    assert firm.stage.commands == []
+
+
 def test_each_withdrawn_right_is_logged_with_what_a_daemon_of_this_host_can_still_do(firm):
     firm.hello(BOB)
     with capture_logs() as logs:

@@ -7,15 +7,18 @@ import pytest
 
 from kvd import limits
 from kvd.actors.gateway.admission import Rule
+from kvd.actors.runtime.pools import PeerPool, Pool
 from kvd.actors.scheduler import producers
 from kvd.actors.scheduler.producers import KnownRoutes
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.actors.scheduler.routes import is_long
+from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Grant, Settle
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
 from tests.actors.stage import Stage, ids, make_ticket, welcome_of
+from tests.simulator.virtual.cache import make_cache
 
 SHORT = 1 << 20
 
@@ -97,6 +100,24 @@ def test_what_does_not_fit_is_found_out_once(stage, monkeypatch, at_once):
     assert is_idle(stage)
 
 
+def test_a_failure_of_the_thread_fails_those_that_wait_and_later_pulls_try_again(stage, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(producers, "make_route", fail)
+        pull_of(stage, 1, "p1")
+        pull_of(stage, 1, "p2", blocks=(4, 5))
+        stage.peer_says(welcome_of())
+        make_route(stage)
+    assert [(item.request, item.code) for item in stage.notified] == [("p1", "internal"), ("p2", "internal")]
+    assert is_idle(stage)
+    pull_of(stage, 1, "p3")
+    make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p3"]
+
+
+def fail(*_):
+    raise InternalError(ErrorCode.INTERNAL, "internal MemoryError; see the daemon's log")
+
+
 def test_users_take_turns_however_many_routes_they_wait_for(monkeypatch):
     users = {1000: "a1 a2 a3", 1001: "b1", 1002: "c1"}
     stage = routing(Stage(rules=[Rule(("*",), uid=uid) for uid in users]), monkeypatch)
@@ -174,6 +195,20 @@ def test_what_waits_behind_a_route_is_not_made_once_its_producer_is_lost(stage):
     assert is_idle(stage)
 
 
+def test_what_waits_behind_a_route_is_not_made_once_its_pulls_have_ended(stage):
+    for number, timeout in enumerate((1.0, 1.0, 30.0)):
+        ticket = make_ticket(pool=f"pool{number}")
+        assert stage.request(Pull(2, f"p{number}", ticket, (Span(0, 0, ids(number)),), timeout)) == []
+    stage.peer_says(welcome_of(pools=("pool0", "pool1", "pool2")))
+    stage.run(1.0)
+    assert len(stage.notified) == 2
+    make_route(stage)
+    assert len(stage.works) == 1
+    make_route(stage)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p2"]
+    assert is_idle(stage)
+
+
 def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_that(stage):
     pull_of(stage, 1, "p")
     stage.peer_says(welcome_of())
@@ -184,6 +219,18 @@ def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_tha
     make_route(stage)
     assert len(stage.reads) == 1
     assert is_idle(stage)
+
+
+def test_a_route_to_large_blocks_of_our_own_is_long_too(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 400)
+    small, large = (make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=size, groups=1) for size in (2, 64))
+    assert not is_long([small, small])
+    assert is_long([small, large])
+    asked = []
+    monkeypatch.setattr(producers, "is_long", lambda pools: bool(asked.extend(pools)))
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    assert [type(pool) for pool in asked] == [PeerPool, Pool]
 
 
 def test_a_block_may_take_so_many_descriptors_of_all_ranks(stage, monkeypatch):
@@ -203,7 +250,10 @@ def made(monkeypatch):
 
     def make(_pool, ranks, _views):
         made.append(ranks)
-        planners = [SimpleNamespace(of_a_block=2048 if rank == "many" else 1) for rank in ranks]
+        planners = [
+            SimpleNamespace(of_a_block=2048 if rank == "many" else 1, units=2048 if rank == "large" else 2)
+            for rank in ranks
+        ]
         return tuple(SimpleNamespace(planner=planner) for planner in planners)
 
     monkeypatch.setattr(producers, "route_key", lambda _pool, ranks, _views: (1, ranks))
@@ -218,7 +268,7 @@ def of_ranks(*ranks):
 
 def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None)
+    known = KnownRoutes(None, None, None, None)
     for ranks in (("a",), ("b",), ("c", "d"), ("a",)):
         assert len(known.find(of_ranks(*ranks))) == len(ranks)
     assert made == [("a",), ("b",), ("c", "d")]
@@ -235,11 +285,12 @@ def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monke
     assert len(known) == 1
 
 
-def test_ranks_whose_blocks_take_many_descriptors_count_as_several(made, monkeypatch):
+@pytest.mark.parametrize("rank", ["many", "large"])
+def test_ranks_whose_blocks_take_many_descriptors_or_units_count_as_several(made, monkeypatch, rank):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None)
+    known = KnownRoutes(None, None, None, None)
     known.find(of_ranks("a"))
-    known.find(of_ranks("many"))
+    known.find(of_ranks(rank))
     assert len(known) == 2
     known.find(of_ranks("b"))
     assert len(known) == 2
