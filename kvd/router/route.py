@@ -96,7 +96,7 @@ class Router:
                     await self._attempt(request, client, attempts)
                 except ServerFailed as failure:
                     self._note(failure, attempts)
-                    if self._may_retry(failure.server, attempts):
+                    if self._may_retry(request, failure.server, attempts):
                         continue
                     if failure.answer is None:
                         raise self._last(failure, attempts) from failure
@@ -123,7 +123,7 @@ class Router:
 
     async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
+        if self._needs_prefill(request, attempts):
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
                 prefill = partial(self._prefill_answer, turn=attempts.turn)
@@ -310,9 +310,12 @@ class Router:
         self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
         logger.warning("%s", failure.text)
 
-    def _may_retry(self, failed: Server, attempts: Attempts) -> bool:
-        servers = self._prefill if failed.role == self._prefill.role else self._decode
-        if len(attempts.tried) >= limits.ATTEMPTS or not set(servers.all) - attempts.tried:
+    def _needs_prefill(self, request: Request, attempts: Attempts) -> bool:
+        return attempts.prefilled is None and attempts.early is None and not request.body.for_one_server
+
+    def _may_retry(self, request: Request, failed: Server, attempts: Attempts) -> bool:
+        needed = (self._prefill, self._decode) if self._needs_prefill(request, attempts) else (self._decode,)
+        if len(attempts.tried) >= limits.ATTEMPTS or any(attempts.tried.issuperset(role.all) for role in needed):
             return False
         self._metrics.retries.labels(failed.role).inc()
         return True

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvd.router import limits
 from kvd.router.engines import place
+from kvd.router.growing import Early
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -396,6 +397,25 @@ async def test_a_decode_server_that_is_lost_late_or_busy_has_its_prefill_ended_a
         await stage.prefill[0].until(lambda server: server.open == 0)
         assert [asked_early(body) for body in stage.prefill[0].bodies] == [True, False]
         assert sorted(len(server.asked) for server in stage.decode) == [1, 1]
+
+
+async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_can_prefill_it(
+    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = Early.beside
+
+    async def after_both(early: Early, decoding: Any, has_begun: Any) -> bool:
+        await asyncio.wait((decoding, early.answer))
+        return await beside(early, decoding, has_begun)
+
+    monkeypatch.setattr(Early, "beside", after_both)
+    async with routed([prefilling], [decoding, decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.gate = None
+        prefilling.answer = decoding.early = vanishing
+        status, error = await stage.error(prompt="other")
+        assert status == 502
+        assert "1 more failed before" in error["message"]
 
 
 async def test_an_answer_that_says_the_prefill_is_late_may_take_the_time_of_both(
