@@ -44,13 +44,18 @@ class Early:
         self.answer = asyncio.create_task(prefill(request, server, self._said.kvd_offer))
 
     @property
+    def answered(self) -> Prefilled | None:
+        """What the prefill has answered, unless it goes on, has failed or was refused."""
+        if not self.answer.done() or self.answer.cancelled() or self.failure is not None:
+            return None
+        answer = self.answer.result()
+        return read(answer.body, with_token=False) if answer.status == HTTPStatus.OK else None
+
+    @property
     def is_as_told(self) -> bool:
         """Whether the prefill has ended, and its offer is the one that decode servers were told of."""
-        if not self.answer.done() or self.answer.cancelled() or self.failure is not None:
-            return False
-        answer = self.answer.result()
-        found = read(answer.body, with_token=False)
-        return answer.status == HTTPStatus.OK and found is not None and _said(found.params) == self._said
+        answered = self.answered
+        return answered is not None and _said(answered.params) == self._said
 
     @property
     def failure(self) -> BaseException | None:

@@ -217,8 +217,7 @@ class Router:
         if attempts.prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)
-        self._producers.learn(server, attempts.prefilled.params)
-        self._served(server, attempts)
+        self._has_prefilled(server, attempts.prefilled, attempts)
         return True
 
     async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
@@ -285,14 +284,19 @@ class Router:
         early, attempts.early = attempts.early, None
         if early is None:
             return
-        if early.is_as_told:
-            self._served(early.server, attempts)
+        if (prefilled := early.answered) is not None:
+            self._has_prefilled(early.server, prefilled, attempts)
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
         if attempts.taken and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
             self._cleanup.leave(request, early.answer, attempts.refused_by)
+
+    def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
+        """`server` has answered that."""
+        self._producers.learn(server, prefilled.params)
+        self._served(server, attempts)
 
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""

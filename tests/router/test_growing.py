@@ -25,6 +25,7 @@ from tests.router.scripted import (
     routed,
     stalled,
     streaming,
+    until,
     vanishing,
 )
 from tests.router.test_conversations import CHAT, chat, keeping, kept
@@ -81,6 +82,30 @@ def prefilling() -> Growing:
 @pytest.fixture
 def decoding() -> Decoding:
     return Decoding()
+
+
+@pytest.fixture
+def computed(prefilling: Growing, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has a decode server compute the prompt itself, as the offer was lost, and end after the prefill's answer."""
+    beside, begun = Early.beside, []
+
+    async def noted(early: Early, decoding: Any, has_begun: Any) -> bool:
+        begun.append((early, has_begun))
+        return await beside(early, decoding, has_begun)
+
+    async def answer(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        stream = await streaming(request)
+        await stream.write(event(0))
+        early, has_begun = begun[-1]
+        await until(has_begun)
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        await asyncio.wait((early.answer,))
+        await stream.write(DONE)
+        return stream
+
+    monkeypatch.setattr(Early, "beside", noted)
+    return answer
 
 
 async def known(stage: Stage, prefilling: Growing) -> None:
@@ -466,19 +491,8 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
 
 
 async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_released(
-    prefilling: Growing, decoding: Decoding
+    prefilling: Growing, decoding: Decoding, computed: Any
 ) -> None:
-    """The decode server computed the prompt itself, as the offer was lost."""
-
-    async def computed(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        stream = await streaming(request)
-        await stream.write(event(0))
-        assert prefilling.gate is not None
-        prefilling.gate.set()
-        await stage.prefill[0].until(lambda one: one.open == 0)
-        await stream.write(DONE)
-        return stream
-
     async with routed([prefilling], [decoding, stalled]) as stage:
         await known(stage, prefilling)
         prefilling.answer = lambda *_: _answer(TICKET)
@@ -488,3 +502,17 @@ async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_r
         assert (await stage.ask(prompt="other"))[0] == 200
         await asyncio.wait_for(stage.server._router.close(), MOMENT)
         assert [body["kv_transfer_params"] for server in stage.decode for body in server.releases] == [TICKET]
+
+
+async def test_where_the_daemons_are_is_learned_from_a_prefill_that_ends_under_its_decode_server(
+    prefilling: Growing, decoding: Decoding, computed: Any
+) -> None:
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.producer = OTHER
+        decoding.early = computed
+        assert (await stage.ask(prompt="other"))[0] == 200
+        await stage.server._router.close()
+        decoding.early = None
+        assert (await stage.ask(prompt="another"))[0] == 200
+        assert stage.decode[0].asked[-1]["kv_transfer_params"]["kvd_producer"] == OTHER
