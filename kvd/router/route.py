@@ -288,7 +288,8 @@ class Router:
             self._has_prefilled(early.server, prefilled, attempts)
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
-        if attempts.taken and (early.is_as_told or not early.answer.done()):
+        decodes = attempts.taken and attempts.answered  # a server that has said an error reads nothing any more
+        if decodes and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
             self._cleanup.leave(request, early.answer, attempts.refused_by)

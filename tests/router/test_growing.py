@@ -516,3 +516,22 @@ async def test_where_the_daemons_are_is_learned_from_a_prefill_that_ends_under_i
         decoding.early = None
         assert (await stage.ask(prompt="another"))[0] == 200
         assert stage.decode[0].asked[-1]["kv_transfer_params"]["kvd_producer"] == OTHER
+
+
+@pytest.mark.parametrize("bad", [failing, failing_in_stream])
+async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_is_gone(
+    prefilling: Growing, decoding: Decoding, bad: Any
+) -> None:
+    decoding.early = bad
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.answer = lambda *_: _answer(TICKET)
+        asking = asyncio.create_task(stage.ask())
+        await stage.decode[0].until(lambda server: len(server.bodies) == 1 and server.open == 0)
+        await until(lambda: stage.server._router._decode.all[0].in_flight == 0)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        await stage.decode[0].until(lambda server: len(server.releases) == 1)
+        assert stage.decode[0].releases[0]["kv_transfer_params"] == TICKET
