@@ -289,6 +289,8 @@ class Router:
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
         decodes = attempts.taken and attempts.answered  # a server that has said an error reads nothing any more
+        if decodes and not early.answer.done():
+            self._served(early.server, attempts)
         if decodes and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:

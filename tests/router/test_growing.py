@@ -535,3 +535,14 @@ async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_
         prefilling.gate.set()
         await stage.decode[0].until(lambda server: len(server.releases) == 1)
         assert stage.decode[0].releases[0]["kv_transfer_params"] == TICKET
+
+
+async def test_a_prefill_server_whose_answer_comes_after_the_decode_servers_has_served(
+    prefilling: Growing, decoding: Decoding
+) -> None:
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        (server,) = stage.server._router._prefill.all
+        server.failures = 3
+        assert (await stage.ask(prompt="other"))[0] == 200
+        assert (server.failures, server.rests_until) == (0, 0.0)
