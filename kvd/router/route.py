@@ -203,21 +203,13 @@ class Router:
             raise
         return await self._use(answer, client, server, attempts)
 
-    async def _use(self, answer: Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
-        """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows.
-
-        Raises:
-            ServerFailed: It has none.
-
-        """
-        if answer.status != HTTPStatus.OK:
+    async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
+        """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
+        if isinstance(answer, Whole):
             await _pass_on(answer, client)
             return False
-        attempts.prefilled = told(answer.body, self._decode)
-        if attempts.prefilled is None:
-            text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
-            raise ServerFailed(ErrorCode.PEER_LOST, server, text)
-        self._has_prefilled(server, attempts.prefilled, attempts)
+        attempts.prefilled = answer
+        self._has_prefilled(server, answer, attempts)
         return True
 
     async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
@@ -233,10 +225,18 @@ class Router:
 
     async def _prefill_answer(
         self, request: Request, server: Server, offer: str, turn: msgspec.Raw | None = None
-    ) -> Whole:
+    ) -> Prefilled | Whole:
+        """What the server answers; of a refusal all of it, for the client."""
         body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
+            whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
+            if answer.status != HTTPStatus.OK:
+                return Whole(answer.status, answer.headers, whole)
+        prefilled = told(whole, self._decode)
+        if prefilled is None:
+            text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
+            raise ServerFailed(ErrorCode.PEER_LOST, server, text)
+        return prefilled
 
     async def _decoded(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed

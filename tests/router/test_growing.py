@@ -1,6 +1,7 @@
 """Requests that both servers get at once: one after the other in the end, whatever comes in between."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from aiohttp import web
 from kvd.router import limits
 from kvd.router.engines import place
 from kvd.router.growing import Early
+from kvd.router.upstream import Whole
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -502,6 +504,24 @@ async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_r
         assert (await stage.ask(prompt="other"))[0] == 200
         await asyncio.wait_for(stage.server._router.close(), MOMENT)
         assert [body["kv_transfer_params"] for server in stage.decode for body in server.releases] == [TICKET]
+
+
+async def test_nothing_of_a_prefills_answer_is_kept_while_its_request_is_decoded_but_its_parameters(
+    prefilling: Growing, decoding: Decoding, computed: Any
+) -> None:
+    """It may have the prompt's tokens, and nothing counts it."""
+    held: list[Whole] = []
+
+    async def looking(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await computed(server, request, body)
+        held.extend(one for one in gc.get_objects() if isinstance(one, Whole))
+        return answer
+
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        decoding.early = looking
+        assert (await stage.ask(prompt="other"))[0] == 200
+        assert held == []
 
 
 async def test_where_the_daemons_are_is_learned_from_a_prefill_that_ends_under_its_decode_server(
