@@ -75,6 +75,19 @@ def test_an_answer_is_kept_and_its_parameters_are_given_to_who_names_it_once() -
     assert engine.turns.take_counts().kept_turns == ["read"]
 
 
+def test_a_turn_that_one_rank_has_lost_is_given_up_on_the_others_and_to_nobody() -> None:
+    manager = Manager()
+    engine = side(manager, ranks=2)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    (offer,) = engine.take_metadata().offers
+    engine.turns.kept.ended([(offer.offer, "daemon lost")])
+    assert engine.take_metadata().withdrawals == [offer.offer]
+    assert asked(engine, "t") is None
+    engine.turns.kept.ended([(offer.offer, "withdrawn")])
+    assert sorted(manager.freed) == NINE[0]
+    assert engine.turns.take_counts().kept_turns == ["daemon lost"]
+
+
 @pytest.mark.parametrize(("name", "every", "returned"), [(True, False, True), (None, True, True), (None, False, False)])
 def test_an_answer_has_its_parameters_where_that_is_asked_for(name: Any, every: bool, returned: bool) -> None:
     manager = Manager()

@@ -37,6 +37,8 @@ class _Kept:
     """Whose daemons have not let go of it."""
     given_up: float = 0.0
     """When, in monotonic time."""
+    lost: str = ""
+    """Why it ended on the first rank on which it was not read: then nobody can read all of it."""
 
 
 class KeptTurns:
@@ -104,9 +106,13 @@ class KeptTurns:
         for offer, reason in ends:
             kept = self._kept[offer]
             kept.ranks -= 1
+            if reason != "read":
+                kept.lost = kept.lost or reason
             if kept.ranks == 0:
-                self._ends.append(reason)
+                self._ends.append(kept.lost or reason)
                 self._forget(kept)
+            elif kept.lost:
+                self._give_up(kept)
 
     def take_ends(self) -> list[str]:
         """Why turns are no longer kept, or were not, since the last call."""
