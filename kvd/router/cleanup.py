@@ -18,7 +18,6 @@ from http import HTTPStatus
 from kvd.router import limits
 from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
-from kvd.router.legs import told
 from kvd.router.metrics import Metrics
 from kvd.router.servers import Server, Servers
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
@@ -37,7 +36,9 @@ class Cleanup:
         self._bytes = 0
         """Of the bodies of their requests, which no client has in flight any more."""
 
-    def leave(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None = None) -> None:
+    def leave(
+        self, request: Request, prefill: asyncio.Task[Prefilled | Whole], refused_by: Server | None = None
+    ) -> None:
         """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer.
 
         Through the decode server that refused the request itself only if there is no other.
@@ -77,14 +78,16 @@ class Cleanup:
         self._tasks.discard(task)
         self._bytes -= size
 
-    async def _left(self, request: Request, prefill: asyncio.Task[Whole], refused_by: Server | None) -> None:
+    async def _left(
+        self, request: Request, prefill: asyncio.Task[Prefilled | Whole], refused_by: Server | None
+    ) -> None:
         try:
             async with asyncio.timeout(limits.LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
-        if (prefilled := told(answer.body, self._decode)) is not None:
-            await self._released(request, prefilled, (), refused_by)
+        if isinstance(answer, Prefilled):
+            await self._released(request, answer, (), refused_by)
 
     async def _released(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None

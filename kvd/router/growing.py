@@ -8,7 +8,6 @@ it was told right, that answer shows: it has the same two, or it has a ticket.
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
-from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -16,14 +15,13 @@ import msgspec
 from kvd.router import limits
 from kvd.router.body import Request, decode
 from kvd.router.engines import Prefilled
-from kvd.router.legs import read
 from kvd.router.servers import Server
 from kvd.router.upstream import Whole
 
 _RANDOM_BYTES: Final = 24
 """Nobody guesses the text, and no two are alike."""
 
-Prefill = Callable[[Request, Server, str], Coroutine[Any, Any, Whole]]
+Prefill = Callable[[Request, Server, str], Coroutine[Any, Any, Prefilled | Whole]]
 
 
 class _Said(msgspec.Struct):
@@ -41,21 +39,22 @@ class Early:
         self._said = _Said("kvdo1." + secrets.token_urlsafe(_RANDOM_BYTES), producer)
         told = {"do_remote_prefill": True, "do_remote_decode": False, "kvd_consumers": request.body.choices}
         self.prefilled = Prefilled(msgspec.Raw(msgspec.json.encode(told | msgspec.structs.asdict(self._said))))
-        self.answer = asyncio.create_task(prefill(request, server, self._said.kvd_offer))
-
-    @property
-    def is_as_told(self) -> bool:
-        """Whether the prefill has ended, and its offer is the one that decode servers were told of."""
-        if not self.answer.done() or self.answer.cancelled() or self.failure is not None:
-            return False
-        answer = self.answer.result()
-        found = read(answer.body, with_token=False)
-        return answer.status == HTTPStatus.OK and found is not None and _said(found.params) == self._said
+        self.answered: Prefilled | None = None
+        """What the prefill has answered, unless it goes on, has failed or was refused."""
+        self.is_as_told = False
+        """Whether it has, and its offer is the one that decode servers were told of."""
+        self.answer = asyncio.create_task(self._answer(request, prefill))
 
     @property
     def failure(self) -> BaseException | None:
         """What the prefill failed with, if it has."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
+
+    async def _answer(self, request: Request, prefill: Prefill) -> Prefilled | Whole:
+        answer = await prefill(request, self.server, self._said.kvd_offer)
+        if isinstance(answer, Prefilled):
+            self.answered, self.is_as_told = answer, _said(answer.params) == self._said
+        return answer
 
     async def beside(self, decoding: "asyncio.Task[None]", has_begun: Callable[[], bool]) -> bool:
         """Waits for `decoding`, whose failure it raises.

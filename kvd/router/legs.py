@@ -43,7 +43,7 @@ class Meeting:
         await asyncio.wait({self._prefill, self._params}, return_when=asyncio.FIRST_COMPLETED)
         if self._prefill.done():  # before it was read: it is not offered
             answer = self._prefill.result()
-            if answer.status != HTTPStatus.OK:
+            if answer is not None:
                 return answer
             raise ServerFailed(
                 ErrorCode.PEER_LOST, self._server, "answered before its offer was read: does it run kvd?"
@@ -58,10 +58,12 @@ class Meeting:
         self._prefill.cancel()
         self._params.cancel()
 
-    async def _answer(self, upstream: Upstream, request: Request) -> Whole:
+    async def _answer(self, upstream: Upstream, request: Request) -> Whole | None:
+        """What refuses the request; None once its offer was read, as nothing of that answer is needed."""
         body = request.body.for_room(self._server.place, self.room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
+            body = await answer.read(limits.PREFILL_ANSWER_BYTES)
+            return None if answer.status == HTTPStatus.OK else Whole(answer.status, answer.headers, body)
 
 
 def read(answer: bytes, *, with_token: bool) -> Prefilled | None:
@@ -72,7 +74,7 @@ def read(answer: bytes, *, with_token: bool) -> Prefilled | None:
         return None
 
 
-def _look(task: "asyncio.Task[Whole] | asyncio.Task[bytes]") -> None:
+def _look(task: "asyncio.Task[Whole | None] | asyncio.Task[bytes]") -> None:
     """At what nobody may wait for any more."""
     if not task.cancelled():
         task.exception()

@@ -96,7 +96,7 @@ class Router:
                     await self._attempt(request, client, attempts)
                 except ServerFailed as failure:
                     self._note(failure, attempts)
-                    if self._may_retry(failure.server, attempts):
+                    if self._may_retry(request, failure.server, attempts):
                         continue
                     if failure.answer is None:
                         raise self._last(failure, attempts) from failure
@@ -123,7 +123,7 @@ class Router:
 
     async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
-        if attempts.prefilled is None and attempts.early is None and not request.body.for_one_server:
+        if self._needs_prefill(request, attempts):
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
                 prefill = partial(self._prefill_answer, turn=attempts.turn)
@@ -203,22 +203,13 @@ class Router:
             raise
         return await self._use(answer, client, server, attempts)
 
-    async def _use(self, answer: Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
-        """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows.
-
-        Raises:
-            ServerFailed: It has none.
-
-        """
-        if answer.status != HTTPStatus.OK:
+    async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
+        """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
+        if isinstance(answer, Whole):
             await _pass_on(answer, client)
             return False
-        attempts.prefilled = told(answer.body, self._decode)
-        if attempts.prefilled is None:
-            text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
-            raise ServerFailed(ErrorCode.PEER_LOST, server, text)
-        self._producers.learn(server, attempts.prefilled.params)
-        self._served(server, attempts)
+        attempts.prefilled = answer
+        self._has_prefilled(server, answer, attempts)
         return True
 
     async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
@@ -234,10 +225,18 @@ class Router:
 
     async def _prefill_answer(
         self, request: Request, server: Server, offer: str, turn: msgspec.Raw | None = None
-    ) -> Whole:
+    ) -> Prefilled | Whole:
+        """What the server answers; of a refusal all of it, for the client."""
         body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            return Whole(answer.status, answer.headers, await answer.read(limits.PREFILL_ANSWER_BYTES))
+            whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
+            if answer.status != HTTPStatus.OK:
+                return Whole(answer.status, answer.headers, whole)
+        prefilled = told(whole, self._decode)
+        if prefilled is None:
+            text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
+            raise ServerFailed(ErrorCode.PEER_LOST, server, text)
+        return prefilled
 
     async def _decoded(self, request: Request, client: Reply, server: Server, attempts: Attempts, sent: Sent) -> None:
         early, streamed = attempts.early, request.body.streamed
@@ -285,14 +284,22 @@ class Router:
         early, attempts.early = attempts.early, None
         if early is None:
             return
-        if early.is_as_told:
-            self._served(early.server, attempts)
+        if (prefilled := early.answered) is not None:
+            self._has_prefilled(early.server, prefilled, attempts)
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
-        if attempts.taken and (early.is_as_told or not early.answer.done()):
+        decodes = attempts.taken and attempts.answered  # a server that has said an error reads nothing any more
+        if decodes and not early.answer.done():
+            self._served(early.server, attempts)
+        if decodes and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
             self._cleanup.leave(request, early.answer, attempts.refused_by)
+
+    def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
+        """`server` has answered that."""
+        self._producers.learn(server, prefilled.params)
+        self._served(server, attempts)
 
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""
@@ -310,9 +317,12 @@ class Router:
         self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
         logger.warning("%s", failure.text)
 
-    def _may_retry(self, failed: Server, attempts: Attempts) -> bool:
-        servers = self._prefill if failed.role == self._prefill.role else self._decode
-        if len(attempts.tried) >= limits.ATTEMPTS or not set(servers.all) - attempts.tried:
+    def _needs_prefill(self, request: Request, attempts: Attempts) -> bool:
+        return attempts.prefilled is None and attempts.early is None and not request.body.for_one_server
+
+    def _may_retry(self, request: Request, failed: Server, attempts: Attempts) -> bool:
+        needed = (self._prefill, self._decode) if self._needs_prefill(request, attempts) else (self._decode,)
+        if len(attempts.tried) >= limits.ATTEMPTS or any(attempts.tried.issuperset(role.all) for role in needed):
             return False
         self._metrics.retries.labels(failed.role).inc()
         return True

@@ -1,6 +1,7 @@
 """Requests that both servers get at once: one after the other in the end, whatever comes in between."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ from aiohttp import web
 
 from kvd.router import limits
 from kvd.router.engines import place
+from kvd.router.growing import Early
+from kvd.router.upstream import Whole
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -24,6 +27,7 @@ from tests.router.scripted import (
     routed,
     stalled,
     streaming,
+    until,
     vanishing,
 )
 from tests.router.test_conversations import CHAT, chat, keeping, kept
@@ -80,6 +84,30 @@ def prefilling() -> Growing:
 @pytest.fixture
 def decoding() -> Decoding:
     return Decoding()
+
+
+@pytest.fixture
+def computed(prefilling: Growing, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has a decode server compute the prompt itself, as the offer was lost, and end after the prefill's answer."""
+    beside, begun = Early.beside, []
+
+    async def noted(early: Early, decoding: Any, has_begun: Any) -> bool:
+        begun.append((early, has_begun))
+        return await beside(early, decoding, has_begun)
+
+    async def answer(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        stream = await streaming(request)
+        await stream.write(event(0))
+        early, has_begun = begun[-1]
+        await until(has_begun)
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        await asyncio.wait((early.answer,))
+        await stream.write(DONE)
+        return stream
+
+    monkeypatch.setattr(Early, "beside", noted)
+    return answer
 
 
 async def known(stage: Stage, prefilling: Growing) -> None:
@@ -398,6 +426,25 @@ async def test_a_decode_server_that_is_lost_late_or_busy_has_its_prefill_ended_a
         assert sorted(len(server.asked) for server in stage.decode) == [1, 1]
 
 
+async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_can_prefill_it(
+    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = Early.beside
+
+    async def after_both(early: Early, decoding: Any, has_begun: Any) -> bool:
+        await asyncio.wait((decoding, early.answer))
+        return await beside(early, decoding, has_begun)
+
+    monkeypatch.setattr(Early, "beside", after_both)
+    async with routed([prefilling], [decoding, decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.gate = None
+        prefilling.answer = decoding.early = vanishing
+        status, error = await stage.error(prompt="other")
+        assert status == 502
+        assert "1 more failed before" in error["message"]
+
+
 async def test_an_answer_that_says_the_prefill_is_late_may_take_the_time_of_both(
     prefilling: Growing, decoding: Decoding
 ) -> None:
@@ -446,19 +493,8 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
 
 
 async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_released(
-    prefilling: Growing, decoding: Decoding
+    prefilling: Growing, decoding: Decoding, computed: Any
 ) -> None:
-    """The decode server computed the prompt itself, as the offer was lost."""
-
-    async def computed(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        stream = await streaming(request)
-        await stream.write(event(0))
-        assert prefilling.gate is not None
-        prefilling.gate.set()
-        await stage.prefill[0].until(lambda one: one.open == 0)
-        await stream.write(DONE)
-        return stream
-
     async with routed([prefilling], [decoding, stalled]) as stage:
         await known(stage, prefilling)
         prefilling.answer = lambda *_: _answer(TICKET)
@@ -468,3 +504,65 @@ async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_r
         assert (await stage.ask(prompt="other"))[0] == 200
         await asyncio.wait_for(stage.server._router.close(), MOMENT)
         assert [body["kv_transfer_params"] for server in stage.decode for body in server.releases] == [TICKET]
+
+
+async def test_nothing_of_a_prefills_answer_is_kept_while_its_request_is_decoded_but_its_parameters(
+    prefilling: Growing, decoding: Decoding, computed: Any
+) -> None:
+    """It may have the prompt's tokens, and nothing counts it."""
+    held: list[Whole] = []
+
+    async def looking(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await computed(server, request, body)
+        held.extend(one for one in gc.get_objects() if isinstance(one, Whole))
+        return answer
+
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        decoding.early = looking
+        assert (await stage.ask(prompt="other"))[0] == 200
+        assert held == []
+
+
+async def test_where_the_daemons_are_is_learned_from_a_prefill_that_ends_under_its_decode_server(
+    prefilling: Growing, decoding: Decoding, computed: Any
+) -> None:
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.producer = OTHER
+        decoding.early = computed
+        assert (await stage.ask(prompt="other"))[0] == 200
+        await stage.server._router.close()
+        decoding.early = None
+        assert (await stage.ask(prompt="another"))[0] == 200
+        assert stage.decode[0].asked[-1]["kv_transfer_params"]["kvd_producer"] == OTHER
+
+
+@pytest.mark.parametrize("bad", [failing, failing_in_stream])
+async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_is_gone(
+    prefilling: Growing, decoding: Decoding, bad: Any
+) -> None:
+    decoding.early = bad
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        prefilling.answer = lambda *_: _answer(TICKET)
+        asking = asyncio.create_task(stage.ask())
+        await stage.decode[0].until(lambda server: len(server.bodies) == 1 and server.open == 0)
+        await until(lambda: stage.server._router._decode.all[0].in_flight == 0)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        await stage.decode[0].until(lambda server: len(server.releases) == 1)
+        assert stage.decode[0].releases[0]["kv_transfer_params"] == TICKET
+
+
+async def test_a_prefill_server_whose_answer_comes_after_the_decode_servers_has_served(
+    prefilling: Growing, decoding: Decoding
+) -> None:
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        (server,) = stage.server._router._prefill.all
+        server.failures = 3
+        assert (await stage.ask(prompt="other"))[0] == 200
+        assert (server.failures, server.rests_until) == (0, 0.0)

@@ -75,6 +75,19 @@ def test_an_answer_is_kept_and_its_parameters_are_given_to_who_names_it_once() -
     assert engine.turns.take_counts().kept_turns == ["read"]
 
 
+def test_a_turn_that_one_rank_has_lost_is_given_up_on_the_others_and_to_nobody() -> None:
+    manager = Manager()
+    engine = side(manager, ranks=2)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    (offer,) = engine.take_metadata().offers
+    engine.turns.kept.ended([(offer.offer, "daemon lost")])
+    assert engine.take_metadata().withdrawals == [offer.offer]
+    assert asked(engine, "t") is None
+    engine.turns.kept.ended([(offer.offer, "withdrawn")])
+    assert sorted(manager.freed) == NINE[0]
+    assert engine.turns.take_counts().kept_turns == ["daemon lost"]
+
+
 @pytest.mark.parametrize(("name", "every", "returned"), [(True, False, True), (None, True, True), (None, False, False)])
 def test_an_answer_has_its_parameters_where_that_is_asked_for(name: Any, every: bool, returned: bool) -> None:
     manager = Manager()
@@ -260,6 +273,37 @@ def test_a_running_request_that_lacks_a_block_waits_for_a_turn_instead_of_a_pree
     assert "ra#" in withdrawn
     monkeypatch.setattr(kept_turns, "_FREED_SECONDS", 0.0)
     assert not engine.turns.kept.frees()  # a daemon that does not answer is waited for no longer
+
+
+def test_no_more_is_given_up_than_a_request_lacks_where_turns_share_blocks() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.75)
+    for number, name in enumerate("abc"):  # of one conversation
+        keep(engine, manager, name, *range(1, 9 + 4 * number))
+    keep(engine, manager, "other", *range(30, 36))
+    assert engine.turns.kept.frees()
+    (withdrawn,) = engine.take_metadata().withdrawals
+    assert "rc#" in withdrawn  # the others would free nothing
+    assert engine.turns.kept.frees()
+    manager.take("others", list(range(17, 30)), list(range(36, 62)))
+    engine.arrived(Request(list(range(BLOCK * 8)), None, request_id="new"))
+    second = engine.take_metadata().withdrawals
+    assert [offer.partition("#")[0] for offer in second] == ["rb"]
+    assert engine.take_metadata().withdrawals == []
+    engine.turns.kept.ended((offer, "withdrawn") for offer in (withdrawn, *second))
+    assert set(range(9, 17)) <= set(manager.freed)
+
+
+def test_turns_whose_blocks_running_requests_have_are_not_given_up() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    keep(engine, manager, "a", *range(1, 9))
+    manager.take("next", list(range(1, 11)))
+    assert not engine.turns.kept.frees()
+    assert engine.take_metadata().withdrawals == []
+    engine.turns.kept.clear()
+    assert not engine.turns.kept.frees()  # given up, and nothing comes of it
+    assert asked(engine, "a") is None
 
 
 def test_emptying_the_cache_gives_all_up_once() -> None:

@@ -37,6 +37,8 @@ class _Kept:
     """Whose daemons have not let go of it."""
     given_up: float = 0.0
     """When, in monotonic time."""
+    lost: str = ""
+    """Why it ended on the first rank on which it was not read: then nobody can read all of it."""
 
 
 class KeptTurns:
@@ -51,6 +53,8 @@ class KeptTurns:
         self._named: dict[str, _Kept] = {}
         self._held: Counter[int] = Counter()
         """How many turns that are not given up have a block, by its identity: groups may have pools of their own."""
+        self._going: Counter[int] = Counter()
+        """How many that are given up have a block, until daemons have let go of them."""
         self._waiting: dict[str, Any] = {}
         """Requests without blocks, in order of arrival."""
         self._withdrawals: list[str] = []
@@ -102,9 +106,13 @@ class KeptTurns:
         for offer, reason in ends:
             kept = self._kept[offer]
             kept.ranks -= 1
+            if reason != "read":
+                kept.lost = kept.lost or reason
             if kept.ranks == 0:
-                self._ends.append(reason)
+                self._ends.append(kept.lost or reason)
                 self._forget(kept)
+            elif kept.lost:
+                self._give_up(kept)
 
     def take_ends(self) -> list[str]:
         """Why turns are no longer kept, or were not, since the last call."""
@@ -139,7 +147,7 @@ class KeptTurns:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
         if not self._coming():
             self._free(max(1, int(_LEAST_GIVEN_UP * self._manager.block_pool.num_gpu_blocks)) if self._kept else 0)
-        return self.freeing
+        return self.freeing and self._coming() > 0
 
     def clear(self) -> None:
         """Gives everything up: the cache is to be emptied."""
@@ -162,40 +170,44 @@ class KeptTurns:
     def _standing(self) -> list[_Kept]:
         return [kept for kept in self._kept.values() if not kept.given_up]
 
-    def _alone(self, kept: _Kept) -> int:
-        """Blocks of this turn that nobody else has."""
-        return sum(block.ref_cnt == 1 for block in kept.blocks)
-
     def _coming(self) -> int:
         """Blocks that will be free once daemons have let go of what is given up."""
-        return sum(self._alone(kept) for kept in self._kept.values() if kept.given_up)
+        blocks = {id(block): block for kept in self._kept.values() if kept.given_up for block in kept.blocks}
+        return sum(block.ref_cnt == self._going[number] for number, block in blocks.items())
+
+    def _adds(self, kept: _Kept) -> int:
+        """How many more will be if this turn is given up, too: requests and other turns may share its blocks."""
+        return sum(block.ref_cnt == self._going.get(id(block), 0) + 1 for block in kept.blocks)
 
     def _free(self, blocks: int) -> None:
-        """Gives up the oldest turns that have so many blocks."""
-        for kept in self._standing():
-            if blocks <= 0:
+        """Gives up the oldest turns that have so many blocks, and none that would free nothing."""
+        while blocks > 0:
+            adding = ((kept, added) for kept in self._standing() if (added := self._adds(kept)))
+            kept, added = next(adding, (None, 0))
+            if kept is None:
                 return
-            blocks -= self._alone(kept)
+            blocks -= added
             self._give_up(kept)
 
     def _give_up(self, kept: _Kept) -> None:
         if not kept.given_up:
             kept.given_up = time.monotonic()
             self._withdrawals.append(kept.offer)
-            self._let(kept)
-
-    def _let(self, kept: _Kept) -> None:
-        """Its blocks count no more."""
-        self._held.subtract(map(id, kept.blocks))
-        for block in kept.blocks:
-            if not self._held[id(block)]:
-                del self._held[id(block)]
+            _uncount(self._held, kept)
+            self._going.update(map(id, kept.blocks))
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.offer]
         if self._named.get(kept.name) is kept:
             del self._named[kept.name]
-        if not kept.given_up:
-            self._let(kept)
+        _uncount(self._going if kept.given_up else self._held, kept)
         # The last ones first, as vLLM does: those of beginnings stay in the prefix cache for longest.
         self._manager.block_pool.free_blocks(reversed(kept.blocks))
+
+
+def _uncount(having: Counter[int], kept: _Kept) -> None:
+    """Its blocks have one turn less there."""
+    having.subtract(map(id, kept.blocks))
+    for block in kept.blocks:
+        if not having[id(block)]:
+            del having[id(block)]
