@@ -330,6 +330,26 @@ async def test_windows_of_a_killed_reader_are_given_to_others(monkeypatch):
     assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
 
 
+async def test_an_owner_that_is_asked_for_a_slice_cannot_ask_another_one_for_it_with_other_bytes():
+    site = StagedSite(source=True, target=False)
+    producer, reader = await opened(site)
+    size = 64 * limits.KIB
+    bad = await site.producer(limits.MIB, 9)
+    await reader.add(bad)
+    served, heard = bad.end.transport._served, []
+    hear = served.hear
+    served.hear = lambda agent, message: (heard.append(message), hear(agent, message))
+    assert isinstance(await reader.end(reader.read(bad, blocks(0, 1, size))), Landed)
+    [pool] = producer.end.transport._served.staged().values()
+    other = np.array([limits.MIB // 2, size], np.uint64).tobytes()
+    secret, number = key_of(heard[0])
+    for ahead in range(3, 3 + limits.MAX_STAGED_SLICES):
+        producer.end.transport._served.hear("bad", Wanted(secret, number + ahead, pool.token, other))
+    reader.memory[:] = 0
+    assert isinstance(await reader.end(reader.read(producer, blocks(0, 1, size))), Landed)
+    assert np.array_equal(reader.memory[:size], pattern(producer.seed, limits.MIB)[:size])
+
+
 def for_good(monkeypatch):
     """There is one window, which is not taken back from who does not give it back; a megabyte takes several."""
     monkeypatch.setattr(limits, "WINDOW_SECONDS", 3600.0)

@@ -24,7 +24,17 @@ from kvd.plan import Descriptors
 from kvd.transport.interface import Event, Landed, Network, ReadFailed, ReadRequest
 from kvd.transport.slices import U64, Slice, SliceQueue
 from kvd.transport.staged.arena import Buffers, Copy, packed, window_offset
-from kvd.transport.staged.messages import LINE_BYTES, Finished, StagedPool, State, Wanted, encode, heading, tag
+from kvd.transport.staged.messages import (
+    LINE_BYTES,
+    Finished,
+    StagedPool,
+    State,
+    Wanted,
+    encode,
+    heading,
+    owner_secret,
+    tag,
+)
 
 _Ended = Callable[[Landed | ReadFailed], None]
 
@@ -137,7 +147,7 @@ class StagedReads:
         self._copy = copy
         self._loop = loop
         self._emit, self._idle = emit, idle
-        self._secret, self._numbers = os.urandom(16), itertools.count(1)
+        self._key, self._numbers = os.urandom(16), itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
         self._reads: dict[int, _Read] = {}
         self._slotless: dict[_Part, None] = {}
@@ -220,12 +230,15 @@ class StagedReads:
         part.again = self._loop.time() + part.patience
         source, _, length = part.rows
         table = np.concatenate((source, length)).tobytes()
-        self._network.notify(board.agent, encode(Wanted(self._secret, part.number, board.pool.token, table)))
+        self._network.notify(board.agent, encode(Wanted(self._secret(board), part.number, board.pool.token, table)))
         self._await(board, part)
+
+    def _secret(self, board: Board) -> bytes:
+        return owner_secret(self._key, board.agent)
 
     def _finish(self, board: Board, part: _Part) -> None:
         """The peer may use the window again."""
-        self._network.notify(board.agent, encode(Finished(self._secret, part.number, board.pool.token)))
+        self._network.notify(board.agent, encode(Finished(self._secret(board), part.number, board.pool.token)))
 
     def _read(self, part: _Part) -> None:
         part.step = _Step.READ
@@ -346,7 +359,8 @@ class StagedReads:
             self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
 
     def _decide(self, board: Board, part: _Part, where: dict[bytes, int]) -> None:
-        window = where.get(tag(self._secret, part.number, State.READY))
+        secret = self._secret(board)
+        window = where.get(tag(secret, part.number, State.READY))
         if part.step is _Step.CHECKED:
             board.waiting.discard(part)
             self._finish(board, part)
@@ -361,7 +375,7 @@ class StagedReads:
             self._read_into_slot(part)
         else:
             for state, reason in _REASONS.items():
-                if tag(self._secret, part.number, state) in where:
+                if tag(secret, part.number, state) in where:
                     self._part_ended(part, f"agent {board.agent!r} staged nothing: {reason}")
                     return
             if self._loop.time() >= part.again:
