@@ -104,11 +104,11 @@ async def test_a_request_under_one_pool_s_token_is_served_from_that_pool_alone(t
     assert two.producer.end.gpu.copies == 0
 
 
-async def test_readers_of_one_pool_keep_no_window_from_those_of_another_under_however_many_names(two):
+async def test_readers_of_one_pool_keep_no_window_from_those_of_another_under_however_many_secrets(two):
     [mine] = messages.metadata(two.told[0]).staged.values()
     table = np.array([0, 64], np.uint64).tobytes()
     for number in range(10 * limits.MAX_STAGED_REQUESTS):
-        two.transport._served.hear(f"made-up-{number}", Wanted(b"s" * 16, 1 + number, mine.token, table))
+        two.transport._served.hear("thief", Wanted(number.to_bytes(16), 1, mine.token, table))
     windows = two.producer.end.windows_of(1)
     assert (windows.in_use, windows.waiting) == (two.arena(0).windows, limits.MAX_STAGED_REQUESTS)
     end = await two.readers[1].end(two.read(two.readers[1], 1))
