@@ -273,6 +273,23 @@ def test_the_window_of_a_slice_that_comes_to_nothing_is_given_back_once_nothing_
     assert played.finished == played.asked
 
 
+def test_a_read_that_is_aborted_while_its_window_is_read_is_not_asked_for_again():
+    played = Played()
+    played.begin(1)
+    played.end(*played.network, played.asked[0])
+    [window] = played.network
+    played.reads.abort(1)
+    assert played.events == []  # the network writes for it
+    played.end(window)
+    played.end(*played.network)  # the owner has taken the window back
+    [event] = played.events
+    assert isinstance(event, ReadFailed)
+    assert event.aborted
+    assert len(played.asked) == 1
+    assert played.finished == played.asked
+    assert 1 not in played.reads
+
+
 # --- over the fake fabric -------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,9 @@ _REASONS: Final = {
 }
 
 
+_ABORTED: Final = "aborted"
+
+
 class _Step(Enum):
     ASKED = auto()
     READ = auto()
@@ -169,11 +172,13 @@ class StagedReads:
         self._pump()
 
     def abort(self, number: int) -> None:
-        """Drops what is not on its way; a slice that is not read yet is not."""
+        """Drops what is not on its way; a slice that is not read yet is not, nor one that is to be read again."""
         read = self._reads.get(number)
-        if read is not None and (self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts)):
-            read.aborted = True
-            self._fail(read, "aborted")
+        if read is None:
+            return
+        read.aborted = True
+        if self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts):
+            self._fail(read, _ABORTED)
 
     def lost(self, peer: StagedPeer, reason: str) -> None:
         """The peer is of no use any more: its reads fail."""
@@ -361,14 +366,16 @@ class StagedReads:
     def _decide(self, board: Board, part: _Part, where: dict[bytes, int]) -> None:
         secret = self._secret(board)
         window = where.get(tag(secret, part.number, State.READY))
-        if part.step is _Step.CHECKED:
+        if part.step is _Step.CHECKED and window == part.window:
             board.waiting.discard(part)
             self._finish(board, part)
-            if window == part.window:
-                part.step = _Step.COPIED
-                self._arrived(part)
-            else:  # its window was taken back: others waited for too long
-                self._ask(part, board)
+            part.step = _Step.COPIED
+            self._arrived(part)
+        elif part.step is _Step.CHECKED and part.read.aborted:
+            self._part_ended(part, _ABORTED)
+        elif part.step is _Step.CHECKED:  # its window was taken back: others waited for too long
+            self._finish(board, part)
+            self._ask(part, board)
         elif window is not None:
             board.waiting.discard(part)
             part.window = window
