@@ -16,7 +16,7 @@ from kvd.transport.interface import (
     Region,
     TransportDied,
 )
-from kvd.transport.staged import messages, reads
+from kvd.transport.staged import host, messages, reads
 from kvd.transport.staged.arena import Buffers
 from kvd.transport.staged.messages import StagedPool, State, Wanted, heading, tag
 from kvd.transport.staged.reads import StagedPeer, StagedReads
@@ -545,3 +545,29 @@ async def test_a_gpu_that_cannot_copy_fails_reads_at_both_ends_and_one_that_is_l
     assert isinstance(end, ReadFailed)
     assert "its GPU could not copy them" in end.reason
     assert isinstance(producer.events.get_nowait(), TransportDied) if lost else producer.events.empty()
+
+
+class Raising:
+    """Copies whose thread has no memory for its arrays."""
+
+    def __init__(self, uuid):
+        pass
+
+    def copy(self, targets, sources, lengths):
+        raise MemoryError
+
+    def close(self):
+        pass
+
+
+async def test_a_thread_that_raises_ends_its_daemon(monkeypatch):
+    monkeypatch.setattr("kvd.transport.samehost.gpu.Gpu", Raising)
+    producer, reader = await opened(StagedSite(source=True, target=False))
+    gpu = host.Gpu("GPU-fake", 1, asyncio.get_running_loop())
+    producer.end.gpu.copy = gpu.copy
+    read = reader.read(producer, blocks(0, 1, 64 * limits.KIB))
+    died = await producer.events.get()
+    gpu.close()
+    assert isinstance(died, TransportDied)
+    assert "MemoryError" in died.reason
+    assert reader.ends(read) == []
