@@ -211,6 +211,23 @@ async def test_an_arena_that_the_network_does_not_register_is_given_back():
     assert (len(end.gpu.arenas), list(end.transport._served._pools)) == (1, [1])
 
 
+async def test_nobody_is_told_of_a_pool_nor_served_from_it_before_its_arena_is_registered():
+    producer = await opened()
+    end = producer.end
+    register, asked = end.network.register, []
+    end.network.register = lambda *arguments: asked.append(arguments)
+    base = producer._fabric.map(pattern(2, 4096))
+    end.transport.register(2, end.region(base, 4096))
+    while not asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert list(messages.metadata(end.transport.metadata).staged) == [producer.base]
+    assert len(end.transport._served._by_token) == 1
+    register(*asked[0])
+    event = await producer.events.get()
+    assert sorted(messages.metadata(event.metadata).staged) == sorted((producer.base, base))
+    assert len(end.transport._served._by_token) == 2
+
+
 async def test_the_buffers_that_reads_go_through_cannot_be_read_by_peers():
     """Bytes of all pools that are read lie there, and peers whose rights have ended would know of them."""
     site = StagedSite(source=True, target=True)

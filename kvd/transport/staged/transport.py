@@ -237,8 +237,11 @@ class StagedTransport:
         if event.pool == BUFFERS:
             self._has_buffers = isinstance(event, Registered)
             return
-        if self._served is not None and not isinstance(event, Registered) and not self._stopped:
-            self._served.ended(event.pool)
+        if self._served is not None and not self._stopped:
+            if isinstance(event, Registered):
+                self._served.registered(event.pool)
+            else:
+                self._served.ended(event.pool)
         self._emit(event if isinstance(event, RegisterFailed) else replace(event, metadata=self.metadata))
 
     def _added(self, event: PeerAdded) -> None:
