@@ -104,11 +104,11 @@ async def test_a_request_under_one_pool_s_token_is_served_from_that_pool_alone(t
     assert two.producer.end.gpu.copies == 0
 
 
-async def test_readers_of_one_pool_keep_no_window_from_those_of_another_under_however_many_names(two):
+async def test_readers_of_one_pool_keep_no_window_from_those_of_another_under_however_many_secrets(two):
     [mine] = messages.metadata(two.told[0]).staged.values()
     table = np.array([0, 64], np.uint64).tobytes()
     for number in range(10 * limits.MAX_STAGED_REQUESTS):
-        two.transport._served.hear(f"made-up-{number}", Wanted(b"s" * 16, 1 + number, mine.token, table))
+        two.transport._served.hear("thief", Wanted(number.to_bytes(16), 1, mine.token, table))
     windows = two.producer.end.windows_of(1)
     assert (windows.in_use, windows.waiting) == (two.arena(0).windows, limits.MAX_STAGED_REQUESTS)
     end = await two.readers[1].end(two.read(two.readers[1], 1))
@@ -209,6 +209,23 @@ async def test_an_arena_that_the_network_does_not_register_is_given_back():
     event = await producer.events.get()
     assert isinstance(event, RegisterFailed)
     assert (len(end.gpu.arenas), list(end.transport._served._pools)) == (1, [1])
+
+
+async def test_nobody_is_told_of_a_pool_nor_served_from_it_before_its_arena_is_registered():
+    producer = await opened()
+    end = producer.end
+    register, asked = end.network.register, []
+    end.network.register = lambda *arguments: asked.append(arguments)
+    base = producer._fabric.map(pattern(2, 4096))
+    end.transport.register(2, end.region(base, 4096))
+    while not asked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert list(messages.metadata(end.transport.metadata).staged) == [producer.base]
+    assert len(end.transport._served._by_token) == 1
+    register(*asked[0])
+    event = await producer.events.get()
+    assert sorted(messages.metadata(event.metadata).staged) == sorted((producer.base, base))
+    assert len(end.transport._served._by_token) == 2
 
 
 async def test_the_buffers_that_reads_go_through_cannot_be_read_by_peers():

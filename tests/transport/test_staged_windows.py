@@ -16,7 +16,7 @@ from kvd.transport.interface import (
     Region,
     TransportDied,
 )
-from kvd.transport.staged import messages, reads
+from kvd.transport.staged import host, messages, reads
 from kvd.transport.staged.arena import Buffers
 from kvd.transport.staged.messages import StagedPool, State, Wanted, heading, tag
 from kvd.transport.staged.reads import StagedPeer, StagedReads
@@ -30,8 +30,8 @@ TOKEN = b"t" * 16
 _numbers = itertools.count(1)
 
 
-def wanted(token=TOKEN):
-    return Wanted(b"s" * 16, next(_numbers), token, TABLE)
+def wanted(reader="r", token=TOKEN):
+    return Wanted(reader.encode().ljust(16), next(_numbers), token, TABLE)
 
 
 def key_of(asked):
@@ -46,15 +46,15 @@ def served(windows):
 def test_the_reader_with_the_fewest_windows_is_next():
     windows = Windows(4)
     for _ in range(4):
-        windows.ask("greedy", wanted())
-    windows.ask("late", wanted())
-    windows.ask("later", wanted())
+        windows.ask("greedy", wanted("greedy"))
+    windows.ask("late", wanted("late"))
+    windows.ask("later", wanted("later"))
     assert served(windows) == ["greedy", "late", "later", "greedy"]
 
 
 def test_readers_with_as_many_windows_take_turns():
     windows = Windows(1)
-    asked = [(agent, wanted()) for agent in "aabb"]
+    asked = [(agent, wanted(agent)) for agent in "aabb"]
     for agent, request in asked:
         windows.ask(agent, request)
     order = []
@@ -73,32 +73,32 @@ def test_a_request_that_comes_twice_or_when_too_many_wait_is_not_queued(monkeypa
     first = wanted()
     assert windows.ask("r", first)
     assert not windows.ask("r", first)
-    assert windows.ask("other", wanted())
-    assert not windows.ask("third", wanted())
+    assert windows.ask("other", wanted("other"))
+    assert not windows.ask("third", wanted("third"))
     assert windows.waiting == 2
 
 
 def test_a_reader_that_is_about_to_have_too_many_requests_loses_its_oldest():
     windows = Windows(2)
     for _ in range(limits.MAX_STAGED_SLICES):
-        assert windows.end_oldest("r") is None
+        assert windows.end_oldest(wanted().secret) is None
         windows.ask("r", wanted())
-    windows.ask("other", wanted())
+    windows.ask("other", wanted("other"))
     shown, copied = windows.next(), windows.next()
     windows.copied(shown, 0.0)
     windows.finish(key_of(copied.asked))
     assert (shown.agent, copied.agent) == ("r", "other")
-    assert windows.end_oldest("r") == shown.window  # which is to be wiped
-    assert windows.end_oldest("r") is None  # there is room for one
+    assert windows.end_oldest(wanted().secret) == shown.window  # which is to be wiped
+    assert windows.end_oldest(wanted().secret) is None  # there is room for one
     windows.ask("r", wanted())
-    assert windows.end_oldest("r") is None  # the oldest one waited
+    assert windows.end_oldest(wanted().secret) is None  # the oldest one waited
     assert windows.waiting == limits.MAX_STAGED_SLICES - 1
 
 
 def test_once_no_reader_is_there_every_window_is_free_or_will_be_when_it_is_copied():
     windows = Windows(2)
     for agent in ("a", "b", "c"):
-        windows.ask(agent, wanted())
+        windows.ask(agent, wanted(agent))
     shown, copied = windows.next(), windows.next()
     windows.copied(shown, 0.0)
     assert windows.end_all() == [shown.window]
@@ -109,9 +109,9 @@ def test_once_no_reader_is_there_every_window_is_free_or_will_be_when_it_is_copi
 
 def test_a_window_that_nobody_gives_back_is_taken_back_after_its_time():
     windows = Windows(1)
-    windows.ask("killed", wanted())
+    windows.ask("killed", wanted("killed"))
     windows.copied(windows.next(), 10.0)
-    windows.ask("other", wanted())
+    windows.ask("other", wanted("other"))
     assert windows.take_back(10.0 + limits.WINDOW_SECONDS - 1) == []
     assert served(windows) == []
     assert windows.take_back(10.0 + limits.WINDOW_SECONDS) == [0]
@@ -123,7 +123,7 @@ def test_a_request_that_ends_while_it_is_copied_frees_its_window_only_afterwards
     windows.ask("r", wanted())
     use = windows.next()
     assert windows.finish(key_of(use.asked)) is None
-    windows.ask("other", wanted())
+    windows.ask("other", wanted("other"))
     assert windows.next() is None
     assert not windows.copied(use, 0.0)
     assert served(windows) == ["other"]
@@ -273,6 +273,23 @@ def test_the_window_of_a_slice_that_comes_to_nothing_is_given_back_once_nothing_
     assert played.finished == played.asked
 
 
+def test_a_read_that_is_aborted_while_its_window_is_read_is_not_asked_for_again():
+    played = Played()
+    played.begin(1)
+    played.end(*played.network, played.asked[0])
+    [window] = played.network
+    played.reads.abort(1)
+    assert played.events == []  # the network writes for it
+    played.end(window)
+    played.end(*played.network)  # the owner has taken the window back
+    [event] = played.events
+    assert isinstance(event, ReadFailed)
+    assert event.aborted
+    assert len(played.asked) == 1
+    assert played.finished == played.asked
+    assert 1 not in played.reads
+
+
 # --- over the fake fabric -------------------------------------------------------------------------------------------
 
 
@@ -328,6 +345,38 @@ async def test_windows_of_a_killed_reader_are_given_to_others(monkeypatch):
     end = await other.end(other.read(producer, blocks(0, 16, 64 * limits.KIB)))
     assert isinstance(end, Landed), end
     assert np.array_equal(other.memory, pattern(producer.seed, limits.MIB))
+
+
+async def test_an_owner_that_is_asked_for_a_slice_cannot_ask_another_one_for_it_with_other_bytes():
+    site = StagedSite(source=True, target=False)
+    producer, reader = await opened(site)
+    size = 64 * limits.KIB
+    bad = await site.producer(limits.MIB, 9)
+    await reader.add(bad)
+    served, heard = bad.end.transport._served, []
+    hear = served.hear
+    served.hear = lambda agent, message: (heard.append(message), hear(agent, message))
+    assert isinstance(await reader.end(reader.read(bad, blocks(0, 1, size))), Landed)
+    [pool] = producer.end.transport._served.staged().values()
+    other = np.array([limits.MIB // 2, size], np.uint64).tobytes()
+    secret, number = key_of(heard[0])
+    for ahead in range(3, 3 + limits.MAX_STAGED_SLICES):
+        producer.end.transport._served.hear("bad", Wanted(secret, number + ahead, pool.token, other))
+    reader.memory[:] = 0
+    assert isinstance(await reader.end(reader.read(producer, blocks(0, 1, size))), Landed)
+    assert np.array_equal(reader.memory[:size], pattern(producer.seed, limits.MIB)[:size])
+
+
+async def test_requests_in_a_reader_s_name_without_its_secret_end_none_of_that_reader():
+    producer, _ = await opened(StagedSite(source=True, target=False))
+    served = producer.end.transport._served
+    [pool] = served.staged().values()
+    asked = wanted("r", pool.token)
+    served.hear("r", asked)
+    await asyncio.sleep(0.001)
+    for _ in range(2 * limits.MAX_STAGED_SLICES):
+        served.hear("r", wanted("other", pool.token))
+    assert windows_of(producer).finish(key_of(asked)) is not None
 
 
 def for_good(monkeypatch):
@@ -452,14 +501,14 @@ async def test_requests_for_what_nobody_may_read_take_no_window_and_are_refused(
     producer, reader = await opened(StagedSite(source=True, target=False))
     served = producer.end.transport._served
     for number in range(1000):
-        served.hear(f"made-up-{number}", wanted(b"?" * 16))
+        served.hear(f"made-up-{number}", wanted(token=b"?" * 16))
     [pool] = served.staged().values()
     beyond = np.array([limits.MIB, 1], np.uint64).tobytes()
     for number in range(1000):
         served.hear(f"beyond-its-end-{number}", Wanted(b"s" * 16, next(_numbers), pool.token, beyond))
     assert (windows_of(producer).in_use, windows_of(producer).waiting) == (0, 0)
     read = reader.read(producer, blocks(0, 16, 64 * limits.KIB))
-    served.hear("made-up", wanted(b"?" * 16))
+    served.hear("made-up", wanted(token=b"?" * 16))
     assert isinstance(await reader.end(read), Landed)
 
 
@@ -496,3 +545,29 @@ async def test_a_gpu_that_cannot_copy_fails_reads_at_both_ends_and_one_that_is_l
     assert isinstance(end, ReadFailed)
     assert "its GPU could not copy them" in end.reason
     assert isinstance(producer.events.get_nowait(), TransportDied) if lost else producer.events.empty()
+
+
+class Raising:
+    """Copies whose thread has no memory for its arrays."""
+
+    def __init__(self, uuid):
+        pass
+
+    def copy(self, targets, sources, lengths):
+        raise MemoryError
+
+    def close(self):
+        pass
+
+
+async def test_a_thread_that_raises_ends_its_daemon(monkeypatch):
+    monkeypatch.setattr("kvd.transport.samehost.gpu.Gpu", Raising)
+    producer, reader = await opened(StagedSite(source=True, target=False))
+    gpu = host.Gpu("GPU-fake", 1, asyncio.get_running_loop())
+    producer.end.gpu.copy = gpu.copy
+    read = reader.read(producer, blocks(0, 1, 64 * limits.KIB))
+    died = await producer.events.get()
+    gpu.close()
+    assert isinstance(died, TransportDied)
+    assert "MemoryError" in died.reason
+    assert reader.ends(read) == []

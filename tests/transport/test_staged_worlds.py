@@ -247,11 +247,11 @@ def a_reader_with_too_many_requests_is_not_heard(monkeypatch):
     ask = Windows.ask
 
     def ask_less(self, agent, asked):
-        waiting = sum(name == agent for name in self._queued.values())
+        waiting = sum(secret == asked.secret for secret, _ in self._queued)
         return waiting < limits.MAX_STAGED_SLICES and ask(self, agent, asked)
 
     monkeypatch.setattr(Windows, "ask", ask_less)
-    monkeypatch.setattr(Windows, "end_oldest", lambda self, agent: None)
+    monkeypatch.setattr(Windows, "end_oldest", lambda self, secret: None)
     monkeypatch.setattr(reads, "AGAIN_SECONDS", float("inf"))
 
 

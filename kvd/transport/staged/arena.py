@@ -54,7 +54,8 @@ class Device(Protocol):
     def copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[KvdError | None], None]) -> None:
         """Copies `lengths[i]` bytes from address `sources[i]` to `targets[i]`.
 
-        Calls `done` on the loop once all have landed, or once nothing lands any more, with what failed.
+        Calls `done` on the loop once all have landed, or once nothing lands any more, with what failed. With an
+        `InternalError` the thread has raised what it should not, and nobody knows what lands.
         """
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from kvd import limits
-from kvd.errors import DeviceError, KvdError
+from kvd.errors import DeviceError, ErrorCode, InternalError, KvdError
 from kvd.memory.memfd import MemfdPool, MemfdProvider
 from kvd.transport.interface import Network, Region
 from kvd.transport.slices import U64
@@ -113,7 +113,8 @@ def _tell(done: Callable[[T | KvdError], None], running: asyncio.Future[T]) -> N
     elif isinstance(error, KvdError):
         done(error)
     else:
-        raise error
+        _log.error("a thread of staging failed", exc_info=error)
+        done(InternalError(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log"))
 
 
 def _log_failure(error: KvdError | None) -> None:

@@ -1,9 +1,9 @@
 """What two ends of a staged read say to each other, and the tags by which a window says whose bytes it has.
 
-A reader draws a *secret*. For each slice it sends a `Wanted` under a number that it uses once. The owner copies the
-bytes into a window of the pool and writes the tag of secret, number and `READY` on the pool's *board*, which has a line
-for each window. A line is wiped before anything else is copied into its window. So bytes that were read between two
-looks at the board that both found one tag are those that the tag stands for.
+A reader has a *secret* with each owner. For each slice it sends a `Wanted` under a number that it uses once. The owner
+copies the bytes into a window of the pool and writes the tag of secret, number and `READY` on the pool's *board*, which
+has a line for each window. A line is wiped before anything else is copied into its window. So bytes that were read
+between two looks at the board that both found one tag are those that the tag stands for.
 
 The first line of a board says whose it is. A reader that does not find it reads from where a pool has been: memory that
 is registered no longer reads as zeros, and whoever had it answers no requests.
@@ -110,6 +110,14 @@ def metadata(content: bytes) -> Metadata | None:
 def heading(token: bytes) -> bytes:
     """The first line of the board of the pool with this token."""
     return hashlib.blake2b(digest_size=LINE_BYTES, key=token).digest()
+
+
+def owner_secret(key: bytes, agent: str) -> bytes:
+    """The secret with an owner of a reader with this key: no owner can ask another one for what that reader then reads.
+
+    It stays the same when the owner is forgotten and found again, as numbers are used once.
+    """
+    return hashlib.blake2b(agent.encode(), digest_size=16, key=key).digest()
 
 
 def tag(secret: bytes, number: int, state: State) -> bytes:

@@ -24,7 +24,17 @@ from kvd.plan import Descriptors
 from kvd.transport.interface import Event, Landed, Network, ReadFailed, ReadRequest
 from kvd.transport.slices import U64, Slice, SliceQueue
 from kvd.transport.staged.arena import Buffers, Copy, packed, window_offset
-from kvd.transport.staged.messages import LINE_BYTES, Finished, StagedPool, State, Wanted, encode, heading, tag
+from kvd.transport.staged.messages import (
+    LINE_BYTES,
+    Finished,
+    StagedPool,
+    State,
+    Wanted,
+    encode,
+    heading,
+    owner_secret,
+    tag,
+)
 
 _Ended = Callable[[Landed | ReadFailed], None]
 
@@ -38,6 +48,9 @@ _REASONS: Final = {
     State.REFUSED: "it has no such bytes in a pool that we may read",
     State.FAILED: "its GPU could not copy them",
 }
+
+
+_ABORTED: Final = "aborted"
 
 
 class _Step(Enum):
@@ -137,7 +150,7 @@ class StagedReads:
         self._copy = copy
         self._loop = loop
         self._emit, self._idle = emit, idle
-        self._secret, self._numbers = os.urandom(16), itertools.count(1)
+        self._key, self._numbers = os.urandom(16), itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
         self._reads: dict[int, _Read] = {}
         self._slotless: dict[_Part, None] = {}
@@ -159,11 +172,13 @@ class StagedReads:
         self._pump()
 
     def abort(self, number: int) -> None:
-        """Drops what is not on its way; a slice that is not read yet is not."""
+        """Drops what is not on its way; a slice that is not read yet is not, nor one that is to be read again."""
         read = self._reads.get(number)
-        if read is not None and (self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts)):
-            read.aborted = True
-            self._fail(read, "aborted")
+        if read is None:
+            return
+        read.aborted = True
+        if self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts):
+            self._fail(read, _ABORTED)
 
     def lost(self, peer: StagedPeer, reason: str) -> None:
         """The peer is of no use any more: its reads fail."""
@@ -220,12 +235,15 @@ class StagedReads:
         part.again = self._loop.time() + part.patience
         source, _, length = part.rows
         table = np.concatenate((source, length)).tobytes()
-        self._network.notify(board.agent, encode(Wanted(self._secret, part.number, board.pool.token, table)))
+        self._network.notify(board.agent, encode(Wanted(self._secret(board), part.number, board.pool.token, table)))
         self._await(board, part)
+
+    def _secret(self, board: Board) -> bytes:
+        return owner_secret(self._key, board.agent)
 
     def _finish(self, board: Board, part: _Part) -> None:
         """The peer may use the window again."""
-        self._network.notify(board.agent, encode(Finished(self._secret, part.number, board.pool.token)))
+        self._network.notify(board.agent, encode(Finished(self._secret(board), part.number, board.pool.token)))
 
     def _read(self, part: _Part) -> None:
         part.step = _Step.READ
@@ -346,22 +364,25 @@ class StagedReads:
             self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
 
     def _decide(self, board: Board, part: _Part, where: dict[bytes, int]) -> None:
-        window = where.get(tag(self._secret, part.number, State.READY))
-        if part.step is _Step.CHECKED:
+        secret = self._secret(board)
+        window = where.get(tag(secret, part.number, State.READY))
+        if part.step is _Step.CHECKED and window == part.window:
             board.waiting.discard(part)
             self._finish(board, part)
-            if window == part.window:
-                part.step = _Step.COPIED
-                self._arrived(part)
-            else:  # its window was taken back: others waited for too long
-                self._ask(part, board)
+            part.step = _Step.COPIED
+            self._arrived(part)
+        elif part.step is _Step.CHECKED and part.read.aborted:
+            self._part_ended(part, _ABORTED)
+        elif part.step is _Step.CHECKED:  # its window was taken back: others waited for too long
+            self._finish(board, part)
+            self._ask(part, board)
         elif window is not None:
             board.waiting.discard(part)
             part.window = window
             self._read_into_slot(part)
         else:
             for state, reason in _REASONS.items():
-                if tag(self._secret, part.number, state) in where:
+                if tag(secret, part.number, state) in where:
                     self._part_ended(part, f"agent {board.agent!r} staged nothing: {reason}")
                     return
             if self._loop.time() >= part.again:

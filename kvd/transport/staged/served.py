@@ -59,9 +59,14 @@ class ServedPools:
             self._emit(RegisterFailed(number, f"its windows: {memory.text}"))
         else:
             pool.arena = Arena(memory, pool.windows)
+            self._network.register(number, memory.region)
+
+    def registered(self, number: int) -> None:
+        """The network has registered an arena: serves its pool, if it is ours."""
+        pool = self._pools.get(number)
+        if pool is not None and pool.arena is not None:
             pool.server = Server(pool.region, pool.arena, self._copy, self._loop)
             self._by_token[pool.server.staged.token] = pool.server
-            self._network.register(number, memory.region)
 
     def deregister(self, number: int) -> bool:
         """Serves a pool no longer, has its arena deregistered once nothing copies there; False if it is not ours."""
@@ -77,8 +82,6 @@ class ServedPools:
         """The network has not registered an arena, or no longer: gives it back if it is ours."""
         pool = self._pools.pop(number, None)
         if pool is not None and pool.arena is not None:
-            if pool.server is not None:
-                del self._by_token[pool.server.staged.token]
             self._device.free(pool.arena.memory)
 
     def size_at(self, base: int) -> int | None:

@@ -61,7 +61,7 @@ class Server:
         elif pieces(message, self._region.size) is None:  # a window for it would be one less for those that may read
             self._arena.write_line(next(self._refusals), _tag(message, State.REFUSED))
         else:
-            self._wipe(self._windows.end_oldest(agent))
+            self._wipe(self._windows.end_oldest(message.secret))
             if not self._windows.ask(agent, message) and not self._dropped:
                 self._dropped = True
                 _log.warning("requests for staged slices are dropped", agent=agent, waiting=self._windows.waiting)

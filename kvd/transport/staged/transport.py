@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from kvd.errors import DeviceError, KvdError
+from kvd.errors import DeviceError, InternalError, KvdError
 from kvd.transport.interface import (
     Deregistered,
     Described,
@@ -185,12 +185,15 @@ class StagedTransport:
             self._device.close()
 
     def _copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[str], None]) -> None:
-        """Copies, as `Copy`; a GPU that is lost is the end of this transport."""
+        """Copies, as `Copy`; a GPU that is lost, or a thread that raised, is the end of this transport."""
         assert self._device is not None  # noqa: S101 - nothing is copied without pools on a GPU
 
         def copied(error: KvdError | None) -> None:
             if self._stopped:
                 return
+            if isinstance(error, InternalError):
+                self._emit(TransportDied(error.text))
+                return  # it may land yet, so its window and its read do not end
             done(error.text if error else "")
             if isinstance(error, DeviceError) and error.lost:
                 self._emit(TransportDied(error.text))
@@ -234,8 +237,11 @@ class StagedTransport:
         if event.pool == BUFFERS:
             self._has_buffers = isinstance(event, Registered)
             return
-        if self._served is not None and not isinstance(event, Registered) and not self._stopped:
-            self._served.ended(event.pool)
+        if self._served is not None and not self._stopped:
+            if isinstance(event, Registered):
+                self._served.registered(event.pool)
+            else:
+                self._served.ended(event.pool)
         self._emit(event if isinstance(event, RegisterFailed) else replace(event, metadata=self.metadata))
 
     def _added(self, event: PeerAdded) -> None:

@@ -1,7 +1,9 @@
 """Who has which window of a pool's arena, and who is next. Pure: no clock and no I/O.
 
+A reader is known by its secret, which only it and we know: messages may come under any name.
+
 The next window goes to the reader with the fewest, and among these to the one that waits longest. Each pool has windows
-of its own, so whoever may read one pool keeps no reader of another waiting, under however many names.
+of its own, so whoever may read one pool keeps no reader of another waiting, under however many secrets.
 
 A window that its reader does not give back, because it was killed, is taken back after `limits.WINDOW_SECONDS` if
 others wait: its reader finds another tag on the board, and asks again.
@@ -38,7 +40,7 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """What one agent waits for, and how many windows it has."""
+    """What one reader waits for, and how many windows it has."""
 
     waiting: dict[Key, Wanted] = field(default_factory=dict)
     windows: int = 0
@@ -50,9 +52,9 @@ class Windows:
     def __init__(self, count: int) -> None:
         self._free = list(reversed(range(count)))
         self._uses: dict[Key, Use] = {}
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[bytes, _Reader] = {}
         self._queued: dict[Key, str] = {}
-        """Who waits with each request that has no window."""
+        """The agent in whose name each request came that has no window."""
 
     @property
     def in_use(self) -> int:
@@ -69,14 +71,14 @@ class Windows:
         key = (asked.secret, asked.number)
         if key in self._uses or key in self._queued or len(self._queued) >= limits.MAX_STAGED_REQUESTS:
             return False
-        self._readers.setdefault(agent, _Reader()).waiting[key] = asked
+        self._readers.setdefault(asked.secret, _Reader()).waiting[key] = asked
         self._queued[key] = agent
         return True
 
-    def end_oldest(self, agent: str) -> int | None:
-        """Ends the oldest request of an agent that is about to have too many. Its window as for `finish`."""
-        requests = [key for key, use in self._uses.items() if use.agent == agent and not use.ended]
-        requests += self._readers[agent].waiting if agent in self._readers else ()
+    def end_oldest(self, secret: bytes) -> int | None:
+        """Ends the oldest request of a reader that is about to have too many. Its window as for `finish`."""
+        requests = [key for key, use in self._uses.items() if use.asked.secret == secret and not use.ended]
+        requests += self._readers[secret].waiting if secret in self._readers else ()
         return self.finish(requests[0]) if len(requests) >= limits.MAX_STAGED_SLICES else None
 
     def end_all(self) -> list[int]:
@@ -88,12 +90,12 @@ class Windows:
         """Gives a free window to whose turn it is; its use is `copying`."""
         if not self._free or not self._queued:
             return None
-        waiting = [(reader.windows, agent) for agent, reader in self._readers.items() if reader.waiting]
-        _, agent = min(waiting, key=lambda entry: entry[0])  # the first of these has waited longest
-        reader = self._readers[agent] = self._readers.pop(agent)
+        waiting = [(reader.windows, secret) for secret, reader in self._readers.items() if reader.waiting]
+        _, secret = min(waiting, key=lambda entry: entry[0])  # the first of these has waited longest
+        reader = self._readers[secret] = self._readers.pop(secret)
         key = next(iter(reader.waiting))
         reader.windows += 1
-        use = self._uses[key] = Use(agent, self._unqueue(key), self._free.pop())
+        use = self._uses[key] = Use(self._queued.pop(key), reader.waiting.pop(key), self._free.pop())
         return use
 
     def copied(self, use: Use, now: float) -> bool:
@@ -107,10 +109,9 @@ class Windows:
         """The request has ended. Its window if that is free now."""
         use = self._uses.get(key)
         if use is None:
-            if key in self._queued:
-                agent = self._queued[key]
-                self._unqueue(key)
-                self._forget_idle(agent)
+            if self._queued.pop(key, None) is not None:
+                del self._readers[key[0]].waiting[key]
+                self._forget_idle(key[0])
             return None
         use.ended = True
         if use.copying:
@@ -132,19 +133,16 @@ class Windows:
         since = min((use.since for use in self._uses.values() if not use.copying), default=None)
         return None if since is None else since + limits.WINDOW_SECONDS
 
-    def _unqueue(self, key: Key) -> Wanted:
-        return self._readers[self._queued.pop(key)].waiting.pop(key)
-
     def _release(self, use: Use) -> None:
         del self._uses[use.asked.secret, use.asked.number]
         self._free.append(use.window)
-        self._readers[use.agent].windows -= 1
-        self._forget_idle(use.agent)
+        self._readers[use.asked.secret].windows -= 1
+        self._forget_idle(use.asked.secret)
 
-    def _forget_idle(self, agent: str) -> None:
-        reader = self._readers[agent]
+    def _forget_idle(self, secret: bytes) -> None:
+        reader = self._readers[secret]
         if not reader.waiting and not reader.windows:
-            del self._readers[agent]
+            del self._readers[secret]
 
 
 def pieces(asked: Wanted, size: int) -> tuple[U64, U64] | None:
