@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from kvd import limits
-from kvd.errors import DeviceError, ErrorCode, InternalError, KvdError
+from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
 from kvd.memory.memfd import MemfdPool, MemfdProvider
 from kvd.transport.interface import Network, Region
 from kvd.transport.slices import U64
@@ -114,7 +114,7 @@ def _tell(done: Callable[[T | KvdError], None], running: asyncio.Future[T]) -> N
         done(error)
     else:
         _log.error("a thread of staging failed", exc_info=error)
-        done(InternalError(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log"))
+        done(refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log"))
 
 
 def _log_failure(error: KvdError | None) -> None:
