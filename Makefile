@@ -98,7 +98,7 @@ test-real: setup
 	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
 
 # Those of real processes that come after the rules, so that both cores have as much to do.
-LAST := tests/benchmarks tests/standin
+LAST := tests/benchmarks tests/client tests/cuda tests/standin
 test-last: setup
 	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
 

@@ -53,11 +53,13 @@ class Pair:
         """
         body = self.roomed(make_body(prompt, tokens, **more))
         prefill = asyncio.create_task(post(self.prefill.url, PATH, body))
-        try:
-            completion = await complete(self.decode.url, body)
-            finished = (await prefill)["meta_info"]["finish_reason"]
+        decode = asyncio.create_task(complete(self.decode.url, body))
+        try:  # as SGLang's router: where one side refuses, the other one waits for nothing
+            answer, completion = await asyncio.gather(prefill, decode)
         finally:
             prefill.cancel()
+            decode.cancel()
+        finished = answer["meta_info"]["finish_reason"]
         if finished["type"] == "abort":
             raise HttpError(0, f"{self.prefill.url}: {finished}")
         return completion
