@@ -28,7 +28,7 @@ class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     turn_ttl: Ttl = _TURNS.ttl
     """How long a decode engine keeps an answer for the next turn of its conversation, whose prefill engine pulls it."""
     turn_share: _Share = _TURNS.share
-    """The most of its KV cache that it keeps so. It gives up the oldest ones when it is short of blocks itself."""
+    """The most of its KV cache that it keeps so. When it is short of blocks itself, it gives turns up."""
     every_turn: bool = _TURNS.every
     """Whether it keeps every answer and says so in it, for routers that do not ask for that (`kvd_turn`)."""
 

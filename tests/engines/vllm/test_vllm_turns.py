@@ -294,6 +294,32 @@ def test_no_more_is_given_up_than_a_request_lacks_where_turns_share_blocks() -> 
     assert set(range(9, 17)) <= set(manager.freed)
 
 
+def test_a_conversation_that_is_given_up_goes_whole_before_a_later_one() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.75)
+    for number, name in enumerate("abc"):  # of one conversation
+        keep(engine, manager, name, *range(1, 9 + 4 * number))
+    keep(engine, manager, "other", *range(30, 36))
+    manager.take("others", list(range(17, 30)), list(range(36, 62)))
+    engine.arrived(Request(list(range(BLOCK * 14)), None, request_id="new"))
+    assert [offer.partition("#")[0] for offer in engine.take_metadata().withdrawals] == ["rc", "rb", "ra"]
+
+
+def test_blocks_of_a_turn_that_is_given_up_are_awaited_after_an_earlier_one_that_has_them_was_read() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    for name, blocks in (("a", 4), ("b", 8)):
+        decode_turn(engine, manager, list(range(blocks * BLOCK)), list(range(1, blocks + 1)), name=name, answer=BLOCK)
+    first, second = engine.take_metadata().offers
+    assert engine.turns.kept.frees()
+    assert engine.take_metadata().withdrawals == [second.offer]
+    engine.turns.kept.ended([(first.offer, "read")])
+    assert manager.freed == []
+    assert engine.turns.kept.frees()
+    engine.turns.kept.ended([(second.offer, "withdrawn")])
+    assert sorted(manager.freed) == list(range(1, 9))
+
+
 def test_turns_whose_blocks_running_requests_have_are_not_given_up() -> None:
     manager = Manager(64)
     engine = side(manager)

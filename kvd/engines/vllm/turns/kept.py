@@ -3,8 +3,9 @@
 The blocks of a kept turn have a reference of the connector's own in vLLM's block pool. vLLM ends the request as usual:
 its engine makes no steps because of what is kept, and finds the blocks in its prefix cache. They are given back when
 every rank's daemon has let go of them: once the next turn's prefill has read them, after the turn's time, or after they
-were given up, the oldest first. That happens when more would be kept than a share of the cache, and when vLLM has no
-blocks for a request that waits or runs.
+were given up. That happens when more would be kept than a share of the cache: the oldest turns go. It also happens when
+vLLM has no blocks for a request that waits or runs: the oldest turn whose blocks nobody else has goes, and then the
+turns that it continued, whose blocks it had, too.
 """
 
 import time
@@ -55,6 +56,8 @@ class KeptTurns:
         """How many turns that are not given up have a block, by its identity: groups may have pools of their own."""
         self._going: Counter[int] = Counter()
         """How many that are given up have a block, until daemons have let go of them."""
+        self._leaving: dict[int, Any] = {}
+        """The blocks that these have."""
         self._waiting: dict[str, Any] = {}
         """Requests without blocks, in order of arrival."""
         self._withdrawals: list[str] = []
@@ -172,22 +175,26 @@ class KeptTurns:
 
     def _coming(self) -> int:
         """Blocks that will be free once daemons have let go of what is given up."""
-        blocks = {id(block): block for kept in self._kept.values() if kept.given_up for block in kept.blocks}
-        return sum(block.ref_cnt == self._going[number] for number, block in blocks.items())
+        return sum(block.ref_cnt == self._going[number] for number, block in self._leaving.items())
 
     def _adds(self, kept: _Kept) -> int:
         """How many more will be if this turn is given up, too: requests and other turns may share its blocks."""
         return sum(block.ref_cnt == self._going.get(id(block), 0) + 1 for block in kept.blocks)
 
     def _free(self, blocks: int) -> None:
-        """Gives up the oldest turns that have so many blocks, and none that would free nothing."""
-        while blocks > 0:
-            adding = ((kept, added) for kept in self._standing() if (added := self._adds(kept)))
-            kept, added = next(adding, (None, 0))
-            if kept is None:
+        """Gives up turns that have so many blocks: the oldest that frees some, those that it continued, and so on."""
+        earlier: list[_Kept] = []
+        for kept in self._standing():
+            if blocks <= 0:
                 return
-            blocks -= added
-            self._give_up(kept)
+            earlier.append(kept)
+            if not self._adds(kept):
+                continue  # one that continues it stands, or a request runs on its blocks
+            for turn in reversed(earlier):
+                if blocks > 0 and (added := self._adds(turn)):
+                    self._give_up(turn)
+                    blocks -= added
+            earlier = [turn for turn in earlier if not turn.given_up]
 
     def _give_up(self, kept: _Kept) -> None:
         if not kept.given_up:
@@ -195,19 +202,25 @@ class KeptTurns:
             self._withdrawals.append(kept.offer)
             _uncount(self._held, kept)
             self._going.update(map(id, kept.blocks))
+            self._leaving.update((id(block), block) for block in kept.blocks)
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.offer]
         if self._named.get(kept.name) is kept:
             del self._named[kept.name]
-        _uncount(self._going if kept.given_up else self._held, kept)
+        if kept.given_up:
+            for number in _uncount(self._going, kept):
+                del self._leaving[number]
+        else:
+            _uncount(self._held, kept)
         # The last ones first, as vLLM does: those of beginnings stay in the prefix cache for longest.
         self._manager.block_pool.free_blocks(reversed(kept.blocks))
 
 
-def _uncount(having: Counter[int], kept: _Kept) -> None:
-    """Its blocks have one turn less there."""
+def _uncount(having: Counter[int], kept: _Kept) -> list[int]:
+    """Its blocks have one turn less there; those that no turn has any more."""
     having.subtract(map(id, kept.blocks))
-    for block in kept.blocks:
-        if not having[id(block)]:
-            del having[id(block)]
+    gone = [number for number in map(id, kept.blocks) if not having[number]]
+    for number in gone:
+        del having[number]
+    return gone
