@@ -10,7 +10,7 @@ import pytest
 
 from kvd.client import Cancelled, Done, Freed
 from kvd.engines.sglang.consumer import Consumer
-from kvd.engines.sglang.handoff import checksum
+from kvd.engines.sglang.handoff import Handoff, Params, checksum
 from kvd.engines.sglang.messages import Message, Offered
 from tests.engines.sglang.test_sglang_consumer import TICKET, Client
 from tests.sglang.testbed.absent import stand_in
@@ -58,6 +58,7 @@ class Engine:
         )
         self.told: list[Message] = []
         self.client = Client()
+        manager.cancel = self.client.cancel
         self.consumer = manager.consumer = Consumer(
             self.client, manager, "decode", 5, pull_timeout=1.0, growing_timeout=9.0
         )
@@ -113,6 +114,32 @@ def test_a_request_that_waits_for_memory_fails_when_its_prefill_server_is_lost(e
     assert engine.receiver.poll() == engine.states.Failed
     engine.want()
     assert engine.told == []
+
+
+def test_a_handoff_of_a_request_that_the_engine_drops_before_it_has_pages_is_let_go(engine: Engine) -> None:
+    engine.receiver._handoff = Handoff(Params(TICKET, 0))
+    engine.receiver.clear()
+    engine.run()
+    assert list(engine.client.pulls.values()) == [()]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_parts_go_to_offers_that_grow_whether_or_not_their_kernels_have_ended(engine: Engine, ended: bool) -> None:
+    from kvd.engines.sglang.sides import KvdSender  # noqa: PLC0415 - imports SGLang
+
+    sender, calls = object.__new__(KvdSender), []
+    producer = SimpleNamespace(
+        **{name: lambda *_, _name=name, **__: calls.append(_name) for name in ("begin", "extend", "send")}
+    )
+    engine.manager.producer = producer
+    vars(sender).update(kv_mgr=engine.manager, bootstrap_room=ROOM, conclude_state=None, prompt=[1, 2, 3])
+    vars(sender).update(_pages=[], _prefix=0, _tokens=0, _sent=False, num_kv_indices=3, aux_index=1)
+    vars(sender).update(_transfer_num_kv_indices=0, _transfer_num_state_indices=0)
+    sender._early_send_wait_event = SimpleNamespace(query=lambda: ended)
+    sender.send(np.array([3, 4]), num_kv_tokens=2)
+    sender.send(np.array([5]), num_kv_tokens=1)
+    engine.run()
+    assert calls == ["begin", *(["extend"] if ended else []), "send"]
 
 
 def polled_of(engine: Engine) -> list[int]:

@@ -42,6 +42,9 @@ class DecodeEngine(Protocol):
     def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
         """Calls it on this thread once these have ended."""
 
+    def cancel(self, pull: str) -> None:
+        """Cancels a pull; its end comes as an event."""
+
 
 @dataclass(slots=True)
 class _Room:
@@ -158,8 +161,7 @@ class Consumer:
         room.failure = reason
         self._abandon(room)
         if room.pull:
-            with contextlib.suppress(KvdError):  # the daemon is away: the pull ends with its time, or with the daemon
-                self._client.cancel(room.pull)
+            self._engine.cancel(room.pull)
         else:
             self._fail(room)
 

@@ -12,6 +12,7 @@ import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg
 from sglang.srt.utils.network import NetworkAddress
 
@@ -44,7 +45,7 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         _check(args, self._attached, self._metadata)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         transfers, settings = self._attached.transfers, self._attached.settings
-        self.call, self.call_after = transfers.call, transfers.call_after
+        self.call, self.call_after, self.cancel = transfers.call, transfers.call_after, transfers.cancel
         if disaggregation_mode is DisaggregationMode.PREFILL:
             self.producer = Producer(transfers.client, self, offer_ttl=settings.offer_ttl)
             transfers.serve(self.producer, self.server_socket)
@@ -161,6 +162,9 @@ def _check(args: Any, attached: memory.Attached, metadata: Metadata) -> None:
     if args.state_types:
         text = f"states beside the KV cache ({', '.join(kind.value for kind in args.state_types)})"
         raise refusal(ErrorCode.BAD_SPEC, f"{text} are not supported; serve this model without kvd")
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        text = "SGLANG_DISAGG_STAGING_BUFFER is set, which stages for SGLang's own backends; unset it beside kvd"
+        raise refusal(ErrorCode.BAD_SPEC, text)
     if metadata.record_bytes != attached.cache.record_bytes:
         text = f"{metadata.record_bytes} bytes go with a request beside its cache, {attached.cache.record_bytes} are "
         raise refusal(ErrorCode.BAD_SPEC, f"{text}expected: does a drafter hand on hidden states? Serve without it")

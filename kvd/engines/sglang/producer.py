@@ -43,6 +43,9 @@ class PrefillEngine(Protocol):
     def tell(self, host: str, port: int, message: Message) -> None:
         """Sends a message to a decode engine."""
 
+    def cancel(self, offer: str) -> None:
+        """Cancels an offer; its end comes as an event."""
+
 
 @dataclass(slots=True)
 class _Room:
@@ -52,12 +55,16 @@ class _Room:
     """Whether the engine has the request."""
     sent: bool = False
     """Whether all of it is computed."""
+    grows: bool = False
+    """Whether its offer is one that grows, as those of all ranks then are: tickets of two kinds do not join."""
     named: int = 0
     """How many of its pages are named in an offer that grows."""
     parts: int = 0
     """And in how many parts."""
     offer: str = ""
     """Its name while it stands."""
+    whole: bool = False
+    """Whether it was offered to its end."""
     ticket: str = field(default="", repr=False)
     record: int = -1
     prompt: int = 0
@@ -89,6 +96,9 @@ class Producer:
     def expect(self, number: int) -> None:
         """The engine has a request of this room."""
         room = self._rooms.setdefault(number, _Room())
+        if room.expected:
+            self._end(number, room, f"two requests have the bootstrap_room {number}")
+            return
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
         if room.failure:
@@ -96,16 +106,28 @@ class Producer:
         elif room.targets:
             self._ready(number, room)
 
-    def extend(self, number: int, pages: list[int], *, tokens: int, first: int, prompt: int) -> None:
-        """The first `tokens` tokens of a prompt are computed, and more will be: `pages` are those from `first` on.
+    def begin(self, number: int, prompt: int) -> None:
+        """The prompt, of this checksum, is sent in parts: its offer is one that grows, if who wants it takes one."""
+        room = self._rooms.get(number)
+        if room is None or room.failure or not room.targets or room.grows:
+            return
+        room.prompt, room.grows = prompt, all(target.grows for target in room.targets.values())
+        if room.grows:
+            with contextlib.suppress(KvdError):  # the daemon is away: with a later part
+                self._open(number, room)
 
-        `prompt` is the checksum of the whole prompt. Nothing writes to these pages any more.
+    def extend(self, number: int, pages: list[int], *, tokens: int, first: int) -> None:
+        """The first `tokens` tokens of a prompt that was begun are computed: `pages` are those from `first` on.
+
+        Nothing writes to these pages any more.
         """
         room = self._rooms.get(number)
-        if room is None or room.failure or not room.targets:
+        if room is None or room.failure or not room.grows:
             return
-        if not room.offer and not self._open(number, room, prompt):
-            return
+        try:
+            self._open(number, room)
+        except KvdError:
+            return  # the daemon is away: what is computed comes with a later part
         if room.parts == MAX_PARTS_PER_OFFER:
             return  # what follows comes with the last chunk
         try:
@@ -117,10 +139,15 @@ class Producer:
 
     def send(self, number: int, pages: list[int], *, tokens: int, first: int, aux_index: int, prompt: int) -> None:
         """The prompt of `tokens` tokens and checksum `prompt` is computed: `pages` are those from `first` on."""
-        room = self._rooms[number]
+        room = self._rooms.get(number)
+        if room is None or room.failure:
+            return  # the engine has been told
         room.sent = True
 
         def offer(record: int) -> None:
+            if self._rooms.get(number) is not room:  # the engine has dropped it meanwhile
+                self._records.give_back(record)
+                return
             if room.failure or not room.targets:
                 self._records.give_back(record)
                 self._fail(number, room, room.failure or "no decode engine wants it")
@@ -128,7 +155,7 @@ class Producer:
             room.record = record
             self._engine.fill(record, aux_index)
             blocks = (*_rest(room, pages, first), Blocks(RECORDS, 0, [record]))
-            if room.offer:
+            if room.grows:
                 self._close(number, room, blocks, tokens, prompt)
             else:
                 self._offer(number, room, blocks, tokens, prompt)
@@ -202,38 +229,48 @@ class Producer:
         self._places.update(room.targets)
         self._engine.ready(number, min(target.prefix for target in room.targets.values()))
 
-    def _open(self, number: int, room: _Room, prompt: int) -> bool:
-        """Opens an offer that grows, if who wants it takes one. Else, or if the daemon is away, one is made later."""
-        if not all(target.grows for target in room.targets.values()):
-            return False
+    def _open(self, number: int, room: _Room) -> None:
+        """Opens an offer that grows, unless one is open."""
+        if room.offer:
+            return
         name, secret = self._drawn(number)
-        try:
-            self._client.open_offer_nowait(name, ttl=self._offer_ttl, secret=secret)
-        except KvdError:
-            return False
-        room.prompt = prompt
+        self._client.open_offer_nowait(name, ttl=self._offer_ttl, secret=secret)
         self._offered(number, room, name, self._client.growing_ticket(name, secret))
-        return True
 
     def _offer(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int, prompt: int) -> None:
         name, secret = self._drawn(number)
         try:
             self._client.offer_nowait(name, tokens=tokens, blocks=blocks, ttl=self._offer_ttl, secret=secret)
         except KvdError as error:
-            self._records.give_back(room.record)
-            self._fail(number, room, f"it is not offered: {error}")
+            self._refused(number, room, f"it is not offered: {error}")
             return
-        room.prompt = prompt
+        room.prompt, room.whole = prompt, True
         self._offered(number, room, name, self._client.ticket(name, tokens, blocks, secret))
 
     def _close(self, number: int, room: _Room, blocks: tuple[Blocks, ...], tokens: int, prompt: int) -> None:
         if prompt != room.prompt:  # the decode side was told of another
-            self._end(number, room, f"only {tokens} tokens of the prompt are computed")
+            self._refused(number, room, f"only {tokens} tokens of the prompt are computed")
             return
         try:
+            self._open(number, room)
             self._client.close_offer(room.offer, tokens=tokens, blocks=blocks)
         except KvdError as error:
-            self._end(number, room, f"it is not offered: {error}")
+            self._refused(number, room, f"it is not offered: {error}")
+        else:
+            room.whole = True
+
+    def _refused(self, number: int, room: _Room, reason: str) -> None:
+        """Its end cannot be offered: it has failed, if any of it was offered as soon as that has ended."""
+        if room.offer:
+            self._end(number, room, reason)
+            return
+        self._give_back(room)
+        self._fail(number, room, reason)
+
+    def _give_back(self, room: _Room) -> None:
+        if room.record >= 0:
+            record, room.record = room.record, -1
+            self._records.give_back(record)
 
     def _drawn(self, number: int) -> tuple[str, bytes]:
         """Name and secret of another offer."""
@@ -258,17 +295,16 @@ class Producer:
         else:
             self._fail(number, room, reason)
         if room.offer:
-            with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time, or with the daemon
-                self._client.cancel(room.offer)
+            self._engine.cancel(room.offer)
 
     def _ended(self, name: str, failure: str) -> None:
         number, room = self._offers.pop(name)
         room.offer = ""
-        if room.record >= 0:
-            record, room.record = room.record, -1
-            self._records.give_back(record)
+        self._give_back(room)
+        left = "" if room.whole else "the decode engine has left it before all of it was offered"
+        failure = failure or left
         if not room.sent:
-            self._end(number, room, failure or "the decode engine has left it before it was computed")
+            self._end(number, room, failure)
         elif failure or room.failure:
             self._fail(number, room, room.failure or failure)
         else:

@@ -74,10 +74,10 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
                 aux_index=self.aux_index,
                 prompt=prompt,
             )
-        elif computing is None or computing.query():  # else an earlier step still writes them: they go with the next
-            self.kv_mgr.call(
-                producer.extend, room, [*self._pages], tokens=self._tokens, first=first, prompt=self._whole
-            )
+            return
+        self.kv_mgr.call(producer.begin, room, self._whole)
+        if computing is None or computing.query():  # else an earlier step still writes them: they go with the next
+            self.kv_mgr.call(producer.extend, room, [*self._pages], tokens=self._tokens, first=first)
 
     @cached_property
     def _whole(self) -> int:
@@ -210,6 +210,8 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def clear(self) -> None:
         """The engine has no such request any more."""
+        if self._handoff is not None and not self._wants and self.conclude_state is None:
+            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff)
         super().clear()
         self.kv_mgr.call(self.kv_mgr.consumer.forget, self.bootstrap_room)
 

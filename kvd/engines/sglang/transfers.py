@@ -21,13 +21,14 @@ from kvd.engines.kernels import Event as Kernels
 from kvd.engines.pool import attach, pool_tensor
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.settings import Settings
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, ErrorCode, KvdError
 from kvd.layout import CacheSpec
 
 logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 3600.0
 _LOOKS_SECONDS = 0.001
+_AGAIN_SECONDS = 0.01
 
 
 class Half(Protocol):
@@ -81,6 +82,17 @@ class Transfers:
     def call(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Calls `function` on this thread; calls are made in order."""
         self._loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+
+    def cancel(self, name: str) -> None:
+        """Cancels a pull or an offer: again and again while the queue to the daemon is full.
+
+        If the daemon is away, it ends with its time, or with the daemon.
+        """
+        try:
+            self.client.cancel(name)
+        except KvdError as error:
+            if error.code is ErrorCode.OVERLOADED:
+                self._loop.call_later(_AGAIN_SECONDS, self.cancel, name)
 
     def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
         """Calls it on this thread once the kernels have ended."""

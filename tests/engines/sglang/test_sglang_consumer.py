@@ -1,5 +1,6 @@
 """The decode side's half: a pull when the ticket comes, and never pages back while they may be written to."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol import ticket as tickets
 from kvd.protocol.ticket import Ticket, TicketRank
 
@@ -57,7 +58,8 @@ class Client:
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, client: Client) -> None:
+        self.client = client
         self.heard: list[tuple[Any, ...]] = []
         self.told: list[Message] = []
         self.later: list[Callable[[], None]] = []
@@ -78,10 +80,15 @@ class Engine:
         assert (host, port) == SOURCE
         self.told.append(message)
 
+    def cancel(self, pull: str) -> None:
+        with contextlib.suppress(KvdError):
+            self.client.cancel(pull)
+
 
 class Side:
     def __init__(self) -> None:
-        self.client, self.engine = Client(), Engine()
+        self.client = Client()
+        self.engine = Engine(self.client)
         self.consumer = Consumer(self.client, self.engine, "decode", 5, pull_timeout=1.0, growing_timeout=9.0)
 
     def want(self) -> "Side":

@@ -1,5 +1,6 @@
 """The prefill side's half: an offer for what the decode side wants, and when the engine gets its pages back."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.engines.sglang import producer as module
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.producer import Producer
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, KvdError, refusal
 
 ROOM = 7
 NONCE = b"n" * 16
@@ -64,7 +65,8 @@ class Client:
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, client: Client) -> None:
+        self.client = client
         self.heard: list[tuple[Any, ...]] = []
         self.told: list[Message] = []
         self.filled: dict[int, int] = {}
@@ -85,10 +87,15 @@ class Engine:
         assert (host, port) == ("decode", 5)
         self.told.append(message)
 
+    def cancel(self, offer: str) -> None:
+        with contextlib.suppress(KvdError):
+            self.client.cancel(offer)
+
 
 class Side:
     def __init__(self) -> None:
-        self.client, self.engine = Client(), Engine()
+        self.client = Client()
+        self.engine = Engine(self.client)
         self.producer = Producer(self.client, self.engine, offer_ttl=1.0)
 
     def send(self) -> None:
@@ -99,6 +106,16 @@ class Side:
         self.producer.expect(ROOM)
         self.send()
         return self
+
+
+def records_left(side: Side) -> set[int]:
+    """Those that as many requests get as there are records."""
+    before = set(side.client.offers)
+    for number in range(100, 1124):
+        side.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+        side.producer.expect(number)
+        side.producer.send(number, [1], tokens=1, first=0, aux_index=number, prompt=PROMPT)
+    return {blocks[-1].ids[0] for name, blocks in side.client.offers.items() if name not in before}
 
 
 @pytest.fixture
@@ -337,7 +354,8 @@ class Growing(Side):
         return self
 
     def extend(self, *pages: int, tokens: int) -> None:
-        self.producer.extend(ROOM, list(pages), tokens=tokens, first=2, prompt=PROMPT)
+        self.producer.begin(ROOM, PROMPT)
+        self.producer.extend(ROOM, list(pages), tokens=tokens, first=2)
 
     def grow(self) -> "Growing":
         self.extend(3, tokens=48)
@@ -380,12 +398,37 @@ def test_nothing_grows_for_who_asks_for_the_whole_ticket() -> None:
     assert side.engine.told == [Offered(ROOM, NONCE, f"ticket of {side.client.offer}", PROMPT)]
 
 
-def test_a_daemon_that_is_away_for_the_first_chunks_is_offered_all_at_the_end(growing: Growing) -> None:
+def test_a_daemon_that_is_away_for_the_first_chunks_is_offered_all_at_the_end_as_ranks_with_another_daemon_are(
+    growing: Growing,
+) -> None:
     growing.client.away = True
     growing.grow()
     growing.client.away = False
     growing.send()
     assert growing.client.offers[growing.client.offer][0] == Blocks(0, 2, [3, 4, 5, 6])
+    assert growing.client.closed == {growing.client.offer}
+    assert growing.engine.told == [Offered(ROOM, NONCE, f"growing ticket of {growing.client.offer}", PROMPT)]
+
+
+def test_a_daemon_that_is_away_for_all_chunks_fails_the_request_and_its_record_is_free(growing: Growing) -> None:
+    growing.client.away = True
+    growing.grow().send()
+    assert growing.engine.heard[-1][:2] == ("failed", ROOM)
+    assert isinstance(growing.engine.told[-1], Refused)
+    growing.client.away = False
+    assert len(records_left(growing)) == 1024
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_ranks_offer_alike_whether_or_not_kernels_have_ended_when_the_first_part_is_sent(
+    growing: Growing, computed: bool
+) -> None:
+    growing.producer.begin(ROOM, PROMPT)
+    if computed:
+        growing.producer.extend(ROOM, [3], tokens=48, first=2)
+    growing.send()
+    assert growing.client.closed == {growing.client.offer}
+    assert growing.engine.told == [Offered(ROOM, NONCE, f"growing ticket of {growing.client.offer}", PROMPT)]
 
 
 @pytest.mark.parametrize("who", ["engine", "decode side"])
@@ -444,14 +487,24 @@ def test_a_prompt_that_is_not_computed_whole_is_not_closed(growing: Growing) -> 
 def test_the_record_of_an_offer_that_grew_is_free_once_it_has_ended(growing: Growing) -> None:
     growing.grow().send()
     growing.producer.on_event(Released(growing.client.offer, "read"))
-    used = [blocks[-1].ids[0] for blocks in growing.client.offers.values()]
-    for number in range(100, 1124):
-        growing.producer.told(Wanted(number, NONCE, 0, "decode", 5))
-        growing.producer.expect(number)
-        growing.producer.send(number, [1], tokens=1, first=0, aux_index=number, prompt=PROMPT)
-    used += [blocks[-1].ids[0] for blocks in growing.client.offers.values()][1:]
-    assert len(used) == 1025
-    assert len(set(used)) == 1024
+    assert len(records_left(growing)) == 1024
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_two_requests_with_one_room_have_failed_and_leave_no_record(side: Side, offered: bool) -> None:
+    side.producer.told(WANTED)
+    side.producer.expect(ROOM)
+    if offered:
+        side.send()
+    side.producer.expect(ROOM)
+    side.send()
+    assert side.client.cancelled == list(side.client.offers)
+    for offer in side.client.cancelled:
+        side.producer.on_event(Released(offer, "withdrawn"))
+    assert side.engine.heard[-1] == ("failed", ROOM, f"two requests have the bootstrap_room {ROOM}")
+    side.producer.forget(ROOM)
+    side.producer.forget(ROOM)
+    assert len(records_left(side)) == 1024
 
 
 def test_a_request_that_the_engine_drops_while_it_is_computed_is_refused_and_its_offer_withdrawn(
@@ -469,3 +522,24 @@ def test_what_comes_after_the_most_parts_of_an_offer_comes_with_the_last(
     monkeypatch.setattr(module, "MAX_PARTS_PER_OFFER", 1)
     growing.grow().send()
     assert growing.client.offers[growing.client.offer][:2] == (Blocks(0, 2, [3]), Blocks(0, 3, [4, 5, 6]))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_request_that_the_decode_side_leaves_while_its_end_waits_for_a_record_has_failed(
+    growing: Growing, dropped: bool
+) -> None:
+    for number in range(100, 1124):
+        growing.producer.told(Wanted(number, NONCE, 0, "decode", 5))
+        growing.producer.expect(number)
+        growing.producer.send(number, [1], tokens=1, first=0, aux_index=1, prompt=PROMPT)
+    others = set(growing.client.offers)
+    growing.grow().send()
+    (offer,) = set(growing.client.offers) - others
+    growing.producer.on_event(Released(offer, "read"))
+    assert growing.engine.heard[-1][:2] == ("failed", ROOM)
+    if dropped:
+        growing.producer.forget(ROOM)
+    growing.producer.on_event(Released(min(others), "read"))
+    assert set(growing.client.offers) == others | {offer}
+    assert 9 not in growing.engine.filled.values()
+    assert ("sent", ROOM) not in growing.engine.heard
