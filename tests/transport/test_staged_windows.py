@@ -16,10 +16,10 @@ from kvd.transport.interface import (
     Region,
     TransportDied,
 )
-from kvd.transport.staged import host, messages, reads
+from kvd.transport.staged import arena, host, messages, reads
 from kvd.transport.staged.arena import Buffers
 from kvd.transport.staged.messages import StagedPool, State, Wanted, heading, tag
-from kvd.transport.staged.reads import StagedPeer, StagedReads
+from kvd.transport.staged.reads import StagedReads
 from kvd.transport.staged.windows import Windows, pieces
 from tests.conformance.site import Reader, blocks, pattern, table
 from tests.simulator.virtual.loop import VirtualLoop
@@ -197,9 +197,9 @@ class Played:
         self.content = np.zeros(Buffers.size(0), np.uint8)
         self.region = Region(1 << 20, len(self.content), length=len(self.content))
         self.buffers = Buffers(self, 0)
-        self.peer = StagedPeer("p")
-        self.peer.learn({1 << 40: StagedPool(TOKEN, limits.MIB, 1 << 30, 3)})
         self.reads = StagedReads(self, self.buffers, None, self.loop, emit=self.events.append, idle=lambda _agent: None)
+        self.peer = self.reads.peer("p")
+        self.peer.learn({1 << 40: StagedPool(TOKEN, limits.MIB, 1 << 30, 3)})
 
     def read(self, asked):
         self.network.append(asked)
@@ -220,6 +220,24 @@ class Played:
             board = b"".join((heading(TOKEN) if head is None else head, *lines)).ljust(messages.BOARD_BYTES, b"\0")
             self.content[row : row + len(board)] = np.frombuffer(board, np.uint8)
         assert self.reads.ended(Landed(asked.read, 0.0))
+
+
+def test_the_boards_of_a_peer_that_hangs_take_few_rows_from_others():
+    played = Played()
+    played.peer.learn(
+        {(1 << 40) + base: StagedPool(TOKEN, limits.MIB, (1 << 30) + base, 3) for base in range(arena.ROWS)}
+    )
+    for number in range(arena.ROWS):
+        played.reads.begin(
+            ReadRequest(number, "p", 0, (1 << 40) + number, table([(0, 0, 8)])), played.peer, into_gpu=False
+        )
+        played.reads.abort(number)
+    played.loop.run_until(1.0)
+    assert len(played.network) < arena.ROWS / 8
+    other = played.reads.peer("q")
+    other.learn({1 << 40: StagedPool(b"q" * 16, limits.MIB, 1 << 30, 3)})
+    played.reads.begin(ReadRequest(arena.ROWS, "q", 0, 1 << 40, table([(0, 0, 8)])), other, into_gpu=False)
+    assert [asked.agent for asked in played.network][-1] == "q"
 
 
 def test_a_look_at_the_board_that_began_before_the_last_byte_proves_nothing():

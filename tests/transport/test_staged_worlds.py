@@ -212,11 +212,11 @@ def test_most_worlds_land_something():
 
 
 def slices_end_while_the_network_writes(monkeypatch):
-    monkeypatch.setattr(reads, "_AT_REST", (*reads._AT_REST, reads._Step.READ))
+    monkeypatch.setattr(reads, "AT_REST", (*reads.AT_REST, reads.Step.READ))
 
 
 def slices_end_while_the_gpu_writes(monkeypatch):
-    monkeypatch.setattr(reads, "_AT_REST", (*reads._AT_REST, reads._Step.COPIED))
+    monkeypatch.setattr(reads, "AT_REST", (*reads.AT_REST, reads.Step.COPIED))
 
 
 def nobody_looks_again_after_the_last_byte(monkeypatch):

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Final
 
@@ -22,12 +21,11 @@ import numpy as np
 from kvd import limits
 from kvd.plan import Descriptors
 from kvd.transport.interface import Event, Landed, Network, ReadFailed, ReadRequest
-from kvd.transport.slices import U64, Slice, SliceQueue
+from kvd.transport.slices import SliceQueue
 from kvd.transport.staged.arena import Buffers, Copy, packed, window_offset
 from kvd.transport.staged.messages import (
     LINE_BYTES,
     Finished,
-    StagedPool,
     State,
     Wanted,
     encode,
@@ -35,11 +33,15 @@ from kvd.transport.staged.messages import (
     owner_secret,
     tag,
 )
+from kvd.transport.staged.parts import AT_REST, Board, Part, Read, StagedPeer, Step
 
 _Ended = Callable[[Landed | ReadFailed], None]
 
 _LOOK_SECONDS: Final = 0.001
 """Between two looks at a board: a copy of a GPU takes 0.1 ms and more, the look itself a round trip."""
+
+_ROWS_PER_PEER: Final = 4
+"""Boards of one peer that are read at a time: if it hangs, these rows are taken until the network gives it up."""
 
 AGAIN_SECONDS: Final = 2.0
 """After which a slice is asked for again, each time after twice as long: owners drop what is above their bounds."""
@@ -49,84 +51,7 @@ _REASONS: Final = {
     State.FAILED: "its GPU could not copy them",
 }
 
-
 _ABORTED: Final = "aborted"
-
-
-class _Step(Enum):
-    ASKED = auto()
-    READ = auto()
-    CHECKED = auto()
-    COPIED = auto()
-
-
-_AT_REST: Final = (_Step.ASKED, _Step.CHECKED)
-"""Nothing writes for a slice that waits for the board."""
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """An open read; `board` is that of the peer's pool if it is read by windows. `parts` of it are on their way."""
-
-    request: ReadRequest
-    peer: StagedPeer
-    board: Board | None
-    into_gpu: bool
-    parts: set[_Part] = field(default_factory=set)
-    started: float = 0.0
-    failure: str = ""
-    aborted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """A slice on its way.
-
-    `number` is its request's, `looks` how many the board had had when it began to wait. It is asked for again at
-    `again`, unless its bytes are there `patience` seconds after it was asked for.
-    """
-
-    read: _Read
-    piece: Slice
-    slot: int | None = None
-    step: _Step = _Step.ASKED
-    number: int = 0
-    window: int = 0
-    looks: int = 0
-    again: float = 0.0
-    patience: float = 0.0
-
-    @property
-    def rows(self) -> tuple[U64, U64, U64]:
-        """(source, destination, bytes) of its descriptors."""
-        part = slice(self.piece.start, self.piece.stop)
-        chunk = self.piece.chunk
-        return chunk.src[part], chunk.dst[part], chunk.length[part]
-
-
-@dataclass(slots=True, eq=False)
-class Board:
-    """The board of a pool of a peer, as it was announced; `waiting` are slices that it decides."""
-
-    agent: str
-    pool: StagedPool
-    waiting: set[_Part] = field(default_factory=set)
-    looks: int = 0
-    looking: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class StagedPeer:
-    """A peer that has or had staged pools, or that we read into a GPU. `boards` are by address of the peer's pools."""
-
-    agent: str
-    boards: dict[int, Board] = field(default_factory=dict)
-    reads: set[int] = field(default_factory=set)
-
-    def learn(self, staged: dict[int, StagedPool]) -> None:
-        """What is read from now on is read of these pools."""
-        before = {board.pool: board for board in self.boards.values()}
-        self.boards = {base: before.get(pool) or Board(self.agent, pool) for base, pool in staged.items()}
 
 
 class StagedReads:
@@ -152,18 +77,24 @@ class StagedReads:
         self._emit, self._idle = emit, idle
         self._key, self._numbers = os.urandom(16), itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
-        self._reads: dict[int, _Read] = {}
-        self._slotless: dict[_Part, None] = {}
+        self._reads: dict[int, Read] = {}
+        self._slotless: dict[Part, None] = {}
         """Slices that could be read, if a slot were free; the first waits longest."""
+        self._rows_of: Counter[str] = Counter()
+        """How many rows have boards of a peer, by its agent."""
         self._handlers: dict[int, _Ended] = {}
         """Of reads of the network, whose numbers are negative."""
 
     def __contains__(self, read: int) -> bool:
         return read in self._reads
 
+    def peer(self, agent: str) -> StagedPeer:
+        """One to read from."""
+        return StagedPeer(agent, owner_secret(self._key, agent))
+
     def begin(self, request: ReadRequest, peer: StagedPeer, *, into_gpu: bool) -> None:
         """Starts a read; its destination is registered and large enough."""
-        read = _Read(request, peer, peer.boards.get(request.remote_base), into_gpu)
+        read = Read(request, peer, peer.boards.get(request.remote_base), into_gpu)
         if not self._queue.add(request):
             self._emit(Landed(request.read, 0.0))
             return
@@ -177,7 +108,7 @@ class StagedReads:
         if read is None:
             return
         read.aborted = True
-        if self._queue.waiting(number) or any(part.step in _AT_REST for part in read.parts):
+        if self._queue.waiting(number) or any(part.step in AT_REST for part in read.parts):
             self._fail(read, _ABORTED)
 
     def lost(self, peer: StagedPeer, reason: str) -> None:
@@ -200,14 +131,14 @@ class StagedReads:
         while (piece := self._queue.pick()) is not None:
             read = self._reads[piece.request.read]
             read.started = read.started or time.perf_counter()
-            part = _Part(read, piece)
+            part = Part(read, piece)
             read.parts.add(part)
             if read.board is None:
                 self._read_into_slot(part)
             else:
                 self._ask(part, read.board)
 
-    def _read_into_slot(self, part: _Part) -> None:
+    def _read_into_slot(self, part: Part) -> None:
         """Reads once a slot is free, if it needs one: peers that stage nothing take none of them."""
         if part.read.into_gpu and part.slot is None:
             if not self._buffers.slots:
@@ -216,7 +147,7 @@ class StagedReads:
             part.slot = self._buffers.slots.pop()
         self._read(part)
 
-    def _give_slot_back(self, part: _Part) -> None:
+    def _give_slot_back(self, part: Part) -> None:
         if part.slot is not None:
             self._buffers.slots.append(part.slot)
             part.slot = None
@@ -228,25 +159,22 @@ class StagedReads:
             del self._slotless[part := next(iter(self._slotless))]
             self._read_into_slot(part)
 
-    def _ask(self, part: _Part, board: Board) -> None:
+    def _ask(self, part: Part, board: Board) -> None:
         self._give_slot_back(part)
-        part.number, part.step = next(self._numbers), _Step.ASKED
+        part.number, part.step = next(self._numbers), Step.ASKED
         part.patience = 2 * part.patience or AGAIN_SECONDS
         part.again = self._loop.time() + part.patience
         source, _, length = part.rows
         table = np.concatenate((source, length)).tobytes()
-        self._network.notify(board.agent, encode(Wanted(self._secret(board), part.number, board.pool.token, table)))
+        self._network.notify(board.agent, encode(Wanted(board.secret, part.number, board.pool.token, table)))
         self._await(board, part)
 
-    def _secret(self, board: Board) -> bytes:
-        return owner_secret(self._key, board.agent)
-
-    def _finish(self, board: Board, part: _Part) -> None:
+    def _finish(self, board: Board, part: Part) -> None:
         """The peer may use the window again."""
-        self._network.notify(board.agent, encode(Finished(self._secret(board), part.number, board.pool.token)))
+        self._network.notify(board.agent, encode(Finished(board.secret, part.number, board.pool.token)))
 
-    def _read(self, part: _Part) -> None:
-        part.step = _Step.READ
+    def _read(self, part: Part) -> None:
+        part.step = Step.READ
         read, (source, target, length) = part.read, part.rows
         remote, local = read.request.remote_base, read.request.local_base
         if read.board is not None:
@@ -259,27 +187,27 @@ class StagedReads:
         asked = ReadRequest(-next(self._numbers), read.peer.agent, local, remote, wanted, part=goes_on)
         self._read_network(asked, partial(self._came, part))
 
-    def _came(self, part: _Part, event: Landed | ReadFailed) -> None:
+    def _came(self, part: Part, event: Landed | ReadFailed) -> None:
         if isinstance(event, ReadFailed):
             self._part_ended(part, event.reason)
         elif part.read.board is not None and not part.read.failure:
-            part.step = _Step.CHECKED
+            part.step = Step.CHECKED
             self._await(part.read.board, part)
         else:
             self._arrived(part)
 
-    def _arrived(self, part: _Part) -> None:
+    def _arrived(self, part: Part) -> None:
         """What it read is what it asked for."""
         if part.slot is None or part.read.failure:
             self._part_ended(part, "")
             return
-        part.step = _Step.COPIED
+        part.step = Step.COPIED
         _, target, length = part.rows
         sources = packed(self._buffers.base + self._buffers.slot_offset(part.slot), length)
         targets = target + np.uint64(part.read.request.local_base)
         self._copy(targets, sources, length, partial(self._part_ended, part))
 
-    def _part_ended(self, part: _Part, failure: str) -> None:
+    def _part_ended(self, part: Part, failure: str) -> None:
         """Nothing writes for it any more."""
         read = part.read
         read.parts.discard(part)
@@ -287,7 +215,7 @@ class StagedReads:
         self._give_slot_back(part)
         if read.board is not None:
             read.board.waiting.discard(part)
-            if part.step is not _Step.COPIED:
+            if part.step is not Step.COPIED:
                 self._finish(read.board, part)
         self._queue.ended(part.piece)
         if failure:
@@ -296,15 +224,15 @@ class StagedReads:
             self._end_if_done(read)
         self._pump()
 
-    def _fail(self, read: _Read, reason: str) -> None:
+    def _fail(self, read: Read, reason: str) -> None:
         """It will not land: what waits ends now, what is on its way when nothing writes for it."""
         read.failure = read.failure or reason
         self._queue.drop(read.request.read)
-        for part in [part for part in read.parts if part.step in _AT_REST]:
+        for part in [part for part in read.parts if part.step in AT_REST]:
             self._part_ended(part, "")
         self._end_if_done(read)
 
-    def _end_if_done(self, read: _Read) -> None:
+    def _end_if_done(self, read: Read) -> None:
         number = read.request.read
         if read.parts or self._queue.waiting(number) or self._reads.get(number) is not read:
             return
@@ -319,7 +247,7 @@ class StagedReads:
 
     # --- boards -----------------------------------------------------------------------------------------------------
 
-    def _await(self, board: Board, part: _Part) -> None:
+    def _await(self, board: Board, part: Part) -> None:
         part.looks = board.looks
         board.waiting.add(part)
         self._look(board)
@@ -329,10 +257,11 @@ class StagedReads:
         if board.looking or not board.waiting:
             return
         board.looking = True
-        if not self._buffers.rows:
+        if not self._buffers.rows or self._rows_of[board.agent] == _ROWS_PER_PEER:
             self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
             return
         row = self._buffers.rows.pop()
+        self._rows_of[board.agent] += 1
         board.looks += 1
         rows = 0, self._buffers.row_offset(row), board.pool.lines * LINE_BYTES
         lines = Descriptors(*(np.array([number], np.uint64) for number in rows))
@@ -346,6 +275,7 @@ class StagedReads:
     def _seen(self, board: Board, row: int, event: Landed | ReadFailed) -> None:
         lines = self._buffers.lines(row, board.pool.lines) if isinstance(event, Landed) else []
         self._buffers.rows.append(row)
+        self._rows_of -= Counter([board.agent])
         failure = ""
         if isinstance(event, ReadFailed):
             failure = f"its board cannot be read: {event.reason}"
@@ -363,17 +293,16 @@ class StagedReads:
         if board.looking:
             self._loop.call_later(_LOOK_SECONDS, self._look_again, board)
 
-    def _decide(self, board: Board, part: _Part, where: dict[bytes, int]) -> None:
-        secret = self._secret(board)
-        window = where.get(tag(secret, part.number, State.READY))
-        if part.step is _Step.CHECKED and window == part.window:
+    def _decide(self, board: Board, part: Part, where: dict[bytes, int]) -> None:
+        window = where.get(tag(board.secret, part.number, State.READY))
+        if part.step is Step.CHECKED and window == part.window:
             board.waiting.discard(part)
             self._finish(board, part)
-            part.step = _Step.COPIED
+            part.step = Step.COPIED
             self._arrived(part)
-        elif part.step is _Step.CHECKED and part.read.aborted:
+        elif part.step is Step.CHECKED and part.read.aborted:
             self._part_ended(part, _ABORTED)
-        elif part.step is _Step.CHECKED:  # its window was taken back: others waited for too long
+        elif part.step is Step.CHECKED:  # its window was taken back: others waited for too long
             self._finish(board, part)
             self._ask(part, board)
         elif window is not None:
@@ -382,7 +311,7 @@ class StagedReads:
             self._read_into_slot(part)
         else:
             for state, reason in _REASONS.items():
-                if tag(secret, part.number, state) in where:
+                if tag(board.secret, part.number, state) in where:
                     self._part_ended(part, f"agent {board.agent!r} staged nothing: {reason}")
                     return
             if self._loop.time() >= part.again:

@@ -38,7 +38,8 @@ from kvd.transport.slices import U64
 from kvd.transport.staged import messages
 from kvd.transport.staged.arena import Buffers, Device
 from kvd.transport.staged.messages import Metadata
-from kvd.transport.staged.reads import StagedPeer, StagedReads
+from kvd.transport.staged.parts import StagedPeer
+from kvd.transport.staged.reads import StagedReads
 from kvd.transport.staged.served import ServedPools
 
 BUFFERS: int = -1
@@ -249,7 +250,7 @@ class StagedTransport:
         if adding is None or adding[1].network != event.metadata:
             return  # it is being added by newer metadata
         metadata, parts = self._adding.pop(event.agent)
-        peer = self._peers.setdefault(event.agent, StagedPeer(event.agent))
+        peer = self._peers.setdefault(event.agent, self._reads.peer(event.agent))
         peer.learn(parts.staged)
         there, here = bool(parts.staged), self._device is not None
         staged = [entry for entry, holds in ((STAGED_THERE, there), (STAGED_HERE, here)) if holds]
