@@ -98,6 +98,8 @@ class Producer:
         room = self._rooms.setdefault(number, _Room())
         if room.expected:
             self._end(number, room, f"two requests have the bootstrap_room {number}")
+            if not room.offer:
+                self._engine.failed(number, room.failure)
             return
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
