@@ -53,13 +53,16 @@ class Agent:
 
 @contextlib.contextmanager
 def descriptors_taken(*, below: int, limit: int) -> Iterator[None]:
-    """Takes all descriptors below `below`, under a limit of `limit`."""
+    """Takes all descriptors below `below`, under a limit of `limit`; the process may have any of them already."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     taken = [os.open("/dev/null", os.O_RDONLY)]
     try:
-        while taken[-1] < below - 1:
-            taken.append(os.dup(taken[0]))
+        with contextlib.suppress(OSError):  # none is left
+            while taken[-1] < below:
+                taken.append(os.dup(taken[0]))
+        if taken[-1] >= below:
+            os.close(taken.pop())
         yield
     finally:
         for descriptor in taken:
