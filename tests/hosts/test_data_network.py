@@ -46,8 +46,10 @@ def test_a_network_of_the_data_that_dies_alone_costs_its_pulls_and_gives_every_b
     ended = stage.workers["d0"].outcome(late)
     assert (ended["kind"], ended["code"], ended["quarantined"]) == ("Failed", "deadline", True)
     ended = stage.workers["d0"].outcome(torn)
-    assert (ended["kind"], ended["quarantined"]) == ("Failed", False)
-    assert ended["code"] in ("transport", "peer_lost")  # the read's end and the peer's loss are told at one moment
+    # The first of its slices to fail shows that the peer is lost. The others may end a moment later: its blocks are in
+    # quarantine for so long.
+    assert ended["kind"] == "Failed"
+    assert ended["code"] in ("transport", "peer_lost")
     for _ in until("nothing is in quarantine"):
         if not stage.workers["d0"].call("status")["scheduler"]["quarantined"]:
             break
