@@ -212,7 +212,11 @@ async def test_requests_that_lose_their_blocks_to_others_get_the_same_tokens(pai
     body = [make_body(MODEL, prompt, PREEMPTED, cache_salt="alone") for prompt in prompts]
     expected = [await complete(pair.decode.url, one) for one in body]
     before = (await scrape(pair.decode)).total("vllm:num_preemptions_total")
-    got = await asyncio.gather(*(pair.complete(prompt, PREEMPTED, cache_salt="pair") for prompt in prompts))
+    # Both are prefilled before the decode side gets either: it would have ended one before the other came.
+    params = [await offered(pair, prompt) for prompt in prompts]
+    asked = [make_body(MODEL, prompt, PREEMPTED, cache_salt="pair") for prompt in prompts]
+    asked = [one | {"kv_transfer_params": theirs} for one, theirs in zip(asked, params, strict=True)]
+    got = await asyncio.gather(*(complete(pair.decode.url, one) for one in asked))
     assert (await scrape(pair.decode)).total("vllm:num_preemptions_total") > before
     for ours, theirs in zip(got, expected, strict=True):
         assert_same(ours, theirs)
