@@ -70,7 +70,8 @@ def tables(sides: Sequence[Side]) -> list[Table]:
         for figure in _shown(kvd):
             columns = [_column(side, figure.name) for side in (kvd, *others)]
             cells = [_measured(figure, column) if column else "-" for column in columns]
-            against = [column for side, column in zip((kvd, *others), columns, strict=True) if column and not side.ours]
+            rivals = [column for side, column in zip((kvd, *others), columns, strict=True) if not side.ours]
+            against = [column for column in rivals if any(column)]  # over 0 there is no ratio
             ratio = "-"
             if columns[0] and against:
                 choose = min if figure.best == "least" else max

@@ -62,7 +62,7 @@ class Planner:
 
     @property
     def strides(self) -> int:
-        """How many different steps from block to block there are. Each takes its time of a plan, of however few blocks."""
+        """How many different steps from block to block there are. Each takes its time, of however few blocks."""
         return len(self._templates)
 
     def most(self, blocks: int) -> int:

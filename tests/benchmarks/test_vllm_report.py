@@ -50,6 +50,16 @@ def test_the_tables_set_kvd_against_the_best_of_the_others_in_each_placement() -
     assert str(rows["tokens a second, 6 at once"]).startswith("2.00")
 
 
+def test_over_a_rival_that_has_nothing_of_a_kind_there_is_no_ratio() -> None:
+    rival = side("four", "pinned", 2.0)
+    for found in rival.rounds:
+        found["daemons_processor"] = 0.0
+    (table,) = tables([side("kvd", "pinned", 1.0), rival])
+    rows = {str(name): cell for name, cell in zip(table.columns[0].cells, table.columns[3].cells, strict=True)}
+    assert rows["processor time of both daemons while one arrives"] == "-"
+    assert str(rows["one pull, with claim and fence"]).startswith("0.50")
+
+
 def test_beside_the_median_of_the_worst_stands_the_worst_of_all_rounds() -> None:
     (table,) = tables([side("kvd", "pinned", 0.1), side("four", "pinned", 0.2)])
     rows = {str(name): cell for name, cell in zip(table.columns[0].cells, table.columns[1].cells, strict=True)}
