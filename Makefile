@@ -16,7 +16,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
-  test-pure test-real test-last test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed \
+  test-pure test-real test-more test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed \
   test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
@@ -85,9 +85,9 @@ quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
 # Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
-# other waits for real processes.
+# other waits for real processes, in two lines, which wait more than they compute.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real test-last
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-pure test-real test-more
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
@@ -95,12 +95,11 @@ test-pure: setup
 	$(BIN)/python -m pytest -m "not slow and not real"
 
 test-real: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
+	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(MORE))
 
-# Those of real processes that come after the rules, so that both cores have as much to do.
-LAST := tests/benchmarks tests/client tests/cuda tests/standin
-test-last: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
+MORE := $(addprefix tests/,benchmarks cli client cuda daemon deploy docs engines memory net standin transport)
+test-more: setup
+	$(BIN)/python -m pytest -m "not slow and real" $(MORE)
 
 # A real vLLM: the main path, ten minutes.
 test-vllm: setup-vllm

@@ -31,6 +31,10 @@ def transfers() -> Iterator[Any]:
     made = Transfers()
     yield made
     made.call(made._loop.stop)
+    for thread in threading.enumerate():
+        if thread.name == "kvd":
+            thread.join(PATIENCE)
+    made._loop.close()
 
 
 def test_a_cancel_that_the_full_queue_does_not_take_is_sent_again(transfers: Any) -> None:
