@@ -16,8 +16,8 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
-  test-pure test-more-pure test-real test-more-real test-vllm test-sglang test-all test-untimed test-untimed-pure \
-  test-untimed-real test-timed test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
+  test-pure test-real test-last test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed \
+  test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -84,27 +84,23 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants. Rules compute, real processes are
-# mostly waited for: three lines of them keep two cores busy.
+# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
+# other waits for real processes.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-pure test-real test-more-real test-more-pure
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real test-last
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
-MORE_PURE := $(addprefix tests/,fuzz layout plan router simulator)
-MORE_REAL := $(addprefix tests/,benchmarks cli client cuda daemon deploy docs engines memory net standin transport)
-
 test-pure: setup
-	$(BIN)/python -m pytest -m "not slow and not real" $(addprefix --ignore=,$(MORE_PURE))
-
-test-more-pure: setup
-	$(BIN)/python -m pytest -m "not slow and not real" $(MORE_PURE)
+	$(BIN)/python -m pytest -m "not slow and not real"
 
 test-real: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(MORE_REAL))
+	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
 
-test-more-real: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(MORE_REAL)
+# Those of real processes that come after the rules, so that both cores have as much to do.
+LAST := tests/benchmarks tests/client tests/cuda tests/standin
+test-last: setup
+	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
 
 # A real vLLM: the main path, ten minutes.
 test-vllm: setup-vllm

@@ -45,16 +45,19 @@ class Side:
     prefill: dict[int, list[float]] = field(default_factory=dict)
     first_token: dict[int, list[float]] = field(default_factory=dict)
     """From the request to the first token."""
+    step: dict[int, list[float]] = field(default_factory=dict)
+    """From a token to the next one: what the decode server computes for the first one, too."""
 
-    def add(self, tokens: int, begun: float, prefilled: float, first: float) -> None:
+    def add(self, tokens: int, begun: float, prefilled: float, first: float, step: float) -> None:
         """One request."""
+        self.step.setdefault(tokens, []).append(step)
         self.handover.setdefault(tokens, []).append(first - prefilled)
         self.prefill.setdefault(tokens, []).append(prefilled - begun)
         self.first_token.setdefault(tokens, []).append(first - begun)
 
 
-async def request(pair: Pair, prompt: list[int], *, at_once: bool) -> tuple[float, float, float]:
-    """When it was sent, when its prefill was answered, and when its first token came."""
+async def request(pair: Pair, prompt: list[int], *, at_once: bool) -> tuple[float, float, float, float]:
+    """When it was sent, when its prefill was answered, when its first token came, and how long one took after that."""
     body = make_body(MODEL, prompt, ANSWER_TOKENS)
     prefilled = 0.0
 
@@ -71,7 +74,8 @@ async def request(pair: Pair, prompt: list[int], *, at_once: bool) -> tuple[floa
         params = await prefill(pair.prefill.url, body)
         prefilled = time.perf_counter()
         completion = await complete(pair.decode.url, body | {"kv_transfer_params": params})
-    return begun, prefilled, completion.times[0]
+    step = statistics.median(after - before for before, after in itertools.pairwise(completion.times))
+    return begun, prefilled, completion.times[0], step
 
 
 async def measure_all(folder: Path, prompts: Sequence[int], rounds: int, seconds: float) -> dict[str, Side]:
@@ -125,7 +129,9 @@ def report(sides: dict[str, Side], prompts: Sequence[int]) -> None:
         short, long = (1e3 * statistics.median(side.handover[tokens]) for tokens in prompts)
         text = f"{name:>24}: end of prefill to first token {short:.0f} and {long:.0f} ms (x {long / short:.2f})"
         short, long = (1e3 * statistics.median(side.first_token[tokens]) for tokens in prompts)
-        print(f"{text}; request to first token {short:.0f} and {long:.0f} ms")
+        text += f"; request to first token {short:.0f} and {long:.0f} ms"
+        short, long = (1e3 * statistics.median(side.step[tokens]) for tokens in prompts)
+        print(f"{text}; each token after it {short:.0f} and {long:.0f} ms")
     read, alone = (1e3 * statistics.median(sides[name].prefill[prompts[-1]]) for name in (AT_ONCE, IN_TURN))
     text = f"a prefill of {prompts[-1]} tokens takes {read:.0f} ms while it is read, {alone:.0f} ms if nobody reads it"
     print(f"{text} (x {read / alone:.3f})")

@@ -28,9 +28,9 @@ def test_what_vllm_took_is_printed_as_medians_and_ratios(
     async def measured(_folder: Path, prompts: Sequence[int], _rounds: int, _seconds: float) -> dict[str, of_vllm.Side]:
         sides = {name: of_vllm.Side() for name in (of_vllm.AT_ONCE, of_vllm.IN_TURN, of_vllm.NIXL)}
         for tokens in prompts:
-            sides[of_vllm.AT_ONCE].add(tokens, 0.0, 1.04, 1.14)
-            sides[of_vllm.IN_TURN].add(tokens, 0.0, 1.0, 1.0 + tokens / 1000)
-            sides[of_vllm.NIXL].add(tokens, 0.0, 1.0, 2.0)
+            sides[of_vllm.AT_ONCE].add(tokens, 0.0, 1.04, 1.14, 0.01)
+            sides[of_vllm.IN_TURN].add(tokens, 0.0, 1.0, 1.0 + tokens / 1000, 0.01)
+            sides[of_vllm.NIXL].add(tokens, 0.0, 1.0, 2.0, 0.01)
         return sides
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
