@@ -149,10 +149,11 @@ gpu-check:
 	if [ -d $(GPU_WHEELS) ]; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(GPU_WHEELS)/*.whl; fi
 	$(GPU_PYTHON) -m benchmarks.gpu
 
-# No NIXL and no torch: copies within a host need neither. 64 MiB at most.
+# What a daemon and the tests need, without NIXL and torch: copies within a host need neither. 64 MiB at most.
 gpu-wheels:
 	rm -rf $(GPU_WHEELS)
-	for package in $$(grep -hoE '^(msgspec|pyzmq|pydantic|pydantic-core|pydantic-settings|annotated-types|typing-extensions|typing-inspection|python-dotenv|structlog|uvloop|prometheus-client|rich|pygments|markdown-it-py|mdurl|cuda-bindings|cuda-pathfinder|numpy|dnspython|pytest|pluggy|iniconfig|packaging|hypothesis|sortedcontainers|pytest-asyncio|pytest-timeout)==[^ ]*' requirements/daemon.lock.txt requirements/dev.lock.txt | sort -u); do \
+	for package in $$(grep -hoE '^[a-z][^ ]*==[^ ]*' requirements/daemon.lock.txt | grep -v '^nixl') \
+	    $$(grep -hoE '^(pytest|pytest-asyncio|pytest-rerunfailures|pytest-timeout|iniconfig|hypothesis|sortedcontainers)==[^ ]*' requirements/dev.lock.txt); do \
 	  $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) -d $(GPU_WHEELS) $$package; \
 	done
 	test $$(du -sm $(GPU_WHEELS) | cut -f1) -lt 64

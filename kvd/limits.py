@@ -376,6 +376,13 @@ SLICE_BYTES: Final = 4 * MIB
 SLICE_DESCRIPTORS: Final = 512
 """Descriptors in one post: scattered small blocks cost about 5 us each, so bytes alone do not bound a post's time."""
 
+GPU_SLICE_BYTES: Final = 256 * MIB
+"""One launch that copies within the memory of GPUs, 0.2 ms on an H200. Beside an engine's kernels each launch waits for
+its turn of 1 to 2 ms, so few are better than many."""
+
+GPU_SLICE_DESCRIPTORS: Final = 16384
+"""Descriptors of such a launch."""
+
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted bytes for each peer: enough to fill a network, too few to fill the transport's queues."""
 

@@ -73,8 +73,8 @@ def run_step(name: str, deadline: float, *, quick: bool) -> Result:
         return Result(name, step.question, "skipped", seconds, reason=said["skipped"])
     if ran.returncode or not lines:
         reason = f"status {ran.returncode}: {(ran.stderr or ran.stdout).strip()[-1500:]}"
-        return Result(name, step.question, "failed", seconds, said, reason)
-    return Result(name, step.question, "passed", seconds, said)
+        return Result(name, step.question, "failed", seconds, reason=reason)
+    return Result(name, step.question, "passed", seconds, said["answers"])
 
 
 if __name__ == "__main__":

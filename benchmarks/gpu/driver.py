@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, Final
 
 from kvd.cuda.copies import has_batches
-from kvd.cuda.device import device
-from kvd.cuda.driver import call
+from kvd.cuda.device import Device, device
+from kvd.cuda.driver import api, call
+from kvd.cuda.memory import Mapping, granule
+from kvd.errors import KvdError
 
 ATTRIBUTES: Final = (
     "VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED",
@@ -42,8 +45,27 @@ def facts(*, quick: bool) -> dict[str, Any]:  # noqa: ARG001
         "total bytes": total,
         "obstacle": gpu.obstacle() or "none",
         "batched copies": has_batches(),
+        "DMA-BUF of own, of imported memory": ", ".join(_dma_bufs(gpu)),
         **{name: gpu.attribute(name) for name in ATTRIBUTES},
     }
+
+
+def _dma_bufs(gpu: Device) -> Iterator[str]:
+    """Whether the driver exports memory for a network card, as the maker of it and as a process that imported it."""
+    own = Mapping.allocate(gpu, granule(gpu))
+    descriptor = own.export()
+    imported = Mapping.map_descriptor(gpu, descriptor, own.length, writable=False)
+    os.close(descriptor)
+    kind = api().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    for memory in (own, imported):
+        with gpu.current():
+            try:
+                os.close(call("cuMemGetHandleForAddressRange", memory.base, memory.length, kind, 0))
+            except KvdError as error:
+                yield error.text
+            else:
+                yield "yes"
+        memory.close()
 
 
 def tests(*, quick: bool) -> dict[str, Any]:

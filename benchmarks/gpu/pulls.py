@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu.copies import SIZES
+from benchmarks.gpu.copies import SIZES, median
 from kvd.bench.spec import flat_spec, pattern, tokens_of
 from kvd.client import Blocks, Done, Worker
 from kvd.client.events import Event
@@ -23,6 +23,7 @@ from kvd.cuda.streams import Stream
 from kvd.errors import KvdError
 from kvd.limits import KIB, MIB
 from kvd.processes import Child, Processes
+from kvd.transport.samehost.gpu import Gpu
 
 _WAIT = 60.0
 Bytes = NDArray[np.uint8]
@@ -31,8 +32,9 @@ Bytes = NDArray[np.uint8]
 class _Side:
     """A daemon, and a worker of it in this process. The pool has `blocks` blocks of `block_bytes` bytes."""
 
-    def __init__(self, processes: Processes, folder: Path, name: str) -> None:
+    def __init__(self, processes: Processes, folder: Path, name: str, memory: str) -> None:
         self._processes = processes
+        self._memory = memory
         self.name = name
         self.socket = folder / f"{name}.sock"
         self.starts = 0
@@ -42,7 +44,10 @@ class _Side:
         """Starts the daemon, or the next one."""
         self.starts += 1
         run = f"{self.name}-{self.starts}"
-        self.daemon: Child = self._processes.start_daemon(self.name, self.socket, "--device", "cuda:0", log=run)
+        self.daemon: Child = self._processes.start_daemon(self.name, self.socket, "--device", self._memory, log=run)
+        while not self.socket.exists():
+            if self.daemon.wait(0.05):
+                raise self.daemon.ended()
 
     def attach(self, blocks: int, block_bytes: int) -> Worker:
         """A worker with a new pool."""
@@ -51,9 +56,9 @@ class _Side:
 
 
 @contextmanager
-def _sides() -> Iterator[tuple[_Side, _Side]]:
+def _sides(memory: str = "cuda:0") -> Iterator[tuple[_Side, _Side]]:
     with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder, Processes(Path(folder)) as processes:
-        yield _Side(processes, Path(folder), "p"), _Side(processes, Path(folder), "d")
+        yield _Side(processes, Path(folder), "p", memory), _Side(processes, Path(folder), "d", memory)
 
 
 def _write(worker: Worker, content: Bytes) -> None:
@@ -93,27 +98,48 @@ def _offer(worker: Worker, name: str, ids: list[int]) -> str:
 def speeds(*, quick: bool) -> dict[str, Any]:
     """Pulls of `total` bytes in blocks of each size; every byte is compared, those outside, too."""
     total, rounds = (4 * MIB, 1) if quick else (256 * MIB, 5)
-    rows = []
+    rows, gpu = [], Gpu(device(0).uuid)
     with _sides() as (producer, consumer):
         for size in SIZES:
             count = 2 * total // size
             prefill, decode = producer.attach(count, size), consumer.attach(count, size)
             content = pattern(count, size)
             _write(prefill, content.reshape(-1))
+            ends = decode.device_pool.pointer, prefill.device_pool.pointer, total
+            whole = median(rounds, gpu.copy, *(np.array([word], np.uint64) for word in ends))
             row: dict[str, Any] = {"block": size}
             for way, source, target in (
                 ("adjacent", list(range(count // 2)), list(range(count // 2))),
                 ("scattered", list(range(0, count, 2)), list(range(1, count, 2))),
             ):
                 seconds = _Pulls(prefill, decode, content).median(way, source, target, rounds)
-                row[f"{way} GB/s"] = total / seconds / 1e9
-            if size == 16 * KIB:
-                row["one block, us"] = 1e6 * _Pulls(prefill, decode, content).median("one", [7], [9], 2 * rounds)
+                row[f"{way}, GB/s"] = total / seconds / 1e9
+                row[f"{way}, of one copy"] = whole / seconds
             rows.append(row)
             for worker in (prefill, decode):
                 worker.detach(_WAIT)
                 worker.close()
-    return {"blocks": [{"one block, us": "", **row} for row in rows]}
+    one = {f"one block of 16 KiB, {name}, us": _one_block(memory, 6 * rounds) for name, memory in _MEMORIES.items()}
+    return {**one, "one copy of all, GB/s": total / whole / 1e9, "blocks": rows}
+
+
+_MEMORIES = {"pools on the GPU": "cuda:0", "in host memory": "cpu"}
+
+
+def _one_block(memory: str, rounds: int) -> float:
+    """Microseconds from a request to its end, in the median."""
+    with _sides(memory) as (producer, consumer):
+        prefill, decode = producer.attach(16, 16 * KIB), consumer.attach(16, 16 * KIB)
+        taken = []
+        for turn in range(rounds + 1):
+            ticket = _offer(prefill, f"r{turn}", [7])
+            began = time.perf_counter()
+            decode.pull(f"r{turn}", ticket, blocks=_blocks([9]), timeout=_WAIT)
+            ended = _end_of(decode, f"r{turn}")
+            taken.append(time.perf_counter() - began)
+            if type(ended) is not Done:
+                raise AssertionError(f"r{turn}: {ended}")
+    return 1e6 * statistics.median(taken[1:])
 
 
 class _Pulls:

@@ -26,10 +26,12 @@ STEPS: Final = {
     "tests": Step("do the tests of memory and copies pass on this driver", "driver", "tests", 150),
     "memory": Step("does memory outlive its maker; what do making, zeroing and moving cost", "memory", "costs", 60),
     "copies": Step("how fast are copies of 4 KiB to 1 MiB beside one copy of all", "copies", "speeds", 90),
+    "busy": Step("what do copies cost beside an engine that keeps the GPU busy, and it them", "busy", "speeds", 60),
     "pinned": Step("how fast is a slice into host memory and out of it, pinned or not", "copies", "host", 30),
     "pulls": Step("do pulls between two daemons land; how fast, beside one copy of all", "pulls", "speeds", 120),
     "nixl": Step("how fast is NIXL alone, with memory of cudaMalloc", "raw", "speeds", 60),
     "kills": Step("does a pull whose daemon is killed end, and never in wrong bytes", "pulls", "kills", 90),
+    "workers": Step("does a killed worker's GPU write to its pool after its pidfd has fired", "workers", "kills", 60),
     "torch": Step("is a pool a tensor; does a CUDA graph that writes to it stay valid", "frameworks", "torch", 90),
     "demo": Step("does `kvd demo --device cuda:0` give the tokens of a single engine", "frameworks", "demo", 90),
     "vllm": Step("does vLLM's hook give it the pool as its cache", "frameworks", "vllm", 60),
@@ -40,11 +42,12 @@ def main(name: str, *, quick: bool) -> None:
     """Runs one step."""
     step = STEPS[name]
     function = getattr(importlib.import_module(f"benchmarks.gpu.{step.module}"), step.function)
+    said: dict[str, Any] = {}
     try:
-        answers: dict[str, Any] = function(quick=quick)
+        said["answers"] = function(quick=quick)
     except Skipped as skipped:
-        answers = {"skipped": str(skipped)}
-    sys.stdout.write(json.dumps(answers) + "\n")
+        said["skipped"] = str(skipped)
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cuts reads into slices and decides the order in which slices are posted.
 
-- A slice holds at most `limits.SLICE_BYTES` and `limits.SLICE_DESCRIPTORS`; a descriptor longer than a slice is split.
+- A slice holds at most what its read's `SliceBounds` say; a descriptor longer than a slice is split.
 - The next slice comes from the read that has posted the fewest bytes so far, so a short read overtakes a long one.
 - A read that is a part of what is still to come waits for all others: nobody can use it yet.
 - Every `limits.OLDEST_TURN`-th slice comes from the oldest read, so a stream of short reads starves nothing.
@@ -17,7 +17,7 @@ import heapq
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,18 @@ U64 = npt.NDArray[np.uint64]
 
 CHUNK_DESCRIPTORS = 8 * limits.SLICE_DESCRIPTORS
 """Descriptors that are cut (and prepared) at once: 4096 keep that below 0.3 ms."""
+
+
+class SliceBounds(NamedTuple):
+    """What a slice holds at most."""
+
+    bytes: int
+    descriptors: int
+
+    @classmethod
+    def usual(cls) -> Self:
+        """For copies at memory's or a network's speed."""
+        return cls(limits.SLICE_BYTES, limits.SLICE_DESCRIPTORS)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,26 +65,27 @@ class Slice:
     bytes: int
 
 
-def cut(request: ReadRequest) -> Iterator[Slice]:
+def cut(request: ReadRequest, bounds: SliceBounds) -> Iterator[Slice]:
     """The slices of a read in order, chunk by chunk; descriptors of length 0 vanish."""
     descriptors = request.descriptors
     size, count = descriptors.bytes, descriptors.count
-    if size <= limits.SLICE_BYTES and count <= limits.SLICE_DESCRIPTORS and descriptors.length.all():
+    if size <= bounds.bytes and count <= bounds.descriptors and descriptors.length.all():
         if count:  # the usual small read, at a fifth of the cost
             yield Slice(request, Chunk(descriptors.src, descriptors.dst, descriptors.length), 0, count, size)
         return
-    for first in range(0, count, CHUNK_DESCRIPTORS):
-        part = slice(first, first + CHUNK_DESCRIPTORS)
-        chunk = _split(descriptors.src[part], descriptors.dst[part], descriptors.length[part])
-        for start, stop, size in _bounds(chunk.length):
+    step = max(CHUNK_DESCRIPTORS, bounds.descriptors)
+    for first in range(0, count, step):
+        part = slice(first, first + step)
+        chunk = _split(descriptors.src[part], descriptors.dst[part], descriptors.length[part], bounds.bytes)
+        for start, stop, size in _parts(chunk.length, bounds):
             yield Slice(request, chunk, start, stop, size)
 
 
-def _split(src: U64, dst: U64, length: U64) -> Chunk:
-    """The same bytes in descriptors of 1 to `limits.SLICE_BYTES` bytes each."""
-    if len(length) and int(length.min()) > 0 and int(length.max()) <= limits.SLICE_BYTES:
+def _split(src: U64, dst: U64, length: U64, longest: int) -> Chunk:
+    """The same bytes in descriptors of 1 to `longest` bytes each."""
+    if len(length) and int(length.min()) > 0 and int(length.max()) <= longest:
         return Chunk(src, dst, length)
-    step = np.uint64(limits.SLICE_BYTES)
+    step = np.uint64(longest)
     pieces = ((length + (step - np.uint64(1))) // step).astype(np.int64)
     owner = np.repeat(np.arange(len(length)), pieces)
     rank = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)
@@ -80,13 +93,13 @@ def _split(src: U64, dst: U64, length: U64) -> Chunk:
     return Chunk(src[owner] + offset, dst[owner] + offset, np.minimum(length[owner] - offset, step))
 
 
-def _bounds(length: U64) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, bytes) of each slice: as many descriptors as the two limits allow."""
+def _parts(length: U64, bounds: SliceBounds) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, bytes) of each slice: as many descriptors as the bounds allow."""
     ends = np.cumsum(length)
     start, before = 0, 0
     while start < len(length):
-        fitting = int(np.searchsorted(ends, np.uint64(before + limits.SLICE_BYTES), side="right"))
-        stop = min(fitting, start + limits.SLICE_DESCRIPTORS)
+        fitting = int(np.searchsorted(ends, np.uint64(before + bounds.bytes), side="right"))
+        stop = min(fitting, start + bounds.descriptors)
         end = int(ends[stop - 1])
         yield start, stop, end - before
         start, before = stop, end
@@ -156,9 +169,9 @@ class SliceQueue:
         self._ages = 0
         self._picks = 0
 
-    def add(self, request: ReadRequest) -> bool:
-        """Queues a read; False if it is empty."""
-        slices = cut(request)
+    def add(self, request: ReadRequest, bounds: SliceBounds | None = None) -> bool:
+        """Queues a read, in slices within `bounds` or else the usual ones; False if it is empty."""
+        slices = cut(request, bounds or SliceBounds.usual())
         head = next(slices, None)
         if head is None:
             return False

@@ -16,7 +16,7 @@ from tests.support.gpu import over_standin
 
 pytestmark = pytest.mark.real
 
-QUICK = ["driver", "memory", "pulls", "kills", "vllm"]
+QUICK = ["driver", "memory", "pulls", "kills", "workers", "vllm"]
 """Steps whose dry run takes seconds. `copies` and `pinned` are copies alone, `tests` are of this repository, and torch
 takes long to import, as does NIXL."""
 
@@ -62,7 +62,9 @@ def test_a_dry_run_of_the_copies_has_a_figure_for_each_size(standin, tmp_path):
     assert status == 0, document
     copies, pinned = (step["answers"] for step in document["steps"])
     assert [row["block"] for row in copies["blocks"]] == [4096 << shift for shift in (0, 2, 4, 6, 8)]
-    assert [row["pinned"] for row in pinned["slices"]] == [False, True]
+    assert [(row["pinned"], row["block"]) for row in pinned["slices"]] == [
+        (pinned, block) for pinned in (False, True) for block in (16384, 4194304)
+    ]
 
 
 def test_a_gpu_that_is_not_there_fails_its_steps_and_the_report_says_why(standin, tmp_path):

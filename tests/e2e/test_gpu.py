@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from kvd.limits import GPU_SLICE_DESCRIPTORS
 from tests.support.fleet import RemoteError, until
 from tests.support.patience import PATIENCE
 
@@ -155,11 +156,11 @@ def test_a_pool_that_the_gpu_has_no_room_for_is_refused_with_both_figures(machin
 
 def test_a_small_pull_overtakes_a_long_one_that_the_gpu_copies_slowly(machine, fleet):
     producer, consumer = fleet.daemon("p", device="cuda:0"), fleet.daemon("d", device="cuda:0", copy_threads="1")
-    size = {"blocks": 16384, "block_bytes": 512}
+    size = {"blocks": 4 * GPU_SLICE_DESCRIPTORS, "block_bytes": 512}
     prefill, decode = fleet.worker(producer, "prefill", **size), fleet.worker(consumer, "decode", **size)
-    long, small = list(range(0, 16000, 2)), [16383]
+    long, small = list(range(0, 3 * GPU_SLICE_DESCRIPTORS, 2)), [4 * GPU_SLICE_DESCRIPTORS - 1]  # two slices, and one
     tickets = [prefill.call("offer", name=name, ids=ids) for name, ids in (("long", long), ("small", small))]
-    machine.set(copy_us=5_000)
+    machine.set(copy_us=300)
     decode.call("pull", name="long", ticket=tickets[0], ids=long)
     decode.call("pull", name="small", ticket=tickets[1], ids=small)
     assert decode.outcome("small")["kind"] == "Done"

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from importlib import resources
 
 from cuda.bindings import driver as cu
 
@@ -115,6 +116,25 @@ def batch(stream, to, sources, sizes):
     attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     pointers = [[cu.CUdeviceptr(address) for address in addresses] for addresses in (to, sources)]
     return cu.cuMemcpyBatchAsync(*pointers, sizes, len(sizes), [attributes], [0], 1, stream)
+
+
+def kernel():
+    """kvd's own, loaded."""
+    text = resources.files("kvd.cuda").joinpath("copy.ptx").read_bytes() + b"\0"
+    return do(cu.cuModuleGetFunction, do(cu.cuModuleLoadData, text), b"kvd_copy")
+
+
+def table(*rows):
+    """Pinned host memory with these rows."""
+    address = int(do(cu.cuMemHostAlloc, 24 * len(rows), 0))
+    words = (ctypes.c_uint64 * (3 * len(rows))).from_address(address)
+    words[:] = [word for row in rows for word in row]
+    return address, words
+
+
+def launch(function, stream, address, count):
+    """Of the kernel, over a table at `address`; what it returns."""
+    return cu.cuLaunchKernel(function, count, 1, 1, 256, 1, 1, 0, stream, ((address,), (ctypes.c_void_p,)), 0)
 
 
 def settle(ready, *arguments):

@@ -52,8 +52,8 @@ def succeed(driver: StandinDriver, child: Callable[..., None], *arguments: str, 
     return ended.stderr
 
 
-def abort(driver: StandinDriver, child: Callable[..., None]) -> str:
+def abort(driver: StandinDriver, child: Callable[..., None], *arguments: str) -> str:
     """What `child` says on stderr. The driver must abort it."""
-    ended = run(driver, child)
+    ended = run(driver, child, *arguments)
     assert ended.returncode == -6, (ended.returncode, ended.stderr)
     return ended.stderr

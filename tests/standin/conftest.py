@@ -14,6 +14,7 @@ SAMPLE = {
         "test_a_lost_device_fails_every_call_also_those_that_wait",
         "test_memory_runs_out_and_comes_back",
     },
+    "test_kernels": {"test_a_kernel_reads_its_table_and_copies_when_it_runs"},
     "test_memory": {
         "test_fresh_memory_is_not_zero_and_keeps_what_is_written",
         "test_sizes_are_multiples_of_the_granularity",

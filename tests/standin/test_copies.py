@@ -51,7 +51,7 @@ def test_an_event_is_complete_after_what_was_recorded_before_it_only(standin):
         do(cu.cuEventRecord, event, stream)
         assert error(cu.cuEventQuery, event) == "NOT_READY"
         assert settle(cu.cuEventQuery, event) == "SUCCESS"
-        assert work() == {"copies": 2, "batches": 1, "bytes": 8192}
+        assert work() == {"copies": 2, "batches": 1, "launches": 0, "bytes": 8192}
         assert read(b.address, 8193) == b"\x07" * 8192 + b"\xa5"
 
     standin.set(hold=2)

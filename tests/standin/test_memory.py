@@ -66,17 +66,18 @@ def test_sizes_are_multiples_of_the_granularity(standin):
     succeed(standin, child)
 
 
-def test_a_mapping_is_no_longer_than_its_object_and_its_reservation(standin):
+def test_a_mapping_is_as_long_as_its_object_and_no_longer_than_its_reservation(standin):
     def child():
         start()
-        handle = do(cu.cuMemCreate, GRANULE, prop(), 0)
+        handle, larger = (do(cu.cuMemCreate, size, prop(), 0) for size in (GRANULE, 2 * GRANULE))
         address = int(do(cu.cuMemAddressReserve, 2 * GRANULE, 0, 0, 0))
-        assert error(cu.cuMemMap, address, 2 * GRANULE, 0, handle, 0) == "INVALID_VALUE"
+        assert error(cu.cuMemMap, address, 2 * GRANULE, 0, handle, 0) == "NOT_SUPPORTED"
+        assert error(cu.cuMemMap, address, GRANULE, 0, larger, 0) == "NOT_SUPPORTED"
         assert error(cu.cuMemMap, address + 2 * GRANULE, GRANULE, 0, handle, 0) == "INVALID_VALUE"
         do(cu.cuMemMap, address + GRANULE, GRANULE, 0, handle, 0)
         assert error(cu.cuMemMap, address + GRANULE, GRANULE, 0, handle, 0) == "ALREADY_MAPPED"
 
-    assert "more than the 2097152 of the object" in succeed(standin, child)
+    assert "4194304 bytes are not the 2097152 of the object" in succeed(standin, child)
 
 
 def test_mappings_and_reservations_are_given_back_whole_and_in_order(standin):

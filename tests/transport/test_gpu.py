@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from kvd import limits
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, DeviceError, ErrorCode
+from kvd.limits import KIB
 from kvd.memory.cuda import CudaProvider
 from kvd.memory.memfd import MemfdProvider
 from kvd.plan import Descriptors
 from kvd.protocol.export import ExportedPool
 from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
+from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.gpu import Gpu
 from kvd.transport.samehost.transport import SameHostTransport
-from tests.standin.driver import live
+from tests.standin.driver import live, work
 from tests.support.gpu import over_standin
 from tests.support.patience import MOMENT
 
@@ -64,6 +67,67 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     threads.stop()
     assert isinstance(ended, Landed), ended
     assert ended.stamp == 7
+
+
+def random_copies(unit):
+    """Addresses in a source and in a target of `LENGTH`, and lengths, all multiples of `unit`; most are small."""
+    rng = np.random.default_rng(7)
+    places = rng.choice(LENGTH // (4 * KIB), 200, replace=False).astype(np.uint64) * np.uint64(4 * KIB)
+    lengths = rng.integers(1, 4 * KIB // unit, 200).astype(np.uint64) * np.uint64(unit)
+    return rng.permutation(places), np.sort(places), lengths
+
+
+def copied(offsets, targets, lengths, content):
+    """What a target of zeros holds then."""
+    expected = np.zeros(LENGTH, np.uint8)
+    for source, target, length in zip(offsets.tolist(), targets.tolist(), lengths.tolist(), strict=True):
+        expected[target : target + length] = content[source : source + length]
+    return expected.tobytes()
+
+
+def check_copies(offsets, targets, lengths):
+    """Copies within a GPU; every byte is compared, those outside, too."""
+    source, target = pools()
+    content = np.random.default_rng(1).integers(1, 255, LENGTH, np.uint8)
+    source.write(0, content.tobytes())
+    gpu = Gpu(device(0).uuid)
+    for _ in range(2):  # the table is used again
+        gpu.copy_within(targets + np.uint64(target.base), offsets + np.uint64(source.base), lengths)
+    assert target.read(0, LENGTH) == copied(offsets, targets, lengths, content)
+    gpu.close()
+
+
+@over_standin()
+def test_copies_within_gpus_are_one_launch_whatever_their_lengths():
+    before = work()["launches"]
+    check_copies(*random_copies(16))
+    check_copies(ONE, ONE, ALL)  # cut for the kernel
+    assert work()["launches"] - before == 4
+    assert live()["registrations"] == 0, "the table was given back"
+
+
+@over_standin()
+def test_copies_within_gpus_that_are_no_multiples_of_16_bytes_are_the_drivers():
+    check_copies(*random_copies(3))
+    assert (work()["launches"], work()["batches"]) == (0, 2)
+
+
+@over_standin(no_compiler=1)
+def test_without_a_compiler_copies_within_gpus_are_the_drivers_and_the_log_says_so():
+    with capture_logs() as logged:
+        check_copies(*random_copies(16))
+    assert ["no kernel copies within GPUs" in entry["event"] for entry in logged] == [True]
+    assert (work()["launches"], work()["batches"]) == (0, 2)
+
+
+@over_standin()
+def test_the_kernel_copies_between_gpus_and_the_call_from_and_to_the_host_in_slices_of_their_own():
+    devices, uuid = Devices(device(0).uuid), device(0).uuid
+    gpu, host = Memory(1 << 40, LENGTH, uuid), Memory(1 << 20, LENGTH)
+    (within, slices), *others = (devices.copy_between(*sides) for sides in ((gpu, gpu), (gpu, host), (host, gpu)))
+    assert within.__func__ is Gpu.copy_within
+    assert slices == (limits.GPU_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
+    assert [(copy.__func__, bounds) for copy, bounds in others] == [(Gpu.copy, None)] * 2
 
 
 @over_standin()

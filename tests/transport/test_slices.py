@@ -1,14 +1,25 @@
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.transport.slices import CHUNK_DESCRIPTORS, Slice, SliceQueue, cut
+from kvd.transport.interface import ReadRequest
+from kvd.transport.slices import CHUNK_DESCRIPTORS, Slice, SliceBounds, SliceQueue
+from kvd.transport.slices import cut as cut_within
 from tests.transport.descriptors import Descriptors, descriptors, request
 
 LENGTHS = st.lists(
     st.one_of(st.integers(0, 70_000), st.integers(limits.SLICE_BYTES - 2, 3 * limits.SLICE_BYTES + 2)), max_size=40
 )
+
+
+BOUNDS = st.builds(SliceBounds, st.integers(1, 4 * limits.SLICE_BYTES), st.integers(1, 2 * CHUNK_DESCRIPTORS))
+
+
+def cut(read: ReadRequest, bounds: SliceBounds | None = None) -> Iterator[Slice]:
+    return cut_within(read, bounds or SliceBounds.usual())
 
 
 def packed(lengths: list[int]) -> Descriptors:
@@ -39,10 +50,11 @@ def take(queue: SliceQueue) -> Slice:
     return piece
 
 
-@given(LENGTHS)
-def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[int]) -> None:
+@given(LENGTHS, BOUNDS)
+def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[int], bounds: SliceBounds) -> None:
+    bounds = bounds._replace(bytes=max(bounds.bytes, sum(lengths) // 1000))  # slices of a byte take long
     at = 0
-    for piece in cut(request(1, packed(lengths))):
+    for piece in cut(request(1, packed(lengths)), bounds):
         assert piece.bytes == sum(n for _, _, n in pieces(piece))
         for src, dst, length in pieces(piece):
             assert (src, dst) == (at, at + 7)
@@ -50,11 +62,12 @@ def test_the_slices_of_a_read_cover_its_bytes_once_and_in_order(lengths: list[in
     assert at == sum(lengths)
 
 
-@given(LENGTHS)
-def test_no_slice_exceeds_a_limit_and_none_is_empty(lengths: list[int]) -> None:
-    for piece in cut(request(1, packed(lengths))):
-        assert 0 < piece.bytes <= limits.SLICE_BYTES
-        assert 0 < piece.stop - piece.start <= limits.SLICE_DESCRIPTORS
+@given(LENGTHS, BOUNDS)
+def test_no_slice_exceeds_a_bound_and_none_is_empty(lengths: list[int], bounds: SliceBounds) -> None:
+    bounds = bounds._replace(bytes=max(bounds.bytes, sum(lengths) // 1000))
+    for piece in cut(request(1, packed(lengths)), bounds):
+        assert 0 < piece.bytes <= bounds.bytes
+        assert 0 < piece.stop - piece.start <= bounds.descriptors
         assert all(n > 0 for _, _, n in pieces(piece))
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvd.errors import DeviceError, KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
 from kvd.transport.samehost.process_memory import copy_few
-from kvd.transport.slices import U64, Chunk, Slice, SliceQueue
+from kvd.transport.slices import U64, Chunk, Slice, SliceBounds, SliceQueue
 
 if TYPE_CHECKING:
     from kvd.transport.interface import ReadRequest
@@ -51,7 +51,7 @@ class Memory(Struct, frozen=True, gc=False):
         return status.st_blocks * 512 >= status.st_size
 
     def addresses(self, offset: U64, length: U64) -> U64:
-        """Where `length[i]` bytes at `offset[i]` begin; no length is above `limits.SLICE_BYTES`.
+        """Where `length[i]` bytes at `offset[i]` begin; no length is above a slice's.
 
         Raises:
             OSError: some lie outside.
@@ -87,6 +87,8 @@ class Read(Struct, eq=False):
     stamp: Callable[[int], int]
     copy: Copy | None = None
     """What threads copy it by; None for a read that is copied at once (`run_few`)."""
+    bounds: SliceBounds | None = None
+    """Of its slices, if they are not the usual ones."""
     running: int = 0
     """Slices that are being copied."""
     started: float = 0.0
@@ -162,7 +164,7 @@ class CopyThreads:
     def add(self, read: Read) -> None:
         """Queues a read, which ends in `Landed` or `ReadFailed`."""
         with self._changed:
-            if self._queue.add(read.request):
+            if self._queue.add(read.request, read.bounds):
                 self._reads[read.request.read] = read
                 self._changed.notify_all()
                 return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from kvd import limits
 from kvd.errors import Unavailable
 from kvd.transport.samehost.copies import Copy, Memory
 from kvd.transport.samehost.lent import copy_lent, map_host_pool
+from kvd.transport.slices import SliceBounds
 
 if TYPE_CHECKING:
     from kvd.protocol.export import ExportedPool
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from kvd.transport.samehost.lent import MappedPool
 
 _log = structlog.get_logger("kvd.transport")
+
+GPU_SLICES: Final = SliceBounds(limits.GPU_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
 
 
 class Devices:
@@ -43,10 +47,14 @@ class Devices:
         gpu = self._gpu(self._own or pool.device)
         return gpu.map_pool(pool, descriptor) if gpu else map_host_pool(pool, descriptor)
 
-    def copy_between(self, source: Memory, target: Memory) -> Copy:
-        """What copies from a mapped pool to one of ours."""
+    def copy_between(self, source: Memory, target: Memory) -> tuple[Copy, SliceBounds | None]:
+        """What copies from a mapped pool to one of ours, and the bounds of its slices, None for the usual ones."""
         gpu = self._gpu(target.device or source.device)
-        return gpu.copy if gpu else partial(copy_lent, source)
+        if gpu is None:
+            return partial(copy_lent, source), None
+        if source.device and target.device:
+            return gpu.copy_within, GPU_SLICES
+        return gpu.copy, None
 
     def pin(self, identity: str, address: int, length: int) -> None:
         """Lets GPUs copy to a host pool of ours by themselves, if the driver lets us; otherwise it copies twice."""

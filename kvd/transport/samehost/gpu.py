@@ -5,14 +5,17 @@ A GPU copies between itself, other GPUs and host memory alike. Imported late: on
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
 
+from kvd import limits
 from kvd.cuda.copies import copy, pin, unpin
 from kvd.cuda.device import Device, device_of
+from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError
@@ -35,8 +38,8 @@ class Gpu:
     def __init__(self, identity: str) -> None:
         self._device: Device = device_of(identity)
         self._own = threading.local()
-        """Each thread's stream: copies of several threads run beside each other."""
-        self._streams: list[Stream] = []
+        """Each thread's stream and table: copies of several threads run beside each other."""
+        self._opened: list[Stream | CopyTable] = []
 
     def copy(self, target: U64, source: U64, length: U64) -> None:
         """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
@@ -52,6 +55,19 @@ class Gpu:
             finally:
                 stream.synchronize()
 
+    def copy_within(self, target: U64, source: U64, length: U64) -> None:
+        """Like `copy`, between the memory of GPUs alone: a slice, by one launch if all are multiples of 16 bytes."""
+        kernel = self._kernel
+        if kernel is None or not kernel.takes(target, source, length):
+            self.copy(target, source, length)
+            return
+        with self._device.current():
+            stream, table = self._stream(), self._table()
+            try:
+                kernel.copy(stream, table, target, source, length)
+            finally:
+                stream.synchronize()
+
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
 
@@ -63,6 +79,7 @@ class Gpu:
             return self._pinned(map_host_pool(pool, descriptor), pool.length)
         check_export(self._device, descriptor)
         mapping = Mapping.map_descriptor(self._device, descriptor, pool.length, writable=False)
+        _ = self._kernel  # the driver compiles it now, and not while the first read waits
 
         def close() -> None:
             with _unless_lost():
@@ -87,16 +104,33 @@ class Gpu:
     def close(self) -> None:
         """Ends the streams, once no thread copies."""
         with _unless_lost(), self._device.current():
-            for stream in self._streams:
-                stream.close()
-        self._streams.clear()
+            for opened in self._opened:
+                opened.close()
+        self._opened.clear()
+
+    @functools.cached_property
+    def _kernel(self) -> CopyKernel | None:
+        try:
+            return CopyKernel(self._device)
+        except DeviceError as error:
+            if error.lost:
+                raise
+            _log.warning("no kernel copies within GPUs: small blocks are copied slower", reason=error.text)
+            return None
 
     def _stream(self) -> Stream:
         stream: Stream | None = getattr(self._own, "stream", None)
         if stream is None:
             stream = self._own.stream = Stream(self._device)
-            self._streams.append(stream)
+            self._opened.append(stream)
         return stream
+
+    def _table(self) -> CopyTable:
+        table: CopyTable | None = getattr(self._own, "table", None)
+        if table is None:
+            table = self._own.table = CopyTable(limits.GPU_SLICE_DESCRIPTORS)
+            self._opened.append(table)
+        return table
 
     def _pinned(self, pool: MappedPool, length: int) -> MappedPool:
         """The pool, pinned if the driver lets us; otherwise the driver copies it twice."""

@@ -38,8 +38,39 @@ static void run_fill(Context *context, const Item *item) {
     pthread_mutex_lock(&world);
 }
 
+const Row *rows_of(const Item *launch) {
+    void *rows;
+    CUdeviceptr table = launch->launch.table;
+    size_t size = launch->launch.count * sizeof(Row);
+    if (reservation_at(table)) return reach(table, size, 0, false, &rows) == REACHED ? rows : NULL;
+    return is_registered(table, size) ? (const Row *)(uintptr_t)table : NULL;
+}
+
+/* A kernel reaches what is mapped for its device, and host memory that is registered. */
+static bool reaches(Context *context, CUdeviceptr address, size_t size) {
+    if (reservation_at(address) || is_registered(address, size)) return true;
+    return !lose(context, address, size, false, UNMAPPED);
+}
+
+static void run_launch(Context *context, const Item *item) {
+    const Row *rows = rows_of(item);
+    if (!rows) {
+        lose(context, item->launch.table, item->launch.count * sizeof *rows, false, UNMAPPED);
+        return;
+    }
+    for (size_t i = 0; i < item->launch.count && !context->error; i++) {
+        Row row = rows[i];
+        if ((row.to | row.from | row.size) % 16)
+            context->error = refuse(CUDA_ERROR_MISALIGNED_ADDRESS, "stream", "0x%llx, 0x%llx, %llu: 16 bytes are copied at once",
+                                    row.to, row.from, row.size);
+        else if (reaches(context, row.to, row.size) && reaches(context, row.from, row.size))
+            run_copy(context, &(Copy){row.to, row.from, row.size});
+    }
+}
+
 void run_copies(Context *context, const Item *item) {
     if (item->kind == FILL && !context->error) run_fill(context, item);
+    if (item->kind == LAUNCH && !context->error) run_launch(context, item);
     for (size_t i = 0; item->kind == COPY && i < item->count && !context->error; i++) run_copy(context, &item->copies[i]);
 }
 

@@ -164,8 +164,8 @@ static CUresult check_map(const char *call, CUdeviceptr start, size_t size, size
         return refuse(CUDA_ERROR_INVALID_VALUE, call,
                       "address 0x%llx or size %zu is no multiple of %d, or offset %zu or flags 0x%llx are not 0", start, size,
                       GRANULARITY, offset, flags);
-    if (size > object->size)
-        return refuse(CUDA_ERROR_INVALID_VALUE, call, "%zu bytes are more than the %zu of the object", size, object->size);
+    if (size != object->size) /* as an H200 says with driver 580, of fewer and of more */
+        return refuse(CUDA_ERROR_NOT_SUPPORTED, call, "%zu bytes are not the %zu of the object", size, object->size);
     return CUDA_SUCCESS;
 }
 

@@ -131,7 +131,10 @@ typedef struct {
     size_t size;
 } Copy;
 typedef struct Item Item;
-enum Kind { COPY, FILL, WAIT, CALL, MARK };
+typedef struct {
+    CUdeviceptr to, from, size;
+} Row; /* of the table of kvd_copy */
+enum Kind { COPY, FILL, LAUNCH, WAIT, CALL, MARK };
 struct Item {
     enum Kind kind;
     uint64_t number;
@@ -143,6 +146,10 @@ struct Item {
         uint32_t value;
         unsigned width;
     } fill;
+    struct {
+        CUdeviceptr table; /* host memory that is registered */
+        size_t count;
+    } launch;
     struct {
         CUstream stream;
         uint64_t number;
@@ -177,6 +184,7 @@ extern Stream *streams; /* those that are not destroyed, or have work to do */
 
 /* copies.c */
 void run_copies(Context *context, const Item *item);
+const Row *rows_of(const Item *launch); /* NULL where a GPU would not reach them */
 
 /* events.c */
 void event_reached(CUevent event, const Stream *stream, uint64_t number);

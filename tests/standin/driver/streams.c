@@ -29,6 +29,7 @@ static void run(Stream *stream, const Item *item) {
     switch (item->kind) {
         case COPY:
         case FILL:
+        case LAUNCH:
             run_copies(stream->context, item);
             break;
         case WAIT:
@@ -156,9 +157,18 @@ bool is_stream(const void *handle) { return arena_has(&all, handle); }
 
 static bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) { return a < b + b_size && b < a + a_size; }
 
+static void forbid_launched(const char *call, const Item *item, CUdeviceptr start, size_t size) {
+    bool taken = overlap(item->launch.table, item->launch.count * sizeof(Row), start, size);
+    const Row *rows = rows_of(item);
+    for (size_t i = 0; rows && i < item->launch.count; i++)
+        taken |= overlap(rows[i].to, rows[i].size, start, size) || overlap(rows[i].from, rows[i].size, start, size);
+    if (taken) forbid(call, "a kernel is not complete: synchronise before you take the memory away");
+}
+
 void forbid_pending(const char *call, CUdeviceptr start, size_t size) {
     for (Stream *stream = streams; stream; stream = stream->next)
         for (Item *item = stream->first; item; item = item->next) {
+            if (item->kind == LAUNCH) forbid_launched(call, item, start, size);
             if (item->kind == FILL && overlap(item->fill.to, item->fill.size, start, size))
                 forbid(call, "a memset of 0x%llx is not complete: synchronise before you take the memory away", item->fill.to);
             for (size_t i = 0; item->kind == COPY && i < item->count; i++)
