@@ -56,8 +56,13 @@ class Host:
     def _connect(self, link: str, bridge: str, device: str, address: str) -> None:
         _run("ip", "-n", self._switch, "link", "add", link, "type", "veth", "peer", device, "netns", self.namespace)
         _run("ip", "-n", self._switch, "link", "set", link, "master", bridge, "up")
-        _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", device)
+        self._give(address, device)
         _run("ip", "-n", self.namespace, "link", "set", device, "up")
+
+    def _give(self, address: str, device: str) -> None:
+        # The kernel would first ask whether another host has the IPv6 address; nobody can listen there until it knows.
+        given = (f"{address}/64", "nodad") if ":" in address else (f"{address}/24",)
+        _run("ip", "-n", self.namespace, "address", "add", *given, "dev", device)
 
     @property
     def _data_link(self) -> str:
@@ -71,7 +76,7 @@ class Host:
     def readdress(self, address: str) -> None:
         """Replaces its address by another of the same network."""
         _run("ip", "-n", self.namespace, "address", "flush", "dev", "eth0")
-        _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        self._give(address, "eth0")
         self.address = address
 
     @property
@@ -120,12 +125,16 @@ class Host:
 
 
 class Hosts:
-    """Hosts with these names on one network, 10.77.0.0/24; with `data` on a second one, 10.78.0.0/24, too."""
+    """Hosts with these names on one network, 10.77.0.0/24; with `data` on a second one, 10.78.0.0/24, too.
 
-    def __init__(self, *names: str, data: bool = False) -> None:
+    With `ipv6` the first network is fd77::/64 instead, and no host has an IPv4 address in it.
+    """
+
+    def __init__(self, *names: str, data: bool = False, ipv6: bool = False) -> None:
         self._switch = f"kvd-{os.getpid()}-switch"
+        network = "fd77::" if ipv6 else "10.77.0."
         self.hosts = [
-            Host(self._switch, name, f"10.77.0.{number}", f"10.78.0.{number}" if data else "")
+            Host(self._switch, name, f"{network}{number}", f"10.78.0.{number}" if data else "")
             for number, name in enumerate(names, 1)
         ]
 

@@ -153,9 +153,10 @@ class ReadFailed(Struct, frozen=True, gc=False, tag=True):
 
 
 class Answered(Struct, frozen=True, gc=False, tag=True):
-    """The transport ran `ping(number)`: it is alive."""
+    """The transport ran `ping(number)`: it is alive. `crowded`, if its process has most of its descriptors in use."""
 
     number: int
+    crowded: bool = False
 
 
 class Notified(Struct, frozen=True, gc=False, tag=True):

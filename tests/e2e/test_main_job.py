@@ -51,6 +51,16 @@ def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(idle_pair):
     assert prefill.outcome("r") == {"kind": "Released", "offer": "r", "reason": "read"}
 
 
+def test_blocks_move_between_two_pools_of_one_daemon(fleet):
+    daemon = fleet.daemon("one")
+    prefill, decode = fleet.worker(daemon, "prefill"), fleet.worker(daemon, "decode")
+    prefill.call("fill", ids=[1, 2], value=7)
+    decode.call("pull", name="r", ticket=prefill.call("offer", name="r", ids=[1, 2]), ids=[3, 1])
+    assert decode.outcome("r")["kind"] == "Done"
+    assert decode.call("values", ids=[3, 1]) == [7, 7]
+    assert prefill.outcome("r")["reason"] == "read"
+
+
 @pytest.mark.slow
 def test_a_pull_may_come_before_its_offer(idle_pair):
     _, _, prefill, decode = idle_pair

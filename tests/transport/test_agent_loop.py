@@ -1,5 +1,6 @@
 import ctypes
 import os
+import resource
 import struct
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from kvd import limits
 from kvd.memory.mapping import Mapping
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import (
+    Answered,
     Deregistered,
     Described,
     Event,
@@ -27,6 +29,7 @@ from kvd.transport.nixl.metadata import Metadata, agent_of, write
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
 from kvd.transport.nixl.ucx import UcxEndpoints
 from kvd.transport.slices import CHUNK_DESCRIPTORS
+from tests.support.descriptors import no_descriptors_left
 from tests.transport.descriptors import Descriptors, descriptors, request
 from tests.transport.scripted_nixl import FAILURES, Handle, ScriptedNixl, nixlBackendError, nixlRemoteDisconnectError
 
@@ -323,6 +326,17 @@ def test_a_connection_shortens_the_poll_interval_and_the_watchdogs_ping_does_not
     run.nixl.script.append(run.end)
     run.loop.run()
     assert run.loop._poll.seconds(time.monotonic(), in_flight=False) == interval
+
+
+def test_a_ping_is_answered_with_whether_most_descriptors_are_in_use() -> None:
+    run = Run()
+    run.loop.ping(1)
+    with no_descriptors_left():
+        run.loop.ping(2)
+        most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))  # one is free
+        run.loop.ping(3)
+    assert run.events == [Answered(1), Answered(2, crowded=True), Answered(3, crowded=True)]
 
 
 @pytest.mark.parametrize(("posted", "shortens"), [("DONE", False), ("PROC", True)])

@@ -339,6 +339,26 @@ async def test_a_process_that_does_not_read_and_guesses_which_pings_it_was_sent_
     assert run.taken() == [Answered(1)]
 
 
+async def test_a_process_with_few_free_descriptors_is_replaced_when_nobody_reads_through_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(number: int, *, crowded: bool) -> str:
+        run.transport.ping(number)
+        run.child.says([Answered(number, crowded)])
+        return run.child.fault
+
+    assert not answers(1, crowded=True), "it has just been started"
+    monkeypatch.setattr(keeper, "CROWDED_AFTER", 0.0)
+    assert not answers(2, crowded=False)
+    run.transport.expect_readers(True)
+    assert not answers(3, crowded=True)
+    run.transport.expect_readers(False)
+    run.transport.read(request(1, descriptors([(0, 0, 1)])))
+    assert not answers(4, crowded=True)
+    run.child.says([Landed(1, 0.0)])
+    assert answers(5, crowded=True) == "few descriptors are free: peers that were forgotten have the others"
+
+
 async def test_a_process_that_does_not_open_is_tried_again(run: Run) -> None:
     run.child.dies()
     await run.reborn()

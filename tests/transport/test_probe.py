@@ -79,6 +79,21 @@ async def test_metadata_that_does_harm_only_where_older_is_known_is_found_fault_
     assert await ask(b"good") == ""
 
 
+async def test_a_process_that_has_tried_many_is_replaced_as_it_keeps_a_connection_for_each(
+    ask: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MOST_TRIES", 2)
+    assert await ask(b"good") == ""
+    first = ask.pid
+    assert await ask(b"good") == ""
+    assert ask.pid != first
+    assert await ask(b"good") == ""
+    second = ask.pid
+    assert second is not None
+    assert await ask(b"good") == ""
+    assert ask.pid != second
+
+
 async def test_a_daemon_waits_for_one_try_of_another_however_many_that_one_asks_for(ask: Asking) -> None:
     came: list[str] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,10 @@ Command = Callable[[], None]
 
 CHECKS_PER_POST = 32
 """Slices checked between two posts: thousands of small ones may be posted, and a check costs 1 us."""
+
+
+CROWDED = 0.75
+"""The part of its descriptors that this process may use before it says so."""
 
 
 class _Pool(Struct, frozen=True):
@@ -193,8 +198,19 @@ class AgentLoop:
 
     def ping(self, number: int) -> None:
         """Gives a sign of life."""
-        self._emit(Answered(number))
+        self._emit(Answered(number, _is_crowded()))
 
     def stop(self, seconds: float) -> None:
         """Makes `run` return: no new posts, and `seconds` for those in flight."""
         self._stop_seconds = seconds
+
+
+def _is_crowded() -> bool:
+    """Whether most descriptors are in use: a new one has the lowest free number."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.dup(0)
+    except OSError:
+        return True
+    os.close(lowest)
+    return most != resource.RLIM_INFINITY and lowest >= CROWDED * most

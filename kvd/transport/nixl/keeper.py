@@ -35,6 +35,11 @@ LONGEST_PAUSE: Final = 30.0
 """Seconds before it is started again: twice as long each time, until it has run for `STEADY_SECONDS`."""
 STEADY_SECONDS: Final = 60.0
 
+CROWDED_AFTER: Final = 3600.0
+"""Seconds after which a process with few free descriptors is replaced. UCX never closes the connection to a peer that
+NIXL has forgotten and that lives, so two that meet again have one more (github.com/ai-dynamo/nixl/issues/2025). A
+process that is younger needs what it has, and so would the next one."""
+
 _log = structlog.get_logger("kvd.transport")
 
 
@@ -126,6 +131,11 @@ class Keeper:
         """Ends the process."""
         if self._child is not None:
             self._child.kill(fault)
+
+    def replace_crowded(self) -> None:
+        """Ends a process with few free descriptors, through which nobody reads, unless it is young."""
+        if self._loop.time() - self._began > CROWDED_AFTER:
+            self.accuse("few descriptors are free: peers that were forgotten have the others")
 
     def stop(self) -> None:
         """Ends the process, in order if it does so in time, and waits for that. On any thread."""

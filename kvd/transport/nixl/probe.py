@@ -40,6 +40,9 @@ END_SECONDS: Final = 1.0
 IDLE_SECONDS: Final = 600.0
 """When an unused process is ended: it holds 26 MB of its own; a new one adds a second to a handshake."""
 
+MOST_TRIES: Final = 64
+"""After so many the process is replaced: until it ends, it and the peer keep a connection for each."""
+
 SPARE_BYTES: Final = 256 * MIB
 """How much memory one try may allocate: NIXL believes the count of regions in the metadata."""
 
@@ -97,6 +100,8 @@ class Probe:
         self._turns = _Turns()
         self._turn = asyncio.Lock()
         self._process: Process | None = None
+        self._tries = 0
+        """Of this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: asyncio.TimerHandle | None = None
 
@@ -154,8 +159,12 @@ class Probe:
             reason = f"its metadata ended the process that tried it first: {await self._end()}"
             if reason.endswith(signal.SIGALRM.name):
                 reason += f", as it was not reached within {TRY_SECONDS} s"
+        self._tries += 1
         if reason:
             await self._end()  # NIXL keeps a part of what it refused
+        elif self._tries >= MOST_TRIES:
+            await self._end()
+            self._run(self._warm_up())
         return reason
 
     async def _started(self) -> Process:
@@ -168,6 +177,7 @@ class Probe:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment_of(os.environ)
             )
+            self._tries = 0
             async with asyncio.timeout(START_SECONDS):
                 await _answer(self._process)
         return self._process

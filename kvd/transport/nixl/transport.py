@@ -241,9 +241,14 @@ class NixlTransport:
                 self._metadata = event.metadata if asked else self._metadata
             case Answered() | Notified():
                 asked = True  # an answer that the keeper has passed on, or a peer's message
+                self._make_room(event)
         if asked:
             self._on_event(event)
         return asked
+
+    def _make_room(self, event: Answered | Notified) -> None:
+        if isinstance(event, Answered) and event.crowded and not (self._reads or self._readers_expected):
+            self._keeper.replace_crowded()
 
     def _peer_told(self, event: PeerAdded | PeerFailed) -> bool:
         if not self._words:

@@ -7,9 +7,10 @@ from kvd import limits
 from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
-from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
+from kvd.protocol.peer import Claim, Grant, Held, Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import VERSION, Span
+from kvd.protocol.worker import Done
 from kvd.transport.interface import PeerAdded, PeerFailed
 from tests.actors.stage import INCARNATION, SECRET, Stage, ids, make_ticket, welcome_of
 
@@ -299,6 +300,20 @@ def test_an_idle_peer_is_forgotten(stage):
     assert ("disconnect", 1) in stage.commands
     assert not stage.actors.handshake._peers.by_address
     assert not stage.actors.scheduler._producers._views
+
+
+def test_the_next_pull_from_a_peer_that_was_forgotten_meets_it_again(stage):
+    stage.pull(timeout=1.0)
+    for _ in range(13):
+        stage.peer_says(welcome_of())
+        stage.run(1.0)
+    assert not stage.actors.handshake._peers.by_address
+    stage.pull(name="again", call=3)
+    stage.peer_says(welcome_of(), link=2)
+    stage.peer_says(Grant(2, 7, 1, 5), link=2)
+    stage.landed(2)
+    stage.peer_says(Held(2), link=2)
+    assert stage.notified[-1] == Done("again")
 
 
 def test_an_idle_peer_is_kept_for_a_pull_that_waits_for_another(stage):
