@@ -377,8 +377,11 @@ SLICE_DESCRIPTORS: Final = 512
 """Descriptors in one post: scattered small blocks cost about 5 us each, so bytes alone do not bound a post's time."""
 
 GPU_SLICE_BYTES: Final = 256 * MIB
-"""One launch that copies within the memory of GPUs, 0.2 ms on an H200. Beside an engine's kernels each launch waits for
-its turn of 1 to 2 ms, so few are better than many."""
+"""One launch that copies within a GPU, 0.2 ms on an H200. Beside an engine's kernels each launch waits for its turn, 1
+to 2 ms, so few are better than many."""
+
+GPU_PEER_SLICE_BYTES: Final = 32 * MIB
+"""The same between two GPUs, which may have no more than PCIe between them: 1.3 ms at 25 GB/s."""
 
 GPU_SLICE_DESCRIPTORS: Final = 16384
 """Descriptors of such a launch."""

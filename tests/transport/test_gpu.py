@@ -123,11 +123,15 @@ def test_without_a_compiler_copies_within_gpus_are_the_drivers_and_the_log_says_
 @over_standin()
 def test_the_kernel_copies_between_gpus_and_the_call_from_and_to_the_host_in_slices_of_their_own():
     devices, uuid = Devices(device(0).uuid), device(0).uuid
-    gpu, host = Memory(1 << 40, LENGTH, uuid), Memory(1 << 20, LENGTH)
-    (within, slices), *others = (devices.copy_between(*sides) for sides in ((gpu, gpu), (gpu, host), (host, gpu)))
-    assert within.__func__ is Gpu.copy_within
-    assert slices == (limits.GPU_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
-    assert [(copy.__func__, bounds) for copy, bounds in others] == [(Gpu.copy, None)] * 2
+    gpu, other, host = Memory(1 << 40, LENGTH, uuid), Memory(1 << 41, LENGTH, "GPU-other"), Memory(1 << 20, LENGTH)
+    ways = [devices.copy_between(*sides) for sides in ((gpu, gpu), (other, gpu), (gpu, host), (host, gpu))]
+    most = limits.GPU_SLICE_DESCRIPTORS
+    assert [(copy.__func__, bounds) for copy, bounds in ways] == [
+        (Gpu.copy_within, (limits.GPU_SLICE_BYTES, most)),
+        (Gpu.copy_within, (limits.GPU_PEER_SLICE_BYTES, most)),
+        (Gpu.copy, None),
+        (Gpu.copy, None),
+    ]
 
 
 @over_standin()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("kvd.transport")
 
 GPU_SLICES: Final = SliceBounds(limits.GPU_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
+_GPU_PEER_SLICES: Final = SliceBounds(limits.GPU_PEER_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
 
 
 class Devices:
@@ -53,7 +54,7 @@ class Devices:
         if gpu is None:
             return partial(copy_lent, source), None
         if source.device and target.device:
-            return gpu.copy_within, GPU_SLICES
+            return gpu.copy_within, GPU_SLICES if source.device == target.device else _GPU_PEER_SLICES
         return gpu.copy, None
 
     def pin(self, identity: str, address: int, length: int) -> None:
