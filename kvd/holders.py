@@ -107,7 +107,7 @@ async def wait_until_free(
     deadline = time.monotonic() + seconds
     taken = [place for place in places if place.taken()]
     if taken:
-        tell("; ".join(f"{place.name}, which {holders(place)} has" for place in taken))
+        tell("; ".join(f"{place.name}, which {who} has" for place, who in zip(taken, holders(taken), strict=True)))
     while taken and not stopping.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -115,14 +115,21 @@ async def wait_until_free(
         taken = [place for place in taken if place.taken()]
 
 
-def holders(place: Place) -> str:
-    """The processes that have a place, with their commands; `an unknown process` if /proc does not tell.
+def holders(places: Sequence[Place]) -> list[str]:
+    """The processes that have each place, with their commands; `an unknown process` if /proc does not tell.
 
-    It does not tell another user's, except root, nor those of other PID namespaces.
+    It does not tell another user's, except root, nor those of other PID namespaces. It is read once for all places: a
+    host may have millions of descriptors.
     """
-    links = place.links()
-    found = [process for process in _processes() if links & _descriptors(process)]
-    return " and ".join(f"pid {process.name} ({_command(process)})" for process in found) or "an unknown process"
+    links = [place.links() for place in places]
+    found: list[list[str]] = [[] for _ in places]
+    with contextlib.suppress(OSError):  # there is no /proc
+        for process in _processes():
+            descriptors = _descriptors(process)
+            for each, processes in zip(links, found, strict=True):
+                if each & descriptors:
+                    processes.append(f"pid {process.name} ({_command(process)})")
+    return [" and ".join(processes) or "an unknown process" for processes in found]
 
 
 def _processes() -> Iterator[Path]:
@@ -134,15 +141,15 @@ def _descriptors(process: Path) -> set[str]:
     """What a process has open: its first thread may have ended, and shows nothing then."""
     with contextlib.suppress(OSError):  # it is gone, or not ours to look at
         for thread in (process / "task").iterdir():
-            if found := set(_links(thread / "fd")):
+            if found := set(_links(f"{thread}/fd")):
                 return found
     return set()
 
 
-def _links(folder: Path) -> Iterator[str]:
-    for descriptor in folder.iterdir():
+def _links(folder: str) -> Iterator[str]:
+    for descriptor in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            yield os.readlink(descriptor)
+            yield os.readlink(f"{folder}/{descriptor}")
 
 
 def _command(process: Path) -> str:
