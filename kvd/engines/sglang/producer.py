@@ -96,11 +96,6 @@ class Producer:
     def expect(self, number: int) -> None:
         """The engine has a request of this room."""
         room = self._rooms.setdefault(number, _Room())
-        if room.expected:
-            self._end(number, room, f"two requests have the bootstrap_room {number}")
-            if not room.offer:
-                self._engine.failed(number, room.failure)
-            return
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
         if room.failure:
