@@ -90,9 +90,9 @@ def test_all_that_is_taken_is_looked_for_in_one_pass_over_the_processes(
     readlink = os.readlink
     monkeypatch.setattr(os, "readlink", lambda link: read.append(link) or readlink(link))
     with holding(HOLD_A_PORT, port) as one, holding(HOLD_A_LOCK, path) as other:
-        first, unknown, last = holders([*Ports.of(f"127.0.0.1:{port}"), *Ports.of("127.0.0.1:1"), Lock(path)])
+        first, none, last = holders([*Ports.of(f"127.0.0.1:{port}"), *Ports.of("127.0.0.1:1"), Lock(path)])
         assert first.startswith(f"pid {one.pid} (")
-        assert unknown == "an unknown process"
+        assert none == "an ended connection"
         assert last.startswith(f"pid {other.pid} (")
         assert len(read) == len(set(read))
 
@@ -101,10 +101,26 @@ async def test_without_proc_the_holder_is_unknown_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvd.holders._PROC", tmp_path / "none")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        said = await wait(*Ports.of(f"127.0.0.1:{port}"), seconds=0.01)
-    assert said == [f"port {port} of 127.0.0.1, which an unknown process has"]
+    path = str(tmp_path / "kvd.sock")
+    lock = PathLock(path)
+    assert await wait(Lock(path), seconds=0.01) == [f"the socket {path}, which an unknown process has"]
+    lock.release()
+
+
+def test_what_ended_connections_had_is_waited_for_only_if_nothing_else_is_left() -> None:
+    port = next(port for port in iter(free_port, None) if not Ports("", port + 1, port + 1).taken())
+    with socket.socket() as server, socket.socket() as client:
+        server.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as UCX does
+        server.listen()
+        client.connect(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()  # first, so that its side has to remember the connection
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port)).close()
+    assert not Ports("127.0.0.1", port, port + 1, 2).taken()
+    alone = Ports("127.0.0.1", port, port)
+    assert alone.taken()
+    assert holders([alone]) == ["an ended connection"]
 
 
 @pytest.mark.real
