@@ -60,15 +60,22 @@ class Ports:
         return f"{self.count} of the ports {self.first}-{self.last} of {self.host or 'all addresses'}"
 
     def taken(self) -> bool:
-        """Whether fewer than `count` can be had."""
-        free = 0
-        for port in range(self.first, self.last + 1):
-            free += not self._is_taken(port)
-            if free == self.count:
-                return False
-        return True
+        """Whether none can be had, or processes leave fewer than `count`.
 
-    def _is_taken(self, port: int) -> bool:
+        From a server like UCX's the kernel keeps the ports of ended connections for a minute, too. One is enough to
+        start with.
+        """
+        used = []
+        for port in range(self.first, self.last + 1):
+            if self._is_used(port):
+                used.append(port)
+            elif port - self.first + 1 - len(used) == self.count:
+                return False
+        total = self.last - self.first + 1
+        held = {port for port, _ in _listening()}.intersection(used)
+        return len(used) == total or total - len(held) < self.count
+
+    def _is_used(self, port: int) -> bool:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As servers bind: with this, only one that listens keeps others away, and this probe does not.
@@ -83,14 +90,7 @@ class Ports:
 
     def links(self) -> set[str]:
         """The sockets that listen there, at whatever address."""
-        found = set()
-        for table in ("tcp", "tcp6"):
-            with contextlib.suppress(OSError):
-                for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
-                    _, local, _, state, *rest = line.split()
-                    if state == _LISTENING and self.first <= int(local.rpartition(":")[2], 16) <= self.last:
-                        found.add(f"socket:[{rest[5]}]")
-        return found
+        return {f"socket:[{inode}]" for port, inode in _listening() if self.first <= port <= self.last}
 
 
 async def wait_until_free(
@@ -107,7 +107,7 @@ async def wait_until_free(
     deadline = time.monotonic() + seconds
     taken = [place for place in places if place.taken()]
     if taken:
-        tell("; ".join(f"{place.name}, which {holders(place)} has" for place in taken))
+        tell("; ".join(f"{place.name}, which {who} has" for place, who in zip(taken, holders(taken), strict=True)))
     while taken and not stopping.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -115,14 +115,33 @@ async def wait_until_free(
         taken = [place for place in taken if place.taken()]
 
 
-def holders(place: Place) -> str:
-    """The processes that have a place, with their commands; `an unknown process` if /proc does not tell.
+def holders(places: Sequence[Place]) -> list[str]:
+    """The processes that have each place, with their commands; `an unknown process` if /proc does not tell, and `an
+    ended connection` if it tells of none.
 
-    It does not tell another user's, except root, nor those of other PID namespaces.
+    It does not tell another user's, except root, nor those of other PID namespaces. It is read once for all places: a
+    host may have millions of descriptors.
     """
-    links = place.links()
-    found = [process for process in _processes() if links & _descriptors(process)]
-    return " and ".join(f"pid {process.name} ({_command(process)})" for process in found) or "an unknown process"
+    links = [place.links() for place in places]
+    found: list[list[str]] = [[] for _ in places]
+    with contextlib.suppress(OSError):  # there is no /proc
+        for process in _processes():
+            descriptors = _descriptors(process)
+            for each, processes in zip(links, found, strict=True):
+                if each & descriptors:
+                    processes.append(f"pid {process.name} ({_command(process)})")
+    unknown = ["an unknown process" if each else "an ended connection" for each in links]
+    return [" and ".join(processes) or other for processes, other in zip(found, unknown, strict=True)]
+
+
+def _listening() -> Iterator[tuple[int, str]]:
+    """Ports at which somebody listens, at whatever address, and the numbers of the sockets."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTENING:
+                    yield int(local.rpartition(":")[2], 16), rest[5]
 
 
 def _processes() -> Iterator[Path]:
@@ -134,15 +153,15 @@ def _descriptors(process: Path) -> set[str]:
     """What a process has open: its first thread may have ended, and shows nothing then."""
     with contextlib.suppress(OSError):  # it is gone, or not ours to look at
         for thread in (process / "task").iterdir():
-            if found := set(_links(thread / "fd")):
+            if found := set(_links(f"{thread}/fd")):
                 return found
     return set()
 
 
-def _links(folder: Path) -> Iterator[str]:
-    for descriptor in folder.iterdir():
+def _links(folder: str) -> Iterator[str]:
+    for descriptor in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            yield os.readlink(descriptor)
+            yield os.readlink(f"{folder}/{descriptor}")
 
 
 def _command(process: Path) -> str:

@@ -83,6 +83,47 @@ async def test_a_port_is_waited_for_and_its_holder_named_until_that_is_dead(
 
 
 @pytest.mark.real
+def test_all_that_is_taken_is_looked_for_in_one_pass_over_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, port, read = str(tmp_path / "kvd.sock"), free_port(), []
+    readlink = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda link: read.append(link) or readlink(link))
+    with holding(HOLD_A_PORT, port) as one, holding(HOLD_A_LOCK, path) as other:
+        first, none, last = holders([*Ports.of(f"127.0.0.1:{port}"), *Ports.of("127.0.0.1:1"), Lock(path)])
+        assert first.startswith(f"pid {one.pid} (")
+        assert none == "an ended connection"
+        assert last.startswith(f"pid {other.pid} (")
+        assert len(read) == len(set(read))
+
+
+async def test_without_proc_the_holder_is_unknown_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.holders._PROC", tmp_path / "none")
+    path = str(tmp_path / "kvd.sock")
+    lock = PathLock(path)
+    assert await wait(Lock(path), seconds=0.01) == [f"the socket {path}, which an unknown process has"]
+    lock.release()
+
+
+def test_what_ended_connections_had_is_waited_for_only_if_nothing_else_is_left() -> None:
+    port = next(port for port in iter(free_port, None) if not Ports("", port + 1, port + 1).taken())
+    with socket.socket() as server, socket.socket() as client:
+        server.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as UCX does
+        server.listen()
+        client.connect(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()  # first, so that its side has to remember the connection
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port)).close()
+    assert not Ports("127.0.0.1", port, port + 1, 2).taken()
+    alone = Ports("127.0.0.1", port, port)
+    assert alone.taken()
+    assert holders([alone]) == ["an ended connection"]
+
+
+@pytest.mark.real
 async def test_a_lock_is_waited_for_and_its_holder_named_until_that_is_dead(tmp_path: Path) -> None:
     path = str(tmp_path / "kvd.sock")
     with holding(HOLD_A_LOCK, path) as process:
@@ -117,7 +158,7 @@ def test_a_range_of_ports_is_taken_when_too_few_of_it_are_free() -> None:
         port = one.getsockname()[1]
         connected.connect(one.getsockname())
         assert Ports("127.0.0.1", port, port).taken()
-        assert holders(Ports("127.0.0.1", port, port)) == "an unknown process", "it is this one"
+        assert holders([Ports("127.0.0.1", port, port)]) == ["an unknown process"], "it is this one"
         assert Ports("127.0.0.1", port - 8, port + 8, 18).taken()
         assert not Ports("127.0.0.1", port - 8, port + 8, 1).taken()
     assert not Ports("127.0.0.1", port, port).taken()

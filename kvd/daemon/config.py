@@ -97,7 +97,8 @@ class Config(BaseSettings):
     transport_ports: str = Field(
         "9930-9961",
         pattern=r"^\d{1,5}-\d{1,5}$",
-        description="TCP ports of that transport, two for each daemon of the host: open them to hosts that you trust.",
+        description="TCP ports of that transport, two for each daemon of the host and two more for each restart within "
+        "a minute: open them to hosts that you trust.",
     )
     http: str = Field(
         "127.0.0.1:0",

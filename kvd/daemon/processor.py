@@ -86,10 +86,11 @@ def _waits(tasks: Path) -> Iterator[tuple[int, int]]:
         return
     for number in numbers:
         try:
-            waited = int((tasks / number / "schedstat").read_text().split()[1])
+            _, waited, runs = (tasks / number / "schedstat").read_text().split()
         except OSError:  # it has ended, or this kernel does not count
             continue
-        yield int(number), waited
+        if runs != "0":  # it has not run yet; or this kernel does not count, and says 0 of all threads
+            yield int(number), int(waited)
 
 
 def _kind(thread: threading.Thread) -> str:

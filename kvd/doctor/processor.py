@@ -73,7 +73,10 @@ def _check_sessions(daemon: int, workers: Mapping[str, int], proc: Path, cgroups
     own = _autogroup(proc, daemon)
     found = []
     for worker, pid in sorted(workers.items()):
-        if not pid or processor_group(proc / str(pid) / "cgroup", cgroups) or _autogroup(proc, pid) == own:
+        try:
+            if not pid or processor_group(proc / str(pid) / "cgroup", cgroups) or _autogroup(proc, pid) == own:
+                continue
+        except OSError:  # it has ended since the daemon said its status
             continue
         text = (
             f"the daemon (pid {daemon}) and the engine of {worker} (pid {pid}) are in two sessions and no control "
@@ -85,4 +88,5 @@ def _check_sessions(daemon: int, workers: Mapping[str, int], proc: Path, cgroups
 
 
 def _autogroup(proc: Path, pid: int) -> str:
-    return (proc / str(pid) / "autogroup").read_text().split()[0]
+    """Empty if neither the process nor any that it comes from has called setsid, as in a container or a small VM."""
+    return (proc / str(pid) / "autogroup").read_text().partition(" ")[0]

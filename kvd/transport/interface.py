@@ -210,9 +210,6 @@ class _Agent(Protocol):
     def register(self, pool: int, region: Region) -> None:
         """Registers memory; answered by `Registered` or `RegisterFailed`. Its descriptor stays the caller's."""
 
-    def deregister(self, pool: int) -> None:
-        """Ends a registration that no open read uses; answered by `Deregistered`."""
-
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
 
@@ -247,6 +244,12 @@ class _Agent(Protocol):
 class Transport(_Agent, Protocol):
     """What the daemon has."""
 
+    def deregister(self, pool: int, *, returns: bool = False) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`.
+
+        If it `returns`, the pool is registered again afterwards, and what that takes is kept for it.
+        """
+
     def start(self, on_event: Callable[[Event], None]) -> None:
         """Starts. `on_event` is called on the daemon's loop, in the order of the events, perhaps within a command."""
 
@@ -256,6 +259,9 @@ class Network(_Agent, Protocol):
 
     def start(self, on_event: Callable[[NetworkEvent], None]) -> None:
         """As `Transport.start`."""
+
+    def deregister(self, pool: int) -> None:
+        """Ends a registration that no open read uses; answered by `Deregistered`."""
 
     def notify(self, agent: str, content: bytes) -> None:
         """Sends a message of up to `limits.MAX_NOTIFICATION_BYTES` to a peer, whose agent is `Notified` of it.

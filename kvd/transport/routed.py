@@ -98,9 +98,9 @@ class RoutedTransport:
             self._registering[pool] = region
             self._network.register(pool, region)
 
-    def deregister(self, pool: int) -> None:
+    def deregister(self, pool: int, *, returns: bool = False) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
-        (self._network or self._same_host).deregister(pool)
+        (self._network or self._same_host).deregister(pool, returns=returns)
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""

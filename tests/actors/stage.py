@@ -323,8 +323,8 @@ class _Transport:
     def register(self, pool, region):
         self.on_event(Registered(pool, b"meta"))
 
-    def deregister(self, pool):
-        self.stage.commands.append(("deregister", pool))
+    def deregister(self, pool, *, returns):
+        self.stage.commands.append(("deregister for a while" if returns else "deregister", pool))
         self.on_event(Deregistered(pool, b"meta"))
 
     def describe(self, pools):

@@ -74,6 +74,12 @@ def test_waits_are_counted_by_kind_of_thread(kernel: Kernel, copying: int) -> No
     assert [kernel.total(kind) for kind in ("loop", "copy", "other")] == [0.75, 0.25, 4.125]
 
 
+def test_a_kernel_that_says_0_of_all_threads_does_not_count(kernel: Kernel) -> None:
+    (kernel.folder / "1").mkdir()
+    (kernel.folder / "1/schedstat").write_text("0 0 0\n")
+    assert ProcessorWait(kernel.loop, kernel.metrics, kernel.folder).status().waited == {}
+
+
 def test_the_threads_of_the_process_that_reads_from_other_hosts_count_as_the_transports(kernel: Kernel) -> None:
     waited = int(Path(f"/proc/{os.getpid()}/schedstat").read_text().split()[1]) * 1e-9
     process: list[int | None] = [os.getpid(), None]

@@ -137,6 +137,24 @@ def test_a_daemon_in_another_session_than_its_engine_is_found_where_sessions_are
         assert "sysctl kernel.sched_autogroup_enabled=0" in finding.fix
 
 
+def test_a_daemon_that_was_started_in_no_session_is_apart_from_an_engine_with_one(tmp_path: Path) -> None:
+    host = Host(tmp_path, autogroup=1)
+    for pid in (10, 11, 12):
+        host.process(pid, session=1)
+    for pid in (10, 11):
+        (host.proc / str(pid) / "autogroup").write_text("")  # as the kernel says it
+    (finding,) = host.findings({"beside": 11, "apart": 12})
+    assert "the engine of apart (pid 12)" in finding.text
+
+
+def test_a_worker_that_is_gone_meanwhile_hides_nothing_of_the_others(tmp_path: Path) -> None:
+    host = Host(tmp_path, autogroup=1)
+    host.process(10, session=1)
+    host.process(12, session=2)
+    (finding,) = host.findings({"gone": 11, "apart": 12})
+    assert "the engine of apart (pid 12)" in finding.text
+
+
 def test_a_control_group_that_weighs_little_or_has_a_quota_is_found_with_its_figures(tmp_path: Path) -> None:
     host = Host(tmp_path, autogroup=1)
     stat = "nr_throttled 9\nthrottled_usec 2500000"

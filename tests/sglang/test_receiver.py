@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvd.client import Cancelled, Done, Freed
 from kvd.engines.sglang.consumer import Consumer
-from kvd.engines.sglang.handoff import Handoff, Params, checksum
+from kvd.engines.sglang.handoff import HANDED, Handoff, Params, checksum
 from kvd.engines.sglang.messages import Message, Offered
 from tests.engines.sglang.test_sglang_consumer import TICKET, Client
 from tests.sglang.testbed.absent import stand_in
@@ -121,6 +122,62 @@ def test_a_handoff_of_a_request_that_the_engine_drops_before_it_has_pages_is_let
     engine.receiver.clear()
     engine.run()
     assert list(engine.client.pulls.values()) == [()]
+
+
+@pytest.mark.parametrize("end", ["abort", "clear", "failure_exception"])
+@pytest.mark.parametrize("first", ["waits", "is pulled", "has landed"])
+def test_a_request_whose_room_another_one_has_fails_and_leaves_that_alone(engine: Engine, first: str, end: str) -> None:
+    if first == "is pulled":
+        engine.want()
+        engine.consumer.told(Offered(ROOM, engine.told[0].nonce, TICKET, checksum([])))
+    elif first == "has landed":
+        engine.land()
+    state = engine.manager.request_status[ROOM]
+    second = type(engine.receiver)(engine.manager, f"{HANDED}:1", ROOM)
+    second.expect([], "no handoff", 9)
+    second.init(0)
+    assert second.poll() == engine.states.Failed
+    with pytest.raises(Exception, match="another request has the bootstrap_room 7") if "fail" in end else nullcontext():
+        getattr(second, end)()
+    second.clear()
+    engine.run()
+    assert engine.manager.request_status == {ROOM: state}
+    assert engine.receiver.poll() == state
+    assert engine.client.cancelled == []
+    assert (len(engine.told), len(engine.client.pulls)) == {"waits": (0, 0)}.get(first, (1, 1))
+
+
+@pytest.mark.parametrize("end", ["abort", "clear", "failure_exception"])
+def test_a_request_to_prefill_whose_room_another_one_has_fails_and_leaves_that_alone(
+    engine: Engine, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.disaggregation.common import conn  # noqa: PLC0415 - after the stand-ins
+
+    from kvd.engines.sglang.sides import KvdSender  # noqa: PLC0415 - imports SGLang
+
+    monkeypatch.setattr(conn, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=1))
+    heard = []
+    engine.manager.producer = SimpleNamespace(
+        **{name: lambda *said, _name=name: heard.append((_name, *said)) for name in ("expect", "abandon", "forget")}
+    )
+    vars(engine.manager).update(
+        sender_trace_module=None, is_dummy_cp_rank=False, req_to_decode_prefix_len={ROOM: 3}, transfer_infos={}
+    )
+    vars(engine.manager).update(_maybe_ack_drained_abort=lambda _: None, _staging_ctx=None)
+    del engine.manager.request_status[ROOM]
+    first = KvdSender(engine.manager, PREFILL, ROOM)
+    engine.manager.update_status(ROOM, engine.states.Transferring)
+    second = KvdSender(engine.manager, PREFILL, ROOM)
+    assert second.poll() == engine.states.Failed
+    with pytest.raises(Exception, match="another request has the bootstrap_room 7") if "fail" in end else nullcontext():
+        getattr(second, end)()
+    second.clear()
+    engine.run()
+    assert first.poll() == engine.states.Transferring
+    assert engine.manager.req_to_decode_prefix_len == {ROOM: 3}
+    assert {said for said in heard if ROOM in said} == {("expect", ROOM)}
+    engine.manager.sent(ROOM)
+    assert first.poll() == engine.states.Success
 
 
 @pytest.mark.parametrize("ended", [False, True])

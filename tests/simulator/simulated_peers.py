@@ -164,7 +164,7 @@ class InstantTransport:
         """Registered at once."""
         self._soon(Registered(pool, b""))
 
-    def deregister(self, pool: int) -> None:
+    def deregister(self, pool: int, *, returns: bool = False) -> None:
         """Deregistered at once."""
         self._soon(Deregistered(pool, b""))
 

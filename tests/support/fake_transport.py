@@ -79,7 +79,7 @@ class FakeTransport:
         """Registers memory; answered by `Registered` or `RegisterFailed`."""
         self._soon(self._register, pool, region)
 
-    def deregister(self, pool: int) -> None:
+    def deregister(self, pool: int, *, returns: bool = False) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
         self._soon(self._deregister, pool)
 

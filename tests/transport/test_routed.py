@@ -39,8 +39,8 @@ class Scripted:
     def __getattr__(self, command: str) -> Callable[..., None]:
         return partial(self._note, command)
 
-    def _note(self, command: str, *arguments: object) -> None:
-        self.told.append((command, *arguments))
+    def _note(self, command: str, *arguments: object, **options: object) -> None:
+        self.told.append((command, *arguments, *options.values()))
 
     def reads(self) -> list[object]:
         return [arguments[0].read for command, *arguments in self.told if command == "read"]
@@ -132,7 +132,8 @@ def test_a_pool_is_registered_with_both_and_with_none_if_the_network_cannot(run:
 
 
 def test_a_registration_has_ended_when_it_has_with_both(run: Run) -> None:
-    run.routed.deregister(1)
+    run.routed.deregister(1, returns=True)
+    assert run.far.told == [("deregister", 1, True)]
     run.far.say(Deregistered(1, b""))
     assert (run.near.told, run.events) == ([("deregister", 1)], [])
     run.near.say(Deregistered(1, b""))

@@ -9,7 +9,16 @@ import pytest
 
 from kvd import limits
 from kvd.errors import NoMemory
-from kvd.transport.interface import Deregistered, Described, Landed, ReadFailed, ReadRequest, Region, RegisterFailed
+from kvd.transport.interface import (
+    Deregistered,
+    Described,
+    Landed,
+    ReadFailed,
+    ReadRequest,
+    Region,
+    Registered,
+    RegisterFailed,
+)
 from kvd.transport.staged import messages
 from kvd.transport.staged.messages import State, Wanted, heading, tag
 from tests.conformance.site import Reader, blocks, pattern
@@ -164,6 +173,28 @@ async def test_a_pool_that_is_registered_anew_is_served_under_another_token_and_
 
 async def opened() -> Producer:
     return await StagedSite(source=True, target=False).producer(4096, 1)
+
+
+async def test_a_pool_that_is_registered_anew_keeps_its_windows_from_others():
+    producer = await opened()
+    end, fabric = producer.end, producer._fabric
+    for number in range(2, 16):
+        await producer.register_more(4096, number)
+    windows = [end.arena_of(number).windows for number in range(1, 16)]
+    assert sum(windows) == limits.STAGING_WINDOWS
+    for number in (1, 15):
+        end.transport.deregister(number, returns=True)
+        assert isinstance(await producer.events.get(), Deregistered)
+        end.transport.register(16, end.region(fabric.map(pattern(1, 4096)), 4096))
+        assert isinstance(await producer.events.get(), RegisterFailed)
+        end.transport.register(number, end.region(fabric.map(pattern(1, 4096)), 4096))
+        assert isinstance(await producer.events.get(), Registered)
+        assert end.arena_of(number).windows == windows[number - 1]
+    assert len(end.gpu.arenas) == 15
+    end.transport.deregister(15)
+    assert isinstance(await producer.events.get(), Deregistered)
+    end.transport.register(16, end.region(fabric.map(pattern(1, 4096)), 4096))
+    assert isinstance(await producer.events.get(), Registered)
 
 
 async def test_each_further_pool_gets_a_share_of_the_windows_that_are_left_and_one_too_many_is_refused():

@@ -222,6 +222,19 @@ class Played:
         assert self.reads.ended(Landed(asked.read, 0.0))
 
 
+def test_reads_that_fail_at_once_end_however_many_wait():
+    played = Played()
+    count = 2000
+    for number in range(count):
+        host_memory = ReadRequest(number, "p", 0, 2 << 40, table([(0, 0, 8)]))
+        played.reads.begin(host_memory, played.peer, into_gpu=False)
+    posted = list(played.network)
+    assert len(posted) == limits.MAX_STAGED_SLICES
+    played.read = lambda asked: played.reads.ended(ReadFailed(asked.read, "no descriptor is left"))
+    assert played.reads.ended(Landed(posted[0].read, 0.0))
+    assert len(played.events) == count - len(posted) + 1
+
+
 def test_the_boards_of_a_peer_that_hangs_take_few_rows_from_others():
     played = Played()
     played.peer.learn(

@@ -119,7 +119,7 @@ class PoolMemory(Component):
 
     def deregister(self, record: PoolRecord) -> None:
         """Takes the pool's keys back."""
-        self._transport.deregister(record.pool.id)
+        self._transport.deregister(record.pool.id, returns=record.state is State.RENEWING)
 
     def deregistered(self, event: Deregistered) -> None:
         """No peer can reach the memory any more."""

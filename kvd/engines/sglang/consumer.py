@@ -247,14 +247,14 @@ class Consumer:
             self._engine.call_after(room.after, lambda: self._pull(room, ticket, blocks))
             return
         if room.failure:  # it was abandoned meanwhile
-            self._give_back(room)
+            self._records.give_back_of(room)
             self._let_go(room.number, ticket)
             return
         name, timeout = self._name(room.number), self._growing_timeout if room.grows else self._pull_timeout
         try:
             self._client.pull(name, ticket, blocks=blocks, timeout=timeout, consumer=_consumer(room.number))
         except KvdError as error:
-            self._give_back(room)
+            self._records.give_back_of(room)
             room.failure = f"it is not pulled: {error}"
             self._abandon(room)
             self._fail(room)
@@ -269,13 +269,13 @@ class Consumer:
             self._engine.failed(room.number, room.failure)
         else:
             self._engine.landed(room.number, room.record if room.first is None else room.first, room.aux_index)
-        self._give_back(room)
+        self._records.give_back_of(room)
 
     def _ended(self, pull: str, *, quarantined: bool) -> None:
         if quarantined:
             return
         room = self._pulls.pop(pull)
-        self._give_back(room)
+        self._records.give_back_of(room)
         self._abandon(room)
         room.pull, room.failure = "", room.failure or "the pull was cancelled"
         self._fail(room)
@@ -287,11 +287,6 @@ class Consumer:
         """
         for source, nonce in zip(room.sources, room.nonces, strict=True):
             self._engine.tell(*source, Abandoned(room.number, nonce, room.failure or "its pull has failed"))
-
-    def _give_back(self, room: _Room) -> None:
-        if room.record >= 0:
-            record, room.record = room.record, -1
-            self._records.give_back(record)
 
     def _fail(self, room: _Room) -> None:
         room.ended = True

@@ -96,11 +96,6 @@ class Producer:
     def expect(self, number: int) -> None:
         """The engine has a request of this room."""
         room = self._rooms.setdefault(number, _Room())
-        if room.expected:
-            self._end(number, room, f"two requests have the bootstrap_room {number}")
-            if not room.offer:
-                self._engine.failed(number, room.failure)
-            return
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
         if room.failure:
@@ -266,13 +261,8 @@ class Producer:
         if room.offer:
             self._end(number, room, reason)
             return
-        self._give_back(room)
+        self._records.give_back_of(room)
         self._fail(number, room, reason)
-
-    def _give_back(self, room: _Room) -> None:
-        if room.record >= 0:
-            record, room.record = room.record, -1
-            self._records.give_back(record)
 
     def _drawn(self, number: int) -> tuple[str, bytes]:
         """Name and secret of another offer."""
@@ -302,7 +292,7 @@ class Producer:
     def _ended(self, name: str, failure: str) -> None:
         number, room = self._offers.pop(name)
         room.offer = ""
-        self._give_back(room)
+        self._records.give_back_of(room)
         left = "" if room.whole else "the decode engine has left it before all of it was offered"
         failure = failure or left
         if not room.sent:

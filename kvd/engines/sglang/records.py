@@ -2,8 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from kvd.limits import MAX_TRANSFER_RECORDS
+
+
+class Room(Protocol):
+    """Who has a record, or none: -1."""
+
+    record: int
 
 
 class Records:
@@ -23,6 +30,12 @@ class Records:
         """Nothing reads the record or writes to it any more."""
         self._free.append(record)
         self._hand_out()
+
+    def give_back_of(self, room: Room) -> None:
+        """The same for that of `room`, if it has one."""
+        if room.record >= 0:
+            record, room.record = room.record, -1
+            self.give_back(record)
 
     def _hand_out(self) -> None:
         """Serves who waits. One who gives the record back at once is followed by the next, not called within it."""

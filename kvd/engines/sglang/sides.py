@@ -4,6 +4,7 @@ SGLang frees a request's pages when `poll` says `Failed` or `Success`. So neithe
 has said it: what is aborted is polled as `Transferring` until nothing reads or writes its pages any more.
 """
 
+import itertools
 import time
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,20 @@ _ABORTED = "Aborted by AbortReq."
 _ELSEWHERE = "another rank of this engine has failed it"
 
 
+def room_of(mgr: KvdManager, wanted: int) -> int:
+    """The room of a request; if another request has that, one that no other has, where this one fails at once.
+
+    SGLang keeps what it knows of a request by its room. Of two in one room it would free the pages of both when either
+    has failed, and what becomes of the first is a state in which it does not expect the second.
+    """
+    if wanted not in mgr.request_status:
+        return wanted
+    room = next(number for number in itertools.count(-1, -1) if number not in mgr.request_status)
+    mgr.update_status(room, KVPoll.Bootstrapping)
+    mgr.failed(room, f"another request has the bootstrap_room {wanted}")
+    return room
+
+
 class KvdSender(CommonKVSender):  # type: ignore[misc]
     """The prefill side of a request."""
 
@@ -34,14 +49,18 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
     def __init__(
         self, mgr: KvdManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        room = room_of(mgr, bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, room, req_has_disagg_prefill_dp_rank)
         self._pages: list[int] = []
         self._prefix = 0
         self._tokens = 0
         self._sent = False
         self.prompt: list[int] = []
         """Its tokens (`kvd.engines.sglang.plugin` sets them)."""
-        mgr.call(mgr.producer.expect, bootstrap_room)
+        if room == bootstrap_room:
+            mgr.call(mgr.producer.expect, room)
+        else:
+            self.conclude_state = KVPoll.Failed
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that the decode side has."""
@@ -117,10 +136,16 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     _prompt = 0
     _handoff: Handoff | None = None
 
+    def __init__(self, mgr: KvdManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        room = room_of(mgr, bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, room)
+        if room != bootstrap_room:
+            self.conclude_state = KVPoll.Failed
+
     def expect(self, prompt: list[int], host: str | None, vocabulary: int) -> None:
         """The tokens of the request, and where it is to be found: `kvd.engines.sglang.plugin` calls this first."""
         self._prompt = checksum(prompt)
-        if self.bootstrap_addr.startswith(HANDED):
+        if self.bootstrap_addr.startswith(HANDED) and self.conclude_state is None:
             try:
                 self._handoff = read(host or "")
                 check(self._handoff, prompt, vocabulary)

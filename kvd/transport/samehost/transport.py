@@ -140,7 +140,7 @@ class SameHostTransport:
         self._metadata = self._address(self._exporter.token())
         self._on_event(Registered(pool, self._metadata))
 
-    def deregister(self, pool: int) -> None:
+    def deregister(self, pool: int, *, returns: bool = False) -> None:  # noqa: ARG002 - there is always room for it
         """Ends a registration that no open read uses; answered by `Deregistered`."""
         base = self._bases.pop(pool)
         del self._pools[base]

@@ -78,6 +78,7 @@ class StagedReads:
         self._key, self._numbers = os.urandom(16), itertools.count(1)
         self._queue = SliceQueue(limits.MAX_STAGED_SLICES)
         self._reads: dict[int, Read] = {}
+        self._pumping = False
         self._slotless: dict[Part, None] = {}
         """Slices that could be read, if a slot were free; the first waits longest."""
         self._rows_of: Counter[str] = Counter()
@@ -128,6 +129,9 @@ class StagedReads:
     # --- slices -----------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
+        if self._pumping:  # a read that fails at once ends within this loop, and the loop goes on with the next
+            return
+        self._pumping = True
         while (piece := self._queue.pick()) is not None:
             read = self._reads[piece.request.read]
             read.started = read.started or time.perf_counter()
@@ -137,6 +141,7 @@ class StagedReads:
                 self._read_into_slot(part)
             else:
                 self._ask(part, read.board)
+        self._pumping = False
 
     def _read_into_slot(self, part: Part) -> None:
         """Reads once a slot is free, if it needs one: peers that stage nothing take none of them."""

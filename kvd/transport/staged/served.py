@@ -21,12 +21,16 @@ from kvd.transport.staged.server import Server
 
 
 class _Pool(Struct, eq=False):
-    """A pool with its share of the windows. It has an arena once that is made, and a server while it may be read."""
+    """A pool with its share of the windows. It has an arena once that is made, and a server while it may be read.
+
+    One that `returns` keeps its share, and gets another arena.
+    """
 
     region: Region
     windows: int
     arena: Arena | None = None
     server: Server | None = None
+    returns: bool = False
 
 
 class ServedPools:
@@ -46,10 +50,13 @@ class ServedPools:
     def register(self, number: int, region: Region) -> None:
         """Makes an arena and has it registered; answered by the network, or by `RegisterFailed`."""
         left = limits.STAGING_WINDOWS - sum(pool.windows for pool in self._pools.values())
-        if left == 0:
+        if number in self._pools:
+            windows = self._pools[number].windows
+        elif left:
+            windows = max(1, left // limits.STAGING_SHARE)
+        else:
             self._emit(RegisterFailed(number, _no_windows(len(self._pools))))
             return
-        windows = max(1, left // limits.STAGING_SHARE)
         pool = self._pools[number] = _Pool(region, windows)
         self._device.allocate(Arena.size(windows), partial(self._allocated, number, pool))
 
@@ -68,25 +75,31 @@ class ServedPools:
             pool.server = Server(pool.region, pool.arena, self._copy, self._loop)
             self._by_token[pool.server.staged.token] = pool.server
 
-    def deregister(self, number: int) -> bool:
+    def deregister(self, number: int, *, returns: bool) -> bool:
         """Serves a pool no longer, has its arena deregistered once nothing copies there; False if it is not ours."""
         pool = self._pools.get(number)
         if pool is None or pool.server is None:
             return False
         del self._by_token[pool.server.staged.token]
         pool.server.close(partial(self._network.deregister, number))
-        pool.server = None
+        pool.server, pool.returns = None, returns
         return True
 
     def ended(self, number: int) -> None:
         """The network has not registered an arena, or no longer: gives it back if it is ours."""
-        pool = self._pools.pop(number, None)
-        if pool is not None and pool.arena is not None:
+        pool = self._pools.get(number)
+        if pool is None:
+            return
+        if pool.arena is not None:
             self._device.free(pool.arena.memory)
+            pool.arena = None
+        if not pool.returns:
+            del self._pools[number]
 
     def size_at(self, base: int) -> int | None:
         """Bytes of the pool at an address; None if there is none."""
-        return next((pool.region.size for pool in self._pools.values() if pool.region.base == base), None)
+        pools = (pool.region for pool in self._pools.values() if pool.server is not None)
+        return next((region.size for region in pools if region.base == base), None)
 
     def staged(self, numbers: tuple[int, ...] | None = None) -> dict[int, StagedPool]:
         """What peers need that may read these pools, or all, by the pools' addresses."""

@@ -103,9 +103,9 @@ class StagedTransport:
         else:
             self._served.register(pool, region)
 
-    def deregister(self, pool: int) -> None:
+    def deregister(self, pool: int, *, returns: bool = False) -> None:
         """Ends a registration that no open read uses; answered by `Deregistered`."""
-        if self._served is None or not self._served.deregister(pool):
+        if self._served is None or not self._served.deregister(pool, returns=returns):
             self._network.deregister(pool)
 
     def describe(self, pools: tuple[int, ...]) -> None:

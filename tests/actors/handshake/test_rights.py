@@ -130,7 +130,7 @@ def test_a_fence_on_such_a_pool_does_not_hold_without_a_claim(firm):
 def test_a_pool_is_registered_anew_at_another_address_when_who_was_told_of_it_may_not_read_it_any_more(firm, rights):
     before = pools_in(firm.hello(BOB))["two"]
     firm.change(alice=("*",), **rights)
-    assert firm.stage.commands == [("deregister", 2)]
+    assert firm.stage.commands == [("deregister for a while", 2)]
     after = pools_in(firm.hello(ALICE))["two"]
     assert after.epoch != before.epoch
     assert after.base != before.base
@@ -142,7 +142,7 @@ def test_a_right_is_withdrawn_too_from_a_peer_that_was_told_before_the_pool_went
     firm.stage.hang_up(2)
     assert firm.stage.attach("two", 3, b"\3" * 16, pid=9).kept
     firm.change(alice=("*",))
-    assert firm.stage.commands == [("deregister", 2)]
+    assert firm.stage.commands == [("deregister for a while", 2)]
     assert pools_in(firm.hello(ALICE))["two"].base != before.base
 
 
@@ -204,13 +204,13 @@ def interrupted(firm):
     firm.hello(BOB)
     transport = firm.stage.dependencies.transport
     deregister, asked = transport.deregister, []
-    transport.deregister = asked.append
+    transport.deregister = lambda pool, *, returns: asked.append((pool, returns))
     firm.change(alice=("*",))
-    assert asked == [2]
+    assert asked == [(2, True)]
 
     def finish():
         transport.deregister = deregister
-        deregister(2)
+        deregister(2, returns=True)
         firm.stage.run()
 
     firm.finish = finish
@@ -270,7 +270,7 @@ def test_a_pool_without_a_worker_is_registered_anew_too_and_kept(firm):
     firm.hello(BOB)
     firm.stage.hang_up(2)
     firm.change(alice=("*",))
-    assert firm.stage.commands == [("deregister", 2)]
+    assert firm.stage.commands == [("deregister for a while", 2)]
     assert firm.stage.actors.pools._records["two"].state == "kept"
     attached = firm.stage.attach("two", 4, bytes([2]) * 16)
     assert attached.kept

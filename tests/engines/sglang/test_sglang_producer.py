@@ -490,25 +490,6 @@ def test_the_record_of_an_offer_that_grew_is_free_once_it_has_ended(growing: Gro
     assert len(records_left(growing)) == 1024
 
 
-@pytest.mark.parametrize("first", ["waits", "is offered", "was read"])
-def test_two_requests_with_one_room_have_failed_and_leave_no_record(side: Side, first: str) -> None:
-    side.producer.told(WANTED)
-    side.producer.expect(ROOM)
-    if first != "waits":
-        side.send()
-    if first == "was read":
-        side.producer.on_event(Released(side.client.offer, "read"))
-    side.producer.expect(ROOM)
-    side.send()
-    assert len(side.client.cancelled) == (first == "is offered")
-    for offer in side.client.cancelled:
-        side.producer.on_event(Released(offer, "withdrawn"))
-    assert side.engine.heard[-1] == ("failed", ROOM, f"two requests have the bootstrap_room {ROOM}")
-    side.producer.forget(ROOM)
-    side.producer.forget(ROOM)
-    assert len(records_left(side)) == 1024
-
-
 def test_a_request_that_the_engine_drops_while_it_is_computed_is_refused_and_its_offer_withdrawn(
     growing: Growing,
 ) -> None:

@@ -1,5 +1,6 @@
 """What is kept of answers for the next turn, for how long, and what the next turn's prefill makes of it."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -303,6 +304,61 @@ def test_a_conversation_that_is_given_up_goes_whole_before_a_later_one() -> None
     manager.take("others", list(range(17, 30)), list(range(36, 62)))
     engine.arrived(Request(list(range(BLOCK * 14)), None, request_id="new"))
     assert [offer.partition("#")[0] for offer in engine.take_metadata().withdrawals] == ["rc", "rb", "ra"]
+
+
+def test_a_conversation_goes_whole_in_whatever_order_its_turns_were_kept() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.75)
+    for name, blocks in (("b", 12), ("a", 8), ("c", 16)):  # b was asked for again from an earlier point
+        keep(engine, manager, name, *range(1, blocks + 1))
+    keep(engine, manager, "other", *range(30, 36))
+    manager.take("others", list(range(17, 30)), list(range(36, 62)))
+    engine.arrived(Request(list(range(BLOCK * 14)), None, request_id="new"))
+    assert [offer.partition("#")[0] for offer in engine.take_metadata().withdrawals] == ["rc", "rb", "ra"]
+
+
+def test_turns_are_looked_at_once_and_once_more_if_they_go_however_many_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(512)
+    engine = side(manager, share=0.5)
+    for number in range(60):
+        keep(engine, manager, f"busy{number}", 1, 10 + number)
+        manager.take(f"runs{number}", [1, 10 + number])
+    for number in range(60):
+        keep(engine, manager, f"idle{number}", 1, 100 + number)
+    looks = []
+    adds = kept_turns.KeptTurns._adds
+    monkeypatch.setattr(kept_turns.KeptTurns, "_adds", lambda kept, turn: looks.append(turn) or adds(kept, turn))
+    manager.take("others", list(range(200, 512)))
+    engine.arrived(Request(list(range(BLOCK * 200)), None, request_id="new"))
+    assert len(engine.take_metadata().withdrawals) == 60
+    assert len(looks) == 60 + 2 * 60
+
+
+def test_turns_that_share_blocks_with_the_one_they_make_room_for_go_until_there_is_enough() -> None:
+    manager = Manager(64)
+    engine = side(manager, share=0.25)
+    assert keep(engine, manager, "a", *range(1, 9)) == []
+    assert keep(engine, manager, "b", *range(1, 5), *range(20, 28)) == []
+    withdrawn = keep(engine, manager, "c", *range(1, 13))  # without a and b 12 are kept, with b 20
+    assert [offer.partition("#")[0] for offer in withdrawn] == ["ra", "rb"]
+
+
+def test_the_blocks_of_a_turn_are_not_looked_at_again_for_each_one_that_goes_for_it() -> None:
+    looks = []
+
+    class Counted(Counter[int]):
+        def __contains__(self, block: object) -> bool:
+            looks.append(block)
+            return super().__contains__(block)
+
+    manager = Manager(512)
+    engine = side(manager, share=0.5)
+    engine.turns.kept._held = Counted()
+    for number in range(100):
+        keep(engine, manager, f"short{number}", 10 + number)
+    looks.clear()
+    assert len(keep(engine, manager, "long", *range(200, 450))) == 94
+    assert len(looks) <= 250
 
 
 def test_blocks_of_a_turn_that_is_given_up_are_awaited_after_an_earlier_one_that_has_them_was_read() -> None:

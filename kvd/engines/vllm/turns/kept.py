@@ -9,8 +9,8 @@ turns that it continued, whose blocks it had, too.
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,10 +83,12 @@ class KeptTurns:
         if len(blocks) > most or pool.get_num_free_blocks() < _SCARCE * pool.num_gpu_blocks:
             self._ends.append("not kept")
             return None
+        own = set(map(id, blocks))
+        above = len(self._held.keys() | own) - most
         for kept in self._standing():
-            if len(self._held) + sum(id(block) not in self._held for block in blocks) <= most:
+            if above <= 0:
                 break
-            self._give_up(kept)
+            above -= len(self._give_up(kept) - own)
         return blocks
 
     def keep(self, offer: str, name: str, params: dict[str, Any], blocks: list[Any]) -> None:
@@ -183,26 +185,45 @@ class KeptTurns:
 
     def _free(self, blocks: int) -> None:
         """Gives up turns that have so many blocks: the oldest that frees some, those that it continued, and so on."""
-        earlier: list[_Kept] = []
+        skipped: list[_Kept] = []
+        having: defaultdict[int, list[_Kept]] = defaultdict(list)
+        """Those that were skipped, by their blocks, the newest last."""
         for kept in self._standing():
             if blocks <= 0:
                 return
-            earlier.append(kept)
             if not self._adds(kept):
-                continue  # one that continues it stands, or a request runs on its blocks
-            for turn in reversed(earlier):
-                if blocks > 0 and (added := self._adds(turn)):
+                skipped.append(kept)  # one that continues it stands, or a request runs on its blocks
+                continue
+            for turn in skipped:
+                for block in turn.blocks:
+                    having[id(block)].append(turn)
+            skipped.clear()
+            going = [kept]
+            while going and blocks > 0:
+                turn = going.pop()
+                if not turn.given_up:
+                    blocks -= self._adds(turn)
                     self._give_up(turn)
-                    blocks -= added
-            earlier = [turn for turn in earlier if not turn.given_up]
+                    going += self._last_with(turn.blocks, having)
 
-    def _give_up(self, kept: _Kept) -> None:
-        if not kept.given_up:
-            kept.given_up = time.monotonic()
-            self._withdrawals.append(kept.offer)
-            _uncount(self._held, kept)
-            self._going.update(map(id, kept.blocks))
-            self._leaving.update((id(block), block) for block in kept.blocks)
+    def _last_with(self, blocks: Sequence[Any], having: dict[int, list[_Kept]]) -> Iterator[_Kept]:
+        """The turns that are each the last to have one of these `blocks`: they free it."""
+        for block in blocks:
+            turns = having.get(id(block), [])
+            while turns and turns[-1].given_up:
+                turns.pop()
+            if turns and block.ref_cnt == self._going[id(block)] + 1:
+                yield turns[-1]
+
+    def _give_up(self, kept: _Kept) -> set[int]:
+        """Returns the blocks that no turn holds any more."""
+        if kept.given_up:
+            return set()
+        kept.given_up = time.monotonic()
+        self._withdrawals.append(kept.offer)
+        self._going.update(map(id, kept.blocks))
+        self._leaving.update((id(block), block) for block in kept.blocks)
+        return _uncount(self._held, kept)
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.offer]
@@ -217,10 +238,10 @@ class KeptTurns:
         self._manager.block_pool.free_blocks(reversed(kept.blocks))
 
 
-def _uncount(having: Counter[int], kept: _Kept) -> list[int]:
+def _uncount(having: Counter[int], kept: _Kept) -> set[int]:
     """Its blocks have one turn less there; those that no turn has any more."""
     having.subtract(map(id, kept.blocks))
-    gone = [number for number in map(id, kept.blocks) if not having[number]]
+    gone = {number for number in map(id, kept.blocks) if not having[number]}
     for number in gone:
         del having[number]
     return gone
