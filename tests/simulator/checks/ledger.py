@@ -169,6 +169,8 @@ class Ledger:
         # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
         # is not answered is asked for again, many times.
         excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
+        if cause == ErrorCode.LEASE_BROKEN and Piece.SMALL_BOUNDS in self.world.pieces:
+            excuse = 1  # a producer that remembers few claims cannot answer their fences a second time
         if pulling.brief or cause == ErrorCode.DEADLINE:
             calm = calm and not self.world.stood_still(since)  # it lost the time
         heard = _HEARD if self.world.pieces.isdisjoint(_SLOW) else _GREETED
