@@ -330,11 +330,26 @@ def test_a_link_that_waits_for_its_turn_to_load_is_not_announced_by_what_another
     assert len(stage.asks(Claim)) == claims + 1
 
 
-def test_a_daemon_that_was_lost_before_the_transport_could_reach_it_is_taken_out_of_it():
+def test_what_the_transport_was_given_before_it_was_heard_to_lose_an_agent_is_taken_out_of_it():
     stage = SlowlySpelled()
     stage.refresh("here")
     stage.peer_says(MORE, link=1)
     stage.transport_says(PeerFailed("peer#1", "it hung up"))
-    assert ("remove_peer", "peer#1") not in stage.commands
-    stage.added(b"newer")
-    assert ("remove_peer", "peer#1") in stage.commands
+    assert stage.commands.count(("remove_peer", "peer#1")) == 1
+    stage.added(b"newer")  # said before it heard of that
+    assert stage.context.metrics.peers.labels("greeting")._value.get() == 2
+
+
+def test_what_a_link_gives_the_transport_as_another_is_lost_and_lets_it_load_is_taken_out_of_it(monkeypatch):
+    stage = SlowlySpelled()
+    monkeypatch.setattr(stage.actors.handshake, "_slots", PrioritySlots(1))
+    stage.refresh("there")
+    stage.run(0.15)
+    stage.refresh("here")
+    stage.peer_says(MORE, link=1)
+    stage.peer_says(MORE, link=2)
+    assert stage.given == [b"newer"]
+    stage.transport_says(PeerFailed("peer#1", "it hung up"))
+    assert stage.given == [b"newer", b"newer"]
+    assert stage.commands[-1] == ("remove_peer", "peer#1")
+    assert not stage.actors.handshake._given

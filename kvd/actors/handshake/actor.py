@@ -90,7 +90,7 @@ class HandshakeActor(Actor):
         if peer.state is State.GREETING and not peer.wanted:
             peer.missed = 0  # no pull has waited since it was lost; this one may wait three heartbeats
         peer.needed = now
-        if peer.avoided(now):
+        if peer.avoided(now, self._context.settings.heartbeat):
             text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
             self._listener.down(peer.address, text, restarted=False)
             return
@@ -245,10 +245,8 @@ class HandshakeActor(Actor):
         What another link to the same daemon was told before has been replaced in the transport.
         """
         welcome, pools = self._given.get(event.agent, (None, {}))
-        if welcome is None:
-            self._transport.remove_peer(event.agent)  # it was lost meanwhile
         if welcome is None or welcome.metadata != event.metadata:
-            return  # the answer to newer metadata is on its way
+            return  # it was removed meanwhile, or the answer to newer metadata is on its way
         for peer in [peer for peer in self._peers.using(event.agent) if not self._is_newer(peer, event)]:
             if peer.state is State.LOADING and peer.metadata != event.metadata:
                 peer.welcome, peer.pools = welcome, pools
@@ -260,12 +258,13 @@ class HandshakeActor(Actor):
         return peer.state is State.LOADING and peer.metadata != event.metadata and peer.link not in self._slots
 
     def failed(self, event: PeerFailed) -> None:
-        """The transport lost a peer, or never reached it."""
-        self._given.pop(event.agent, None)
+        """The transport lost a peer, or never reached it; it also forgets what it was given of it since."""
         for peer in self._peers.using(event.agent):
             peer.failed(self.loop.time(), self._context.settings.heartbeat)
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
             peer.note_unreached(self.loop.time(), self._context)
+        self._given.pop(event.agent, None)
+        self._transport.remove_peer(event.agent)
 
     def _beat(self, link: int) -> None:
         """A peer's heartbeat: pings or greets it, gives up on it if it is silent, offers to forget it if it is idle."""

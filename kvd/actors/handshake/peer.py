@@ -142,9 +142,9 @@ class Peer:
             _log.info("peer no longer noted as not reached", peer=self.address)
         self.noted = False
 
-    def avoided(self, now: float) -> bool:
-        """Whether it has failed repeatedly and is not greeted now, so that no pull should wait for it."""
-        return self.failures > 1 and now < self.greeted_from
+    def avoided(self, now: float, heartbeat: float) -> bool:
+        """Whether it has failed repeatedly and is greeted in more than a heartbeat: no pull should wait for it."""
+        return self.failures > 1 and self.greeted_from - now > heartbeat
 
     @property
     def path(self) -> str:

@@ -223,6 +223,25 @@ def test_a_peer_that_the_transport_cannot_have_is_greeted_after_a_growing_while_
     assert all("bad metadata" in failed.text for failed in stage.notified)
 
 
+def test_a_pull_waits_for_a_peer_that_is_greeted_within_a_heartbeat_though_the_transport_failed_repeatedly(stage):
+    add_peer, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda *_: None
+    stage.pull("first", timeout=60.0)
+    for seconds in (0.0, 2.5):
+        stage.run(seconds)
+        stage.peer_says(welcome_of())
+        stage.transport_says(PeerFailed("peer#1", "nobody serves there"))
+    stage.dependencies.transport.add_peer = add_peer
+    stage.run(0.9)  # it is greeted two heartbeats after the second failure
+    stage.pull("second", blocks=(4, 5), timeout=60.0)
+    assert [failed.request for failed in stage.notified] == ["first", "second"]
+    stage.run(0.2)
+    stage.pull("third", blocks=(4, 5), timeout=60.0)
+    stage.run(2.0)
+    stage.peer_says(welcome_of())
+    assert len(stage.notified) == 2
+    assert len(stage.asks(Claim)) == 1
+
+
 def unreached(stage):
     """What is said of the peer, and for how many seconds; and the gauge."""
     found = stage.context.metrics.registry.get_sample_value("kvd_peers_unreached")

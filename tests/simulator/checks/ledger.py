@@ -165,10 +165,14 @@ class Ledger:
         self.world.note(self.name, "ends", event.request, str(cause))
         calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
         calm = calm and not (cause == ErrorCode.OVERLOADED and Piece.SMALL_BOUNDS in self.world.pieces)
+        # It says so from its SIGTERM to its end, which the world's standstills put off.
+        calm = calm and not (cause == ErrorCode.SHUTTING_DOWN and self.daemon.draining)
         since = pulling.began - _AFTERMATH
         # Messages that are lost may look like a silent peer. But no pull misses its deadline because of them: whatever
         # is not answered is asked for again, many times.
         excuse = FATAL if cause == ErrorCode.DEADLINE else 1 if pulling.brief else 2
+        if cause == ErrorCode.LEASE_BROKEN and Piece.SMALL_BOUNDS in self.world.pieces:
+            excuse = 1  # a producer that remembers few claims cannot answer their fences a second time
         if pulling.brief or cause == ErrorCode.DEADLINE:
             calm = calm and not self.world.stood_still(since)  # it lost the time
         heard = _HEARD if self.world.pieces.isdisjoint(_SLOW) else _GREETED

@@ -2,16 +2,19 @@
 
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_table import Event
+from kvd.actors.leases.claim import ClaimKey
 from tests.simulator.checks.promises import Promise
 from tests.simulator.virtual.fleet import HEARTBEAT, Daemon
 from tests.simulator.virtual.world import World
 
 _SINCE = (MISSED_BEATS + 2) * HEARTBEAT + 2.0
 """Seconds before a loss within which its cause lies, if the daemon did not stand still for longer than 2 s."""
+_WAY = 0.002
+"""Seconds that a message takes at most if it is not delayed."""
 
 
 def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
-    """Looks at every peer that this run of `daemon` gives up on as silent."""
+    """Looks at every peer that this run of `daemon` gives up on as silent, and keeps claims out of a race."""
     handshake = daemon.actors.handshake
     lose = handshake._lose
 
@@ -21,6 +24,18 @@ def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
         lose(peer, event, reason)
 
     handshake._lose = watched  # type: ignore[method-assign]
+    claims = daemon.actors.leases.claims
+    overdue = claims._overdue
+
+    def later(key: ClaimKey) -> None:
+        now = world.loop.now
+        if any(end < now <= end + _WAY for _, end in world.standstills):
+            # Its time ends as usual, and all the world has just stood still as the renewal was due: it is on its way.
+            claims._due.set(key, now + _WAY)
+        else:
+            overdue(key)
+
+    claims._overdue = later  # type: ignore[method-assign]
 
 
 def _check(world: World, daemons: list[Daemon], daemon: Daemon, peer: Peer) -> None:

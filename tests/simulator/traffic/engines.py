@@ -76,7 +76,7 @@ class Sequence:
     grows: bool = False
     """Its offers grow while it is prefilled."""
     unopened: int = 0
-    """Those of them whose tickets are on their way already."""
+    """Its offers that are yet to be made, and whose tickets are on their way already."""
     tickets: dict[int, str] = field(default_factory=dict)
     offered: dict[int, tuple[tuple[Blocks, ...], bytes]] = field(default_factory=dict)
     """Blocks and secret, by rank of the source, of those offers whose tickets name their leases: a careless engine
@@ -178,10 +178,10 @@ class Router:
         over = [each for each in self._alive[-4:] if each.source is source and self._is_over(each)]
         return self.world.rng.choice(over) if over else None
 
-    @staticmethod
-    def _is_over(sequence: Sequence) -> bool:
-        """Whether nobody offers it any more."""
-        return not sequence.unopened and not any(sequence.offer in worker.offers for worker in sequence.source.workers)
+    def _is_over(self, sequence: Sequence) -> bool:
+        """Whether nobody offers anything under its name, and nothing that has been prefilled will be."""
+        unopened = any(other.unopened for other in self._alive if other.offer == sequence.offer)
+        return not unopened and not any(sequence.offer in worker.offers for worker in sequence.source.workers)
 
     def _others(self, source: Engine, target: Engine) -> tuple[Engine, ...]:
         if Piece.SEVERAL_CONSUMERS not in self.world.pieces:
@@ -210,16 +210,16 @@ class Router:
         secret = like[1] if like and not early else _secret(f"{sequence.name} {worker.process.name}")
         if not early:
             sequence.offered[rank] = (blocks, secret)
+        sequence.unopened += early
+
+        def opened() -> None:
+            sequence.unopened -= early
+
         if sequence.grows:
             prefill = Prefill(worker, sequence.offer, sequence.name, sequence.tokens, blocks, secret)
             given_up = not sequence.calm and self.world.chance(0.2)
             wait = 0.1 if sequence.calm else 0.3
             have = partial(self._have, sequence, rank)
-            sequence.unopened += early
-
-            def opened() -> None:
-                sequence.unopened -= early
-
             prefill.begin(ttl, have, opened, early=early, wait=wait, given_up=given_up)
             return
 
@@ -235,6 +235,7 @@ class Router:
 
             answer = None if late else answered
             worker.offer(sequence.offer, sequence.tokens, blocks, ttl, answer, secret=secret, text=sequence.name)
+            opened()
 
         if late:
             # The router passes the ticket on before the offer is made, as engines that know their blocks early do.

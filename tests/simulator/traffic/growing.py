@@ -110,7 +110,8 @@ class Prefill:
     def _extend_wrongly(self) -> None:
         """Goes on with what is closed, or has ended since."""
         worker = self._worker
-        if worker.attached:
+        named = worker.offers.get(self._offer)  # by now perhaps another offer, which may be open
+        if worker.attached and (named is None or named is self._offering):
             wrong = self._tokens + worker.world.rng.randrange(2)
             make = partial(wire.Extend, offer=self._offer, tokens=wrong, spans=(), closes=worker.world.chance(0.5))
             worker.send_wrong(make, Promise.BAD_INPUT, f"an extension of {self._offer!r}, which is closed,")

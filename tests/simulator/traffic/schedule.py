@@ -208,9 +208,15 @@ class Schedule:
         world, network = self.world, network_of(daemon.transport)
         if daemon.alive and not network.down:
             world.note(daemon.name, "transport killed")
-            world.disturb(*(each.name for each in self.daemons))
+            names = [each.name for each in self.daemons]
+            world.disturb(*names)
             network.lose_process()
-            world.loop.call_later(0.01 + world.rng.random(), network.gain_process)
+
+            def end() -> None:
+                world.disturb(*names)  # as at the end of a partition: until now no peer could be added or read from
+                network.gain_process()
+
+            world.loop.call_later(0.01 + world.rng.random(), end)
 
     def _kill_agent(self, agent: str) -> None:
         for daemon in self.daemons:

@@ -115,7 +115,7 @@ class Daemon:
             condition=lambda _name, _why: None,
             idle=self._shutdown.is_idle,
         )
-        self._draining = False
+        self.draining = False
         provider = SimProvider(
             world.kernel,
             agent,
@@ -225,7 +225,7 @@ class Daemon:
         """SIGTERM: accepts nothing new, finishes what runs within `grace`, and ends."""
         self.world.note(self.name, "drains")
         self.world.disturb(self.name)
-        self._draining = True
+        self.draining = True
         rng, transport = self.world.rng, self.transport
         stop = Part("the transport", partial(asyncio.to_thread, transport.stop))
         parts = Parts(peers=self.peer_port, workers=self.worker_port, transport=[stop])
@@ -235,7 +235,7 @@ class Daemon:
 
     def _check_last_call(self, pauses: int) -> None:
         left = self.standing_offers(claimed=False)
-        if self._draining and self.pauses == pauses and left:
+        if self.draining and self.pauses == pauses and left:
             self.world.violate(Promise.ENDS_ONCE, f"{self.name} drains, and holds what nobody claimed: {left}")
 
     def standing_offers(self, *, claimed: bool = True) -> list[OfferKey]:
