@@ -15,8 +15,9 @@ _Worked = LeasesActor | SchedulerActor | CompletionActor
 
 STOP_SECONDS = 15.0
 """For the parts to stop, after the grace time; then the process ends without them."""
-_FLUSH_SECONDS = 1.0
-"""For the last messages to pass through the actors."""
+_FLUSH_TURNS = 10_000
+"""Of the loop, for the last messages to pass through the actors. Not seconds: a process that is stopped meanwhile would
+have none left."""
 _ACKNOWLEDGE_SECONDS = 0.5
 """For workers to acknowledge the last notifications, as an engine does with its next step. By then they are in the
 socket of one that does not, and the end of its session cannot overtake them."""
@@ -99,6 +100,7 @@ class Shutdown:
         if not failed:
             parts.peers.close()
         await self._stop_each(parts.transport)
+        await self._flush(actors)  # workers hear what the transport has said last, too
         self._part = "the workers' socket"
         call(actors.gateway.stop)
         await self._flush(actors)
@@ -123,7 +125,7 @@ class Shutdown:
 
     async def _flush(self, actors: Actors) -> None:
         """Lets the calls in the mailboxes be made."""
-        clock = asyncio.get_running_loop()
-        deadline = clock.time() + _FLUSH_SECONDS
-        while any(actor.waiting for actor in actors.all) and clock.time() < deadline:  # noqa: ASYNC110
+        for _ in range(_FLUSH_TURNS):
+            if not any(actor.waiting for actor in actors.all):
+                return
             await asyncio.sleep(0)

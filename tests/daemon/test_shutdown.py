@@ -66,6 +66,29 @@ async def test_workers_keep_their_sessions_until_the_transport_has_ended():
     assert events[0] == ("gateway", "drain")
 
 
+async def test_workers_hear_what_the_transport_says_last_before_their_sessions_end():
+    events = []
+    actors = Actors(events)
+
+    def tell():
+        events.append(("completion", "told"))
+        actors.completion.waiting = 0
+
+    async def stop():
+        actors.completion.waiting = 1
+        asyncio.get_running_loop().call_soon(tell)
+
+    ending = Shutdown(lambda: False)
+    run = asyncio.ensure_future(ending.run(actors, parts(events, stop), grace=60.0))
+    for busy in (("leases", "scheduler"), ("completion",)):
+        while (busy[-1], "drain") not in events:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for name in busy:
+            ending.is_idle(name)
+    assert await run == ""
+    assert events.index(("completion", "told")) < events.index(("gateway", "stop"))
+
+
 async def test_a_second_signal_ends_the_wait_for_running_work():
     events, ending = [], Shutdown(lambda: False)
     ending.hurry()
