@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -23,6 +24,9 @@ from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
 from kvd.transport.slices import U64
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
 
 _log = structlog.get_logger("kvd.transport")
 
@@ -55,6 +59,11 @@ class Gpu:
             finally:
                 stream.synchronize()
 
+    def launches(self, descriptors: Descriptors) -> bool:
+        """Whether `copy_within` makes these copies by a kernel: if not, a slice takes the longer the more it has."""
+        kernel = self._kernel
+        return kernel is not None and kernel.takes(descriptors.dst, descriptors.src, descriptors.length)
+
     def copy_within(self, target: U64, source: U64, length: U64) -> None:
         """Like `copy`, between the memory of GPUs alone: a slice, by one launch if all are multiples of 16 bytes."""
         kernel = self._kernel
@@ -63,6 +72,9 @@ class Gpu:
             return
         with self._device.current():
             stream, table = self._stream(), self._table()
+            if table is None:
+                self.copy(target, source, length)
+                return
             try:
                 kernel.copy(stream, table, target, source, length)
             finally:
@@ -125,11 +137,19 @@ class Gpu:
             self._opened.append(stream)
         return stream
 
-    def _table(self) -> CopyTable:
-        table: CopyTable | None = getattr(self._own, "table", None)
-        if table is None:
-            table = self._own.table = CopyTable(limits.GPU_SLICE_DESCRIPTORS)
-            self._opened.append(table)
+    def _table(self) -> CopyTable | None:
+        """None if there was no memory for it."""
+        if not hasattr(self._own, "table"):
+            self._own.table = None
+            try:
+                self._own.table = CopyTable(limits.GPU_SLICE_DESCRIPTORS)
+            except DeviceError as error:
+                if error.lost:
+                    raise
+                _log.warning("no table for copies within GPUs: small blocks are copied slower", reason=error.text)
+            else:
+                self._opened.append(self._own.table)
+        table: CopyTable | None = self._own.table
         return table
 
     def _pinned(self, pool: MappedPool, length: int) -> MappedPool:
