@@ -7,12 +7,13 @@ import tempfile
 from queue import Queue
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from kvd import limits
-from kvd.cuda import driver, kernel
+from kvd.cuda import driver, kernel, streams
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, DeviceError, ErrorCode
@@ -21,7 +22,7 @@ from kvd.memory.cuda import CudaProvider
 from kvd.memory.memfd import MemfdProvider
 from kvd.plan import Descriptors
 from kvd.protocol.export import ExportedPool
-from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region, TransportDied
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.gpu import Gpu
@@ -68,6 +69,29 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     threads.stop()
     assert isinstance(ended, Landed), ended
     assert ended.stamp == 7
+
+
+@over_standin(hold=1)
+def test_a_read_does_not_end_if_the_driver_cannot_tell_whether_its_bytes_have_landed_but_the_transport_does():
+    def call(name, *arguments):
+        if name == "cuStreamSynchronize":
+            raise DeviceError(ErrorCode.NO_DEVICE, "cuStreamSynchronize: unknown", "CUDA_ERROR_UNKNOWN")
+        return driver.call(name, *arguments)
+
+    gpu, memory, events = Gpu(device(0).uuid), Memory(0, LENGTH, device(0).uuid), Queue()
+    for copy in (gpu.copy, gpu.copy_within):
+        source, target = (Mapping.allocate(device(0), LENGTH) for _ in range(2))
+        sides = [msgspec.structs.replace(memory, address=side.base) for side in (source, target)]
+        threads = CopyThreads(1, events.put)
+        threads.start()
+        with patch.object(streams, "call", call):
+            request = ReadRequest(1, "peer", target.base, source.base, Descriptors(ONE, ONE, ALL))
+            threads.add(Read(request, *sides, lambda _address: 0, copy))
+            ended = events.get(timeout=MOMENT)
+            threads.stop()
+        assert isinstance(ended, TransportDied), ended
+        assert "may still land" in ended.reason
+        assert events.empty()
 
 
 def random_copies(unit):

@@ -19,7 +19,7 @@ from kvd.cuda.device import Device, device_of
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
-from kvd.errors import DeviceError
+from kvd.errors import DeviceError, ErrorCode, refusal
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
@@ -50,14 +50,11 @@ class Gpu:
 
         Raises:
             DeviceError: the GPU refused, or failed; nothing more of it lands.
+            InternalError: nobody knows what lands.
 
         """
-        with self._device.current():
-            stream = self._stream()
-            try:
-                copy(stream, target, source, length)
-            finally:
-                stream.synchronize()
+        with self._device.current(), _done(self._stream()) as stream:
+            copy(stream, target, source, length)
 
     def launches(self, descriptors: Descriptors) -> bool:
         """Whether `copy_within` makes these copies by a kernel: if not, a slice takes the longer the more it has."""
@@ -71,14 +68,12 @@ class Gpu:
             self.copy(target, source, length)
             return
         with self._device.current():
-            stream, table = self._stream(), self._table()
+            table = self._table()
             if table is None:
                 self.copy(target, source, length)
                 return
-            try:
+            with _done(self._stream()) as stream:
                 kernel.copy(stream, table, target, source, length)
-            finally:
-                stream.synchronize()
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
@@ -167,6 +162,20 @@ class Gpu:
             pool.close()
 
         return MappedPool(pool.memory, close)
+
+
+@contextmanager
+def _done(stream: Stream) -> Iterator[Stream]:
+    """Waits for what was put into the stream. A context that is lost does nothing more; after other errors it may."""
+    try:
+        yield stream
+    finally:
+        try:
+            stream.synchronize()
+        except DeviceError as error:
+            if error.lost:
+                raise
+            raise refusal(ErrorCode.INTERNAL, f"{error.text}; what the GPU was told may still land") from error
 
 
 @contextmanager
