@@ -387,7 +387,8 @@ GPU_SLICE_DESCRIPTORS: Final = 16384
 """Descriptors of such a launch."""
 
 MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
-"""Posted bytes for each peer: enough to fill a network, too few to fill the transport's queues."""
+"""Posted bytes for each peer: enough to fill a network, too few to fill the transport's queues. A slice with more than
+that is posted alone."""
 
 MAX_NOTIFICATION_BYTES: Final = 16 * KIB
 """A message between transports; the longest asks for `SLICE_DESCRIPTORS` pieces of a pool, 8 KiB."""

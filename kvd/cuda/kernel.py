@@ -27,7 +27,12 @@ _BLOCKS: Final = 65536
 
 
 class CopyTable:
-    """Pinned host memory with a row for each of `most` copies; the device must be `current` in the thread."""
+    """Pinned host memory with a row for each of `most` copies; the device must be `current` in the thread.
+
+    Raises:
+        DeviceError: the driver has no memory for it.
+
+    """
 
     def __init__(self, most: int) -> None:
         self.address = int(call("cuMemHostAlloc", most * 3 * 8, 0))

@@ -4,6 +4,7 @@
 - The next slice comes from the read that has posted the fewest bytes so far, so a short read overtakes a long one.
 - A read that is a part of what is still to come waits for all others: nobody can use it yet.
 - Every `limits.OLDEST_TURN`-th slice comes from the oldest read, so a stream of short reads starves nothing.
+  Where that has no room beside what is in flight, its peer's others wait for it.
 - Bytes in flight are bounded by `limits.MAX_BYTES_IN_FLIGHT` per peer, not per agent: slices of a peer that hangs never
   end, and must not take up the room of all the others.
 
@@ -137,6 +138,9 @@ class _PeerQueue:
     slices: int = 0
     """Slices picked that have not ended."""
 
+    due: bool = False
+    """Whether its oldest read had its turn and found no room: until it has, no other of this peer takes that."""
+
     def has_room(self, size: int, slices: int) -> bool:
         return self.in_flight == 0 or (self.in_flight + size <= limits.MAX_BYTES_IN_FLIGHT and self.slices < slices)
 
@@ -187,15 +191,20 @@ class SliceQueue:
         oldest_turn = (self._picks + 1) % limits.OLDEST_TURN == 0
         best: tuple[bool, int, int] | None = None
         for queue in self._queues.values():
-            read = queue.oldest() if oldest_turn else queue.first()
-            if read is None or not queue.has_room(read.head.bytes, self._most):
+            due = oldest_turn or queue.due
+            read = queue.oldest() if due else queue.first()
+            if read is None:
                 continue
-            rank = (False, 0, read.age) if oldest_turn else read.rank
+            if not queue.has_room(read.head.bytes, self._most):
+                queue.due = due
+                continue
+            rank = (False, 0, read.age) if due else read.rank
             if best is None or rank < best:
                 best, chosen, source = rank, read, queue
         if best is None:
             return None
         self._picks += 1
+        source.due = False
         return self._take(chosen, source)
 
     def ended(self, piece: Slice) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.cuda import driver
 from kvd.cuda.device import Device, device, device_of
+from kvd.cuda.driver import api, check
 from kvd.cuda.memory import Mapping
 from kvd.errors import DeviceError, ErrorCode, Unavailable
 from tests.support.gpu import over_standin
@@ -105,6 +106,17 @@ def test_without_a_gpu_the_reason_and_where_to_look_are_said():
 def test_a_gpu_whose_context_is_lost_is_said_to_need_a_restart():
     with pytest.raises(DeviceError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS.*dmesg.* restart this process"):
         device(0)
+
+
+@over_standin()
+def test_the_context_is_lost_with_each_error_after_which_the_driver_wants_the_process_to_end():
+    documented = {error: " ".join((error.__doc__ or "").split()) for error in api().CUresult}
+    ends = [error for error, text in documented.items() if "process must be terminated" in text]
+    assert "CUDA_ERROR_LAUNCH_TIMEOUT" in [error.name for error in ends]
+    for error in ends:
+        with pytest.raises(DeviceError) as raised:
+            check(error, "cuStreamSynchronize")
+        assert raised.value.lost, error.name
 
 
 def obstacle() -> str:

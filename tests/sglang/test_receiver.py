@@ -124,6 +124,15 @@ def test_a_handoff_of_a_request_that_the_engine_drops_before_it_has_pages_is_let
     assert list(engine.client.pulls.values()) == [()]
 
 
+def test_a_room_that_is_wanted_when_its_request_to_prefill_is_over_can_be_had_again(engine: Engine) -> None:
+    from kvd.engines.sglang.sides import room_of  # noqa: PLC0415 - imports SGLang
+
+    engine.manager.req_to_decode_prefix_len = {}
+    engine.manager.ready(8, 3)
+    assert room_of(engine.manager, 8) == 8
+    assert engine.manager.req_to_decode_prefix_len == {}
+
+
 @pytest.mark.parametrize("end", ["abort", "clear", "failure_exception"])
 @pytest.mark.parametrize("first", ["waits", "is pulled", "has landed"])
 def test_a_request_whose_room_another_one_has_fails_and_leaves_that_alone(engine: Engine, first: str, end: str) -> None:

@@ -7,11 +7,13 @@ import tempfile
 from queue import Queue
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from kvd import limits
+from kvd.cuda import driver, kernel, streams
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, DeviceError, ErrorCode
@@ -20,7 +22,7 @@ from kvd.memory.cuda import CudaProvider
 from kvd.memory.memfd import MemfdProvider
 from kvd.plan import Descriptors
 from kvd.protocol.export import ExportedPool
-from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region, TransportDied
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.gpu import Gpu
@@ -67,6 +69,29 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
     threads.stop()
     assert isinstance(ended, Landed), ended
     assert ended.stamp == 7
+
+
+@over_standin(hold=1)
+def test_a_read_does_not_end_if_the_driver_cannot_tell_whether_its_bytes_have_landed_but_the_transport_does():
+    def call(name, *arguments):
+        if name == "cuStreamSynchronize":
+            raise DeviceError(ErrorCode.NO_DEVICE, "cuStreamSynchronize: unknown", "CUDA_ERROR_UNKNOWN")
+        return driver.call(name, *arguments)
+
+    gpu, memory, events = Gpu(device(0).uuid), Memory(0, LENGTH, device(0).uuid), Queue()
+    for copy in (gpu.copy, gpu.copy_within):
+        source, target = (Mapping.allocate(device(0), LENGTH) for _ in range(2))
+        sides = [msgspec.structs.replace(memory, address=side.base) for side in (source, target)]
+        threads = CopyThreads(1, events.put)
+        threads.start()
+        with patch.object(streams, "call", call):
+            request = ReadRequest(1, "peer", target.base, source.base, Descriptors(ONE, ONE, ALL))
+            threads.add(Read(request, *sides, lambda _address: 0, copy))
+            ended = events.get(timeout=MOMENT)
+            threads.stop()
+        assert isinstance(ended, TransportDied), ended
+        assert "may still land" in ended.reason
+        assert events.empty()
 
 
 def random_copies(unit):
@@ -124,7 +149,8 @@ def test_without_a_compiler_copies_within_gpus_are_the_drivers_and_the_log_says_
 def test_the_kernel_copies_between_gpus_and_the_call_from_and_to_the_host_in_slices_of_their_own():
     devices, uuid = Devices(device(0).uuid), device(0).uuid
     gpu, other, host = Memory(1 << 40, LENGTH, uuid), Memory(1 << 41, LENGTH, "GPU-other"), Memory(1 << 20, LENGTH)
-    ways = [devices.copy_between(*sides) for sides in ((gpu, gpu), (other, gpu), (gpu, host), (host, gpu))]
+    read = Descriptors(ONE, ONE, ALL)
+    ways = [devices.copy_between(*sides, read) for sides in ((gpu, gpu), (other, gpu), (gpu, host), (host, gpu))]
     most = limits.GPU_SLICE_DESCRIPTORS
     assert [(copy.__func__, bounds) for copy, bounds in ways] == [
         (Gpu.copy_within, (limits.GPU_SLICE_BYTES, most)),
@@ -132,6 +158,55 @@ def test_the_kernel_copies_between_gpus_and_the_call_from_and_to_the_host_in_sli
         (Gpu.copy, None),
         (Gpu.copy, None),
     ]
+
+
+def read_within(descriptors):
+    """Reads by a thread within a GPU; returns how that ended, and what the driver did."""
+    devices, events = Devices(device(0).uuid), Queue()
+    source, target = pools()
+    sides = [Memory(memory.base, LENGTH, device(0).uuid) for memory in (source, target)]
+    request = ReadRequest(1, "peer", target.base, source.base, descriptors)
+    threads, before = CopyThreads(1, events.put), work()
+    threads.start()
+    threads.add(Read(request, *sides, lambda _address: 0, *devices.copy_between(*sides, descriptors)))
+    ended = events.get(timeout=MOMENT)
+    threads.stop()
+    devices.close()
+    return ended, {name: count - before[name] for name, count in work().items()}
+
+
+def blocks_of(length):
+    """More than a usual slice has."""
+    at = np.arange(2 * limits.SLICE_DESCRIPTORS, dtype=np.uint64) * np.uint64(KIB)
+    return Descriptors(at, at, np.full(len(at), length, np.uint64))
+
+
+@over_standin()
+def test_what_no_kernel_takes_is_copied_in_the_usual_slices_as_each_block_takes_the_driver_long():
+    assert read_within(blocks_of(16))[1]["launches"] == 1
+    ended, done = read_within(blocks_of(15))
+    assert isinstance(ended, Landed), ended
+    assert (done["launches"], done["batches"]) == (0, 2)
+
+
+@over_standin(no_compiler=1)
+def test_without_a_compiler_reads_within_gpus_are_copied_in_the_usual_slices():
+    ended, done = read_within(blocks_of(16))
+    assert isinstance(ended, Landed), ended
+    assert (done["launches"], done["batches"]) == (0, 2)
+
+
+@over_standin()
+def test_without_memory_for_a_table_copies_within_gpus_are_the_drivers_and_the_log_says_so():
+    def call(name, *arguments):
+        if name == "cuMemHostAlloc":
+            raise DeviceError(ErrorCode.OVERLOADED, "cuMemHostAlloc: none left", "CUDA_ERROR_OUT_OF_MEMORY")
+        return driver.call(name, *arguments)
+
+    with patch.object(kernel, "call", call), capture_logs() as logged:
+        check_copies(*random_copies(16))
+    assert [entry["reason"] for entry in logged if "no table" in entry["event"]] == ["cuMemHostAlloc: none left"]
+    assert (work()["launches"], work()["batches"]) == (0, 2)
 
 
 @over_standin()

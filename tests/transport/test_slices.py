@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,6 +134,25 @@ def test_parts_are_not_starved_by_what_somebody_waits_for() -> None:
         queue.ended(piece)
         picked.append(piece.request.read)
     assert picked.count(0) >= len(picked) // limits.OLDEST_TURN
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("peers", ["ppq", "pq", "pqr"])
+def test_short_reads_of_several_peers_do_not_starve_a_long_one_whose_slices_have_no_room_beside_others(
+    threads: int, peers: str
+) -> None:
+    """All threads are busy with short reads, of its own peer, too, and each that ends is followed by another one."""
+    queue, running, slices = SliceQueue(), list[Slice](), 20
+    bounds = SliceBounds(limits.GPU_SLICE_BYTES, limits.GPU_SLICE_DESCRIPTORS)
+    queue.add(request(0, blocks(slices * 1024, 256 * limits.KIB), "p"), bounds)
+    for number in range(1, 10):
+        queue.add(request(number, blocks(1, 16), peers[number % len(peers)]))
+    for number in range(10, 10 + 10 * slices):
+        while len(running) < threads and (piece := queue.pick()):
+            running.append(piece)
+        queue.add(request(number, blocks(1, 16), running[0].request.agent))
+        queue.ended(running.pop(0))
+    assert not queue.waiting(0)
 
 
 def test_a_stream_of_short_reads_does_not_starve_a_long_one() -> None:

@@ -73,8 +73,9 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
 
     def ready(self, room: int, prefix: int) -> None:
         """The decode side wants it, but for its first tokens."""
-        self.req_to_decode_prefix_len[room] = prefix
-        self.update_status(room, KVPoll.WaitingForInput)
+        if room in self.request_status:  # else it is over, and this would make it anew, for good
+            self.req_to_decode_prefix_len[room] = prefix
+            self.update_status(room, KVPoll.WaitingForInput)
 
     def sent(self, room: int) -> None:
         """The decode side has it."""

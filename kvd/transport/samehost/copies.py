@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from msgspec import Struct
 
-from kvd.errors import DeviceError, KvdError
+from kvd.errors import DeviceError, InternalError, KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
 from kvd.transport.samehost.process_memory import copy_few
 from kvd.transport.slices import U64, Chunk, Slice, SliceBounds, SliceQueue
@@ -28,7 +28,7 @@ class Copy(Protocol):
 
         Raises:
             OSError: not all could be copied.
-            KvdError: the same, of a GPU.
+            KvdError: the same, of a GPU; `InternalError`, nobody knows what lands.
 
         """
 
@@ -107,6 +107,8 @@ class Read(Struct, eq=False):
         try:
             target, source = self._place(piece.chunk)
             self.copy(target[part], source[part], piece.chunk.length[part])
+        except InternalError:
+            raise  # some of it may land yet: the read does not end, but the thread does, and with it the daemon
         except (OSError, KvdError) as error:
             self._fail(error)
 

@@ -15,6 +15,7 @@ from kvd.transport.samehost.lent import copy_lent, map_host_pool
 from kvd.transport.slices import SliceBounds
 
 if TYPE_CHECKING:
+    from kvd.plan import Descriptors
     from kvd.protocol.export import ExportedPool
     from kvd.transport.samehost.gpu import Gpu
     from kvd.transport.samehost.lent import MappedPool
@@ -48,12 +49,12 @@ class Devices:
         gpu = self._gpu(self._own or pool.device)
         return gpu.map_pool(pool, descriptor) if gpu else map_host_pool(pool, descriptor)
 
-    def copy_between(self, source: Memory, target: Memory) -> tuple[Copy, SliceBounds | None]:
+    def copy_between(self, source: Memory, target: Memory, descriptors: Descriptors) -> tuple[Copy, SliceBounds | None]:
         """What copies from a mapped pool to one of ours, and the bounds of its slices, None for the usual ones."""
         gpu = self._gpu(target.device or source.device)
         if gpu is None:
             return partial(copy_lent, source), None
-        if source.device and target.device:
+        if source.device and target.device and gpu.launches(descriptors):
             return gpu.copy_within, GPU_SLICES if source.device == target.device else _GPU_PEER_SLICES
         return gpu.copy, None
 

@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,11 +19,14 @@ from kvd.cuda.device import Device, device_of
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
-from kvd.errors import DeviceError
+from kvd.errors import DeviceError, ErrorCode, refusal
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
 from kvd.transport.slices import U64
+
+if TYPE_CHECKING:
+    from kvd.plan import Descriptors
 
 _log = structlog.get_logger("kvd.transport")
 
@@ -46,14 +50,16 @@ class Gpu:
 
         Raises:
             DeviceError: the GPU refused, or failed; nothing more of it lands.
+            InternalError: nobody knows what lands.
 
         """
-        with self._device.current():
-            stream = self._stream()
-            try:
-                copy(stream, target, source, length)
-            finally:
-                stream.synchronize()
+        with self._device.current(), _done(self._stream()) as stream:
+            copy(stream, target, source, length)
+
+    def launches(self, descriptors: Descriptors) -> bool:
+        """Whether `copy_within` makes these copies by a kernel: if not, a slice takes the longer the more it has."""
+        kernel = self._kernel
+        return kernel is not None and kernel.takes(descriptors.dst, descriptors.src, descriptors.length)
 
     def copy_within(self, target: U64, source: U64, length: U64) -> None:
         """Like `copy`, between the memory of GPUs alone: a slice, by one launch if all are multiples of 16 bytes."""
@@ -62,11 +68,12 @@ class Gpu:
             self.copy(target, source, length)
             return
         with self._device.current():
-            stream, table = self._stream(), self._table()
-            try:
+            table = self._table()
+            if table is None:
+                self.copy(target, source, length)
+                return
+            with _done(self._stream()) as stream:
                 kernel.copy(stream, table, target, source, length)
-            finally:
-                stream.synchronize()
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
@@ -125,11 +132,19 @@ class Gpu:
             self._opened.append(stream)
         return stream
 
-    def _table(self) -> CopyTable:
-        table: CopyTable | None = getattr(self._own, "table", None)
-        if table is None:
-            table = self._own.table = CopyTable(limits.GPU_SLICE_DESCRIPTORS)
-            self._opened.append(table)
+    def _table(self) -> CopyTable | None:
+        """None if there was no memory for it."""
+        if not hasattr(self._own, "table"):
+            self._own.table = None
+            try:
+                self._own.table = CopyTable(limits.GPU_SLICE_DESCRIPTORS)
+            except DeviceError as error:
+                if error.lost:
+                    raise
+                _log.warning("no table for copies within GPUs: small blocks are copied slower", reason=error.text)
+            else:
+                self._opened.append(self._own.table)
+        table: CopyTable | None = self._own.table
         return table
 
     def _pinned(self, pool: MappedPool, length: int) -> MappedPool:
@@ -147,6 +162,20 @@ class Gpu:
             pool.close()
 
         return MappedPool(pool.memory, close)
+
+
+@contextmanager
+def _done(stream: Stream) -> Iterator[Stream]:
+    """Waits for what was put into the stream. A context that is lost does nothing more; after other errors it may."""
+    try:
+        yield stream
+    finally:
+        try:
+            stream.synchronize()
+        except DeviceError as error:
+            if error.lost:
+                raise
+            raise refusal(ErrorCode.INTERNAL, f"{error.text}; what the GPU was told may still land") from error
 
 
 @contextmanager

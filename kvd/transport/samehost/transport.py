@@ -284,7 +284,7 @@ class SameHostTransport:
             read.run_few()
             self._on_event(read.end())
             return
-        read.copy, read.bounds = self._devices.copy_between(source, target)
+        read.copy, read.bounds = self._devices.copy_between(source, target, request.descriptors)
         pools.use(request.remote_base)
         self._reads[request.read] = (pools, request.remote_base)
         self._copies.add(read)
