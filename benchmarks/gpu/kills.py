@@ -29,12 +29,13 @@ def kills(*, quick: bool) -> dict[str, Any]:
     """One is killed during each pull, at another moment each time: in turn that of the producer and the consumer."""
     shape, rounds = ((256, 16 * KIB), 2) if quick else ((4096, 64 * KIB), 12)
     found: dict[str, Any] = {}
-    for victim, kill in (("daemon", _kill_daemon), ("worker", _kill_worker)):
-        with two_sides("cuda:0") as sides:
-            pulls = _Pulls(sides, shape)
+    with two_sides("cuda:0") as sides:
+        pulls = _Pulls(sides, shape)
+        for victim, kill in (("daemon", _kill_daemon), ("worker", _kill_worker)):
+            pulls.found = dict.fromkeys(("pulls", "done", "failed", "pools kept"), 0)
             for turn in range(rounds):
-                kill(pulls, turn)
-        found |= {f"{what}, a {victim} killed": count for what, count in pulls.found.items()}
+                kill(pulls, turn, f"{victim}-{turn}")
+            found |= {f"{what}, a {victim} killed": count for what, count in pulls.found.items()}
     return found
 
 
@@ -48,7 +49,7 @@ class _Pulls:
         """The producer's and the consumer's."""
         self.source, self.target = _halves(shape[0])
         self._content = pattern(*shape)
-        self.found = {"pulls": 0, "done": 0, "failed": 0, "pools kept": 0}
+        self.found: dict[str, int] = {}
 
     def fill(self) -> None:
         """Gives the producer's pool its content, and the consumer's zeros."""
@@ -76,8 +77,8 @@ def _halves(count: int) -> tuple[list[int], list[int]]:
     return list(range(0, count, 2)), list(range(1, count, 2))
 
 
-def _kill_daemon(pulls: _Pulls, turn: int) -> None:
-    (prefill, decode), victim, name = pulls.pools, pulls.sides[turn % 2], f"r{turn}"
+def _kill_daemon(pulls: _Pulls, turn: int, name: str) -> None:
+    (prefill, decode), victim = pulls.pools, pulls.sides[turn % 2]
     pulls.fill()
     decode.pull(name, prefill.offer(name, pulls.source), pulls.target)
     time.sleep(0.001 * turn)
@@ -89,9 +90,9 @@ def _kill_daemon(pulls: _Pulls, turn: int) -> None:
         _again("attach again", partial(_status, pool.worker))
 
 
-def _kill_worker(pulls: _Pulls, turn: int) -> None:
+def _kill_worker(pulls: _Pulls, turn: int, name: str) -> None:
     """Another process has a pool in the place of ours, until it is killed and we get that pool."""
-    victim, name = turn % 2, f"r{turn}"
+    victim = turn % 2
     (prefill, decode), side = pulls.pools, pulls.sides[victim]
     pulls.fill()
     ticket = prefill.offer(name, pulls.source) if victim else ""
